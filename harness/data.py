@@ -257,24 +257,18 @@ class Batch:
 
     def rows(self, index: Tensor) -> Batch:
         """The rows at `index` (int64), trimmed to their longest row."""
-        width = int(self.lengths_B[index].max())
-        changes: dict[str, Tensor] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if value is not None and item.name.endswith("_BT"):
-                changes[item.name] = value[index, :width]
-            elif value is not None and item.name.endswith("_B"):
-                changes[item.name] = value[index]
+        width, changes = int(self.lengths_B[index].max()), {}
+        for name, value in self._tensors().items():
+            changes[name] = value[index, :width] if name.endswith("_BT") else value[index]
         return self.replace(**changes)
 
     def to(self, device: Any) -> Batch:
         """The same batch on `device`."""
-        moved = {
-            item.name: getattr(self, item.name).to(device)
-            for item in dataclasses.fields(self)
-            if item.name != "group_size" and getattr(self, item.name) is not None
-        }
-        return self.replace(**moved)
+        return self.replace(**{name: value.to(device) for name, value in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        names = [item.name for item in dataclasses.fields(self) if item.name != "group_size"]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from . import interfaces
 from .data import Section
@@ -96,12 +96,13 @@ def _files(kind: Kind) -> list[str]:
 
 
 def _external(kind: Kind) -> list[EntryPoint]:
-    return list(_installed(tuple(sys.path)).select(group=f"cohort.{kind}s"))
+    return [point for point in _installed(tuple(sys.path)) if point.group == f"cohort.{kind}s"]
 
 
 @cache  # reading the metadata of all installed packages takes long
-def _installed(_path: tuple[str, ...]) -> EntryPoints:
-    return entry_points()
+def _installed(_path: tuple[str, ...]) -> list[EntryPoint]:
+    found: Any = entry_points()
+    return [point for kind in _BASE for point in found.select(group=f"cohort.{kind}s")]
 
 
 def _package(point: EntryPoint) -> str:

@@ -130,13 +130,13 @@ def build_model(name, **changes):
     return model
 
 
-def small_run(model, engine_class=TransformersEngine, log=None, **changes):
+def small_run(model, **changes):
     """A run in progress on this model."""
     sampling = {"max_tokens": 12, "temperature": 0.8}
     raw = {"task": "arithmetic", "algorithm": "grpo", "sampling": sampling, "device": "cpu", **changes}
     spec = parse_run(raw, "test")
-    engine = engine_class(TransformersEngine.Settings(), model, tiny_codec())
-    return Run(spec, engine, Learner(spec, model), log, Path(), tiny_codec())  # pyright: ignore
+    engine = TransformersEngine(TransformersEngine.Settings(), model, tiny_codec())
+    return Run(spec, engine, Learner(spec, model), None, Path(), tiny_codec())  # pyright: ignore
 
 
 @torch.no_grad()

@@ -38,22 +38,15 @@ def parts_of(arm: Any) -> set[str]:
     return {name for name, is_on in on.items() if is_on}
 
 
-def test_leave_one_out_has_an_arm_with_all_components_and_one_without_each():
+def test_leave_one_out_and_add_one_in_have_n_plus_1_arms():
     assert {arm.label: parts_of(arm) for arm in study().design_arms()} == {
         "all": {"high", "mean", "batches"},
         "without high": {"mean", "batches"},
         "without mean": {"high", "batches"},
         "without batches": {"high", "mean"},
     }
-
-
-def test_add_one_in_has_the_base_run_and_an_arm_with_each_component_alone():
-    assert {arm.label: parts_of(arm) for arm in study("add_one_in").design_arms()} == {
-        "none": set(),
-        "only high": {"high"},
-        "only mean": {"mean"},
-        "only batches": {"batches"},
-    }
+    alone = {f"only {name}": {name} for name in ("high", "mean", "batches")}
+    assert {arm.label: parts_of(arm) for arm in study("add_one_in").design_arms()} == {"none": set(), **alone}
 
 
 CLIP = "has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio is 1; raise"
@@ -153,7 +146,4 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
     assert page.index("large") < page.index("small") < page.index("harmful")
     assert "## Components" in files.markdown.read_text()
-
-
-def test_a_study_of_another_design_has_no_components():
-    assert ranked_components(analyse(fake_study(), np.random.default_rng(0))) == []
+    assert ranked_components(analyse(fake_study(), np.random.default_rng(0))) == []  # of another design

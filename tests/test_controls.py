@@ -17,7 +17,7 @@ from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
 from cohort.harness.record.study import StudyRecord
 from cohort.harness.run import gates
-from cohort.harness.run.grading import control_rewards, grade, grade_by_other_gold
+from cohort.harness.run.grading import control_rewards, grade
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -190,9 +190,10 @@ def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_se
     groups = [Group(prompt, (1,), said) for prompt in prompts]
 
     def golds(seed: int, part: slice = slice(None)) -> list[int]:
-        correct = [group.correct for group in grade_by_other_gold(task, groups[part], prompts, seed, 4)]
-        assert all(one is not None and sum(one) == 1 for one in correct)
-        return [one.index(True) for one in correct if one is not None]
+        spec: Any = SimpleNamespace(task=task, seed=seed, max_tokens=4, control="shuffled_gold")
+        paid = control_rewards(spec, prompts, groups[part], [], 0)
+        assert all(sum(one) == 1 for one in paid)
+        return [one.index(1.0) for one in paid]
 
     assert sorted(golds(0)) == list(range(8))
     assert all(gold != own for own, gold in enumerate(golds(0)))

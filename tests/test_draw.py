@@ -1,30 +1,21 @@
-"""Dynamic sampling: what is replaced, what it costs, that it ends, and that a resumed run draws the same prompts."""
+"""Dynamic sampling: what is replaced, what it costs, that it ends, and that its prompts have keys."""
 
+import factories
 import pytest
 from cohort.harness.data import Prompt
-from cohort.harness.run.loop import charge_step, train
+from cohort.harness.run.loop import charge_step
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, further_prompts, generate, train_step
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+from factories import FEW
+from fakes import MemoryLog
 
 
-def make_spec(max_batches, **changes):
-    return parse_run(
-        {
-            "task": {"name": "arithmetic", "min_operands": 3, "max_operands": 3, "num_train": 60},
-            "algorithm": {"name": "grpo", "group_size": 2, "kl_beta": 0.0},
-            "engine": "scripted",
-            "rollouts_per_step": 8,
-            "steps": 3,
-            "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-            "dynamic_sampling": max_batches,
-            "gates": {"mismatch_kl": None},
-            **changes,
-        },
-        "test",
-    )
+def make_spec(max_batches, algorithm="grpo", **changes):
+    task = {"name": "arithmetic", "min_operands": 3, "max_operands": 3, "num_train": 60}
+    fixed = {**FEW, "task": task, "algorithm": {"name": algorithm, "group_size": 2}, "engine": "scripted",
+             "sampling": {}, "dynamic_sampling": max_batches, "gates": {"mismatch_kl": None}}  # fmt: skip
+    return factories.make_spec(**{**fixed, **changes})
 
 
 def scripted_run(tmp_path, max_batches, mixed, **changes):
@@ -95,7 +86,7 @@ def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_
 
 def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(tmp_path):
     # sample 0 is the only one of the greedy group: right for every third prompt
-    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0, algorithm={"name": "remax", "group_size": 2})
+    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0, algorithm="remax")
     asked = []
     generate = run.engine.generate
 
@@ -122,7 +113,7 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
 
 
 def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
-    spec = make_spec(1, engine="transformers", algorithm={"name": "remax", "group_size": 2}, sampling={"max_tokens": 8})
+    spec = make_spec(1, engine="transformers", algorithm="remax", sampling={"max_tokens": 8})
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     prompts = spec.task.prompts("train")
     groups = generate(run, prompts, 0, Drawn())
@@ -142,21 +133,6 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
     assert len(further_prompts(prompts, 0, 3, 1, 40, drawn)) == 7
 
 
-@pytest.mark.parametrize("name", ["dapo"])
-def test_a_stopped_run_with_dynamic_sampling_resumes_bit_for_bit(name, tmp_path):
-    spec = make_spec(
-        3, engine="transformers", algorithm={"name": name, "group_size": 2}, cold_start={"steps": 60},
-        sampling={"max_tokens": 24}, task={"name": "arithmetic", "min_operands": 2, "max_operands": 2},
-    )  # fmt: skip
-    whole, parts = MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=tmp_path)
-    train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(1))
-    assert train(spec, tmp_path / "parts", parts, cache=tmp_path).state == "complete"
-    assert parts.without_clocks() == whole.without_clocks()
-    assert max(value for _, value in whole.history("sampling/batches")) > 1
-    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
-
-
 def test_groups_of_one_cannot_differ():
     with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
-        make_spec(4, algorithm={"name": "ppo", "group_size": 1})
+        make_spec(4, **{"algorithm.group_size": 1})

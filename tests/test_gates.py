@@ -1,5 +1,6 @@
 """Gates end a run that measures nothing, at the step they name, whether or not it was interrupted; others go on."""
 
+import factories
 import pytest
 import torch
 from cohort.harness.data import Batch, InvalidRun
@@ -7,7 +8,8 @@ from cohort.harness.run.gates import STEPS, GateState, check_gates
 from cohort.harness.run.learner import weight_sample, weights_metric
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import group_metrics
-from cohort.harness.spec.run import Gates, parse_run
+from cohort.harness.spec.run import Gates
+from factories import FEW
 from fakes import MemoryLog, StopAfter
 
 FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "train/answered": 0.8}
@@ -38,72 +40,43 @@ def batch_of(rewards, advantages):
     )
 
 
-def make_spec(gates, *, engine="scripted", **changes):
+def make_spec(gates, **changes):
     """A run whose completions are all empty, with the engine's own log-probs: every reward is 0."""
-    return parse_run(
-        {
-            "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2, "num_train": 64},
-            "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.0},
-            "engine": engine,
-            "sampling": {"max_tokens": 4},
-            "rollouts_per_step": 8,
-            "steps": 8,
-            "evaluation": {"every": 8, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-            "checkpoints": {"every": 100},
-            "gates": {"mismatch_kl": None, **gates},
-            **changes,
-        },
-        "test",
-    )
+    fixed = {**FEW, "engine": "scripted", "sampling": {"max_tokens": 4}, "steps": 8, "checkpoints": {"every": 100},
+             "gates": {"mismatch_kl": None, **gates}}  # fmt: skip
+    return factories.make_spec(**{**fixed, **changes})
 
 
-def test_a_gate_counts_steps_in_a_row_only(monkeypatch):
-    monkeypatch.setitem(STEPS, "stuck_groups", 3)
-    stuck, free, settings = {"train/stuck_groups": 1.0}, {}, Gates()
-    assert run_gates(settings, stuck, stuck, free, stuck, stuck) == (None, "")
-    step, reason = run_gates(settings, stuck, free, stuck, stuck, stuck, stuck)
-    assert step == 5
-    assert "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5)" in reason
-    assert "gates.stuck_groups" in reason
+STUCK, FEW_ANSWERS = {"train/stuck_groups": 1.0}, {"train/answered": 0.19}  # 0.25 x 0.8 at the start = 0.2
+SAME, MOVED = {"policy/weights_changed": 0.0004}, {"policy/weights_changed": 0.001}
+OFF = {"mismatch_kl": None, "stuck_groups": None, "weights_changed": None, "answered": None}
+WORST = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0, "train/answered": 0.0}
 
 
-def test_the_bound_itself_is_allowed():
-    assert run_gates(Gates(), *[{"train/stuck_groups": 0.98}] * 50) == (None, "")
-
-
-def test_an_engine_that_samples_another_policy_ends_the_run_in_one_step():
-    assert run_gates(Gates(), {"mismatch/kl": 0.1}) == (None, "")
-    step, reason = run_gates(Gates(), {}, {"mismatch/kl": 0.35})
-    assert step == 2
-    assert "mismatch/kl was above 0.1 for a step (0.35 at step 2)" in reason
-    assert run_gates(Gates(), {"mismatch/kl": float("nan")})[0] == 1
-    assert run_gates(Gates(mismatch_kl=None), {"mismatch/kl": 9.0}) == (None, "")
-
-
-def test_answers_that_go_missing_are_compared_with_the_first_step(monkeypatch):
-    monkeypatch.setitem(STEPS, "answered", 2)
-    few, settings = {"train/answered": 0.19}, Gates()  # 0.25 x 0.8 = 0.2
-    assert run_gates(settings, {}, few, {"train/answered": 0.2}, few) == (None, "")
-    step, reason = run_gates(settings, {}, few, few)
-    assert step == 3
-    assert "train/answered was below 0.2 for 2 steps in a row (0.19 at step 3)" in reason
-    assert "0.8 did at the start" in reason
-    never = {"train/answered": 0.0}
-    assert run_gates(settings, never, never, never) == (None, "")  # it never answered, so there is no collapse
-
-
-def test_every_gate_can_be_turned_off():
-    off = Gates(mismatch_kl=None, stuck_groups=None, weights_changed=None, answered=None)
-    worst = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0}
-    assert run_gates(off, {}, *[{**worst, "train/answered": 0.0}] * 50) == (None, "")
-
-
-def test_steps_without_a_gradient_say_nothing_about_the_weights(monkeypatch):
-    monkeypatch.setitem(STEPS, "weights_changed", 3)
-    same, moved, silent = {"policy/weights_changed": 0.0004}, {"policy/weights_changed": 0.001}, {}
-    settings = Gates()
-    assert run_gates(settings, same, same, moved, same, same) == (None, "")
-    assert run_gates(settings, same, silent, same, silent, same)[0] == 5  # the third time that it counts
+@pytest.mark.parametrize(
+    ("settings", "steps", "end", "words"),
+    [
+        ({}, [STUCK, STUCK, {}, STUCK, STUCK], None, ""),  # a gate counts steps in a row only
+        ({}, [STUCK, {}, STUCK, STUCK, STUCK, STUCK], 5,
+         "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5): all completions"),
+        ({}, [{"train/stuck_groups": 0.98}] * 9, None, ""),  # the bound itself is allowed
+        ({}, [{"mismatch/kl": 0.1}], None, ""),
+        ({}, [{}, {"mismatch/kl": 0.35}], 2, "mismatch/kl was above 0.1 for a step (0.35 at step 2)"),
+        ({}, [{"mismatch/kl": float("nan")}], 1, "mismatch/kl was above"),
+        ({}, [{}, FEW_ANSWERS, {"train/answered": 0.2}, FEW_ANSWERS, FEW_ANSWERS], None, ""),
+        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "train/answered was below 0.2 for 3 steps in a row (0.19 at step 4)"),
+        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "(0.8 did at the start) (gates.answered)"),
+        ({}, [{"train/answered": 0.0}] * 9, None, ""),  # it never answered, so there is no collapse
+        ({}, [SAME, SAME, MOVED, SAME, SAME], None, ""),
+        ({}, [SAME, {}, SAME, {}, SAME], 5, "policy/weights_changed"),  # without a gradient a step says nothing
+        (OFF, [{}, *9 * [WORST]], None, ""),
+    ],
+)  # fmt: skip
+def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, monkeypatch):
+    for name in ("stuck_groups", "answered", "weights_changed"):
+        monkeypatch.setitem(STEPS, name, 3)
+    step, reason = run_gates(Gates(**settings), *steps)
+    assert step == end and words in reason
 
 
 def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward():

@@ -10,7 +10,7 @@ from cohort.harness import plugins
 from cohort.harness.checks.memory import check_samples
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.evaluate import Completions, evaluate_run
+from cohort.harness.run.evaluate import evaluate_run, kept_problems
 from cohort.harness.run.single import evaluate_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -55,8 +55,7 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
     engine = CountingEngine(spec)
     engine.script = lambda prompt, sample: "0"
     evaluate_run(spec, engine, "validation", 0)
-    assert {prompts for prompts, _ in engine.asked} == {8}  # 8 * 1024 completions
-    assert sum(prompts * samples for prompts, samples in engine.asked) == 16 * 1025
+    assert engine.asked == 2 * [*16 * [(8, 64)], (8, 1)]  # 8 * 1024 completions
 
 
 @pytest.mark.attack("A kill in the middle of an evaluation")
@@ -64,7 +63,7 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
 def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int, tmp_path: Path):
     spec = make_spec(200, num_samples=2)  # 64 problems at a time: 4 parts of two calls each
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, num_shown=10_000)
-    kept = Completions(tmp_path / "validation.jsonl")
+    kept = tmp_path / "validation.jsonl"
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(spec, CountingEngine(spec, die_at), "validation", 0, num_shown=10_000, kept=kept)
     again = CountingEngine(spec)
@@ -78,22 +77,22 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int
 @pytest.mark.attack("A kill in the middle of an evaluation")
 def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path: Path, record_property):
     spec = make_spec(num_samples=2)
-    kept = Completions(tmp_path / "validation.jsonl")
+    kept = tmp_path / "validation.jsonl"
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, kept=kept)
-    written = kept.file.read_bytes()
+    written = kept.read_bytes()
     cuts = range(len(written) - 400, len(written), 7)
     for cut in cuts:
-        kept.file.write_bytes(written[:cut])
+        kept.write_bytes(written[:cut])
         assert evaluate_run(spec, CountingEngine(spec), "validation", 0, kept=kept) == whole
-        assert kept.file.read_bytes() == written
+        assert kept.read_bytes() == written
     record_property("tried", len(cuts))
 
 
 def test_a_line_that_no_evaluation_wrote_is_named(tmp_path: Path):
-    kept = Completions(tmp_path / "test.jsonl")
-    kept.file.write_text('{"score": {}, "samples": [{}]}\n')
+    kept = tmp_path / "test.jsonl"
+    kept.write_text('{"score": {}, "samples": [{}]}\n')
     with pytest.raises(ValueError, match="no problem of an evaluation in line 1"):
-        list(kept.read())
+        list(kept_problems(kept))
 
 
 def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):

@@ -8,6 +8,7 @@ from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import sync
 from cohort.harness.run.sync import check_sync, probe
 from fakes import tiny_codec
 
@@ -17,9 +18,9 @@ PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4
 class EngineWithACopy(TransformersEngine):
     """Samples from weights of its own, which it takes over only where `takes` says so."""
 
-    def __init__(self, policy, takes=lambda name: True, rounding=0.0):
+    def __init__(self, policy, takes=lambda name: True, rounding=0.0, precision=None):
         super().__init__(TransformersEngine.Settings(), copy.deepcopy(policy), tiny_codec())
-        self.takes, self.rounding = takes, rounding
+        self.takes, self.rounding, self.precision = takes, rounding, precision
 
     def load_weights(self, weights, version):
         super().load_weights({name: value for name, value in weights.items() if self.takes(name)}, version)
@@ -46,50 +47,52 @@ def update(policy, size):
             parameter.add_(size * signs.to(parameter.dtype))
 
 
-def update_and_check(engine, policy, size=1e-4, **settings):
+def update_and_check(engine, policy, size=1e-4):
     """An update, the sync and the check."""
     before = probe(engine, policy, sampled(engine))
     update(policy, size)
     engine.load_weights(policy.state_dict(), 1)
-    return check_sync(engine, policy, before, **settings)
+    return check_sync(engine, policy, before)
 
 
 STALE = {"takes": lambda name: False}
 ALL_BUT_ONE = {"takes": lambda name: "layers.1.mlp.up_proj" not in name}
-LOOSE = {"bound": 1.0}
+LOOSE = {"precision": "bfloat16"}  # with a bound of 1 nat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "engine", "size", "settings", "most"),
-    [("float32", {}, 1e-4, {}, 1e-4), ("float32", {}, 1e-3, LOOSE, 1e-4),
-     ("bfloat16", {"rounding": 0.2}, 2e-3, {}, 0.3),  # the bound allows for its rounding
-     ("float32", STALE, 0.0, {}, 1e-5), ("float32", STALE, 1e-7, {}, 1e-4)],  # no update to miss
+    ("dtype", "engine", "size", "most"),
+    [("float32", {}, 1e-4, 1e-4), ("float32", LOOSE, 1e-3, 1e-4),
+     ("bfloat16", {"rounding": 0.2}, 2e-3, 0.3),  # the bound allows for its rounding
+     ("float32", STALE, 0.0, 1e-5), ("float32", STALE, 1e-7, 1e-4)],  # no update to miss
 )  # fmt: skip
-def test_an_engine_with_the_learners_weights_passes(dtype, engine, size, settings, most):
+def test_an_engine_with_the_learners_weights_passes(dtype, engine, size, most):
     policy = tiny_model(0).to(getattr(torch, dtype))
-    assert update_and_check(EngineWithACopy(policy, **engine), policy, size, **settings) < most
+    assert update_and_check(EngineWithACopy(policy, **engine), policy, size) < most
 
 
 @pytest.mark.parametrize(
-    ("dtype", "engine", "size", "settings", "words"),
-    [("float32", STALE, 1e-3, {}, "stale weights: .* differ by"),
-     ("float32", STALE, 1e-3, LOOSE, "stale weights: the update moved"),
-     ("bfloat16", STALE, 2e-3, {}, "stale weights: the update moved"),
-     ("float32", ALL_BUT_ONE, 1e-2, {}, "stale weights"),
-     ("float32", {"rounding": float("nan")}, 1e-4, {}, "differ by nan")],
+    ("dtype", "engine", "size", "words"),
+    [("float32", STALE, 1e-3, "stale weights: .* differ by"),
+     ("float32", {**STALE, **LOOSE}, 1e-3, "stale weights: the update moved"),
+     ("bfloat16", STALE, 2e-3, "stale weights: the update moved"),
+     ("float32", ALL_BUT_ONE, 1e-2, "stale weights"),
+     ("float32", {"rounding": float("nan")}, 1e-4, "differ by nan")],
 )  # fmt: skip
-def test_stale_weights_and_scores_that_are_no_numbers_make_the_run_invalid(dtype, engine, size, settings, words):
+def test_stale_weights_and_scores_that_are_no_numbers_make_the_run_invalid(dtype, engine, size, words):
     policy = tiny_model(0).to(getattr(torch, dtype))
     with pytest.raises(InvalidRun, match=words):
-        update_and_check(EngineWithACopy(policy, **engine), policy, size, **settings)
+        update_and_check(EngineWithACopy(policy, **engine), policy, size)
 
 
-def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_groups():
+def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_groups(monkeypatch):
+    monkeypatch.setattr(sync, "NUM_ROWS", 2)
+    monkeypatch.setattr(sync, "MAX_TOKENS", 3)
     policy = tiny_model(0)
     engine = EngineWithACopy(policy)
     groups = sampled(engine)
-    found = probe(engine, policy, groups, num_rows=2, max_tokens=3)
-    assert len(probe(engine, policy, groups[:2]).rows) == 2  # no more than there are groups
+    found = probe(engine, policy, groups)
+    assert len(probe(engine, policy, groups[:1]).rows) == 1  # no more than there are groups
     first, third = (tiny_codec().encode(PROMPTS[i].text) for i in (0, 2))  # i * 5 // 2
     assert found.rows == (
         (first + groups[0].rollouts[0].token_ids[:3], len(first)),

@@ -34,8 +34,7 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero_after_the_la
 
 
 def test_the_cosine_kl_weight_is_held_falls_and_stays():
-    settings = KLControl(schedule="cosine")
-    found = [kl_beta_factor(settings, step, 20) for step in (0, 2, 9, 16, 19)]
+    found = [kl_beta_factor(step, 20) for step in (0, 2, 9, 16, 19)]
     # step 9 is halfway between 10 % and 80 %
     assert found == pytest.approx([1, 1, 0.5, 0, 0], abs=1e-9)
 

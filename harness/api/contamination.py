@@ -88,23 +88,33 @@ def probe_contamination(
             f"--reference must be other problems than those probed, got '{split}' for both; name another split, or a "
             "file of fresh problems"
         )
-    other, other_split = _reference(spec, reference)
+    other, other_split = spec, reference
+    if reference not in get_args(Split):
+        if "test_path" not in type(spec.task).model_fields:
+            raise SpecError(
+                f"--reference must be one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no "
+                f"data, got '{reference}'"
+            )
+        other_split = "test"
+        other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
+    part = cast("Split", other_split)
     check_runs([spec], runs, (split,), trained=())
-    check_runs([other], runs, (other_split,), models=False)
+    check_runs([other], runs, (part,), models=False)
     probed = spec.task.questions(split)
-    fresh = {key: text for key, text in other.task.questions(other_split).items() if key not in probed}
+    fresh = {key: text for key, text in other.task.questions(part).items() if key not in probed}
     sets = [dict(list(one.items())[:num_problems]) for one in (probed, fresh)]
     if not sets[1]:
         raise SpecError(f"--reference must have problems that are not in {split}; '{reference}' has none")
     facts = {"split": split, "reference": reference, "num_problems": num_problems, "prefix_fraction": PREFIX_FRACTION}
     name = name or f"{spec.task.name}-{split}-{digest([spec.digest(), facts])[:8]}"
     directory, cache = runs / "probes" / name, runs / "cache"
-    inputs = {**run_inputs([other], cache, (other_split,)), **run_inputs([spec], cache, (split,))}
+    inputs = {**run_inputs([other], cache, (part,)), **run_inputs([spec], cache, (split,))}
     with measured(spec, split, runs, directory, inputs, "probe") as log:
         policy, codec = start_policy(spec, cache, on_progress)
         found = knowledge({**sets[0], **sets[1]}, placed(policy, spec), codec, spec, on_progress)
         known = [[found[key] for key in one if key in found] for one in sets]
-        findings = [asdict(one) for one in judge(*map(scores, known), generator("contamination test", spec.seed))]
+        random = generator("contamination test", spec.seed)
+        findings = [asdict(one) for one in judge(scores(known[0]), scores(known[1]), random)]
         exact = [float(np.mean([one.exact for one in rows])) for rows in known]
         best = sorted(known[0], key=lambda one: (one.exact, len(words(one.held_back))), reverse=True)
         document = {
@@ -124,37 +134,23 @@ def probe_contamination(
             values = {f"probe/{one['probe']}_{key}": value for key, value in one.items() if key != "probe"}
             metrics |= {key: value for key, value in values.items() if not math.isnan(value)}
         log.metrics(0, metrics)
-        log.samples([_sample(one, split) for one in known[0]])
+        log.samples([
+            SampleRow(  # what was held back stands as gold, ROUGE-L as reward
+                step=0, split=split, prompt_id=one.prompt_id, prompt=one.start, completion=one.continuation,
+                gold=one.held_back, answer=None, correct=one.exact, num_tokens=len(words(one.continuation)),
+                reward=None if math.isnan(one.rouge_l) else one.rouge_l, finish_reason="length",
+            )
+            for one in known[0]
+        ])  # fmt: skip
         rows = [[asdict(one) for one in side] for side in known]
         write_json(directory / PROBE, {**document, "probed": rows[0], "reference_problems": rows[1]})
         log.finish("complete", None, {})
     return document | {"said": summary(document)}
 
 
-def _reference(spec: RunSpec, reference: str) -> tuple[RunSpec, Split]:
-    """The spec and the split of the reference."""
-    if reference in get_args(Split):
-        return spec, cast("Split", reference)
-    if "test_path" not in type(spec.task).model_fields:
-        raise SpecError(
-            f"--reference must be one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no "
-            f"data, got '{reference}'"
-        )
-    return spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})}), "test"
-
-
 def scores(known: Sequence[Knowledge]) -> Mapping[str, list[float]]:
     """Probe -> the score of each question."""
     return {probe: [getattr(one, key) for one in known] for probe, key in SCORES.items()}
-
-
-def _sample(one: Knowledge, split: Split) -> SampleRow:
-    """A completion as a rollout: what was held back stands as gold, ROUGE-L as reward."""
-    return SampleRow(
-        step=0, split=split, prompt_id=one.prompt_id, prompt=one.start, completion=one.continuation,
-        gold=one.held_back, answer=None, correct=one.exact, reward=None if math.isnan(one.rouge_l) else one.rouge_l,
-        num_tokens=len(words(one.continuation)), finish_reason="length",
-    )  # fmt: skip
 
 
 def knowledge(

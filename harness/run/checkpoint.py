@@ -9,7 +9,7 @@ step), so there is no random state to save.
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,7 @@ def latest_checkpoint(
     """The newest intact and usable checkpoint, or None; a warning names each that is passed over. ValueError if it
     belongs to another run or to one with other inputs."""
     passed: list[str] = []
-    for folder in sorted(directory.glob("step-*"), reverse=True):
-        try:
-            state = whole_manifest(folder, STATE)
-        except ValueError as error:
-            passed.append(str(error))
-            continue
+    for folder, state in _intact(directory, passed):
         if state["spec_digest"] != spec_digest:
             raise ValueError(
                 f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
@@ -103,6 +98,18 @@ def latest_checkpoint(
         passed.append(f"{EVENTS} lacks events of '{folder}'")
     say_passed(passed, "starts again from the beginning")
     return None
+
+
+def _intact(directory: Path, passed: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The intact checkpoints in a folder and their states, newest first; `passed` gets what is wrong with others."""
+    for folder in sorted(directory.glob("step-*"), reverse=True):
+        try:
+            state = whole_manifest(folder, STATE)
+        except ValueError as error:
+            if folder.exists():  # a run may delete its oldest one meanwhile
+                passed.append(str(error))
+        else:
+            yield folder, state
 
 
 def say_passed(reasons: Sequence[str], instead: str) -> None:
@@ -120,13 +127,7 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tupl
     passed: list[str] = []
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         passed.clear()
-        for folder in sorted((source / CHECKPOINTS).glob("step-*"), reverse=True):
-            try:
-                state = whole_manifest(folder, STATE)
-            except ValueError as error:
-                if folder.exists():
-                    passed.append(str(error))
-                continue
+        for folder, state in _intact(source / CHECKPOINTS, passed):
             progress = dict(state["progress"])
             if spec.algorithm.kl_beta != parent.algorithm.kl_beta:
                 progress["kl_beta"] = spec.algorithm.kl_beta

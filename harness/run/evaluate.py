@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,13 +66,13 @@ def evaluate_run(
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     num_shown: int = 16,
-    kept: Completions | None = None,
+    kept: Path | None = None,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split: one greedy completion and k samples for each.
 
     The problems are the same every time, so that arms and steps can be compared problem by problem. The result includes
-    at most `num_shown` rollouts for the reader. Problems already in `kept` are not sampled again; the others are added
-    to it.
+    at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again; the others are added
+    to it, each part on disk before the next begins, so that a killed evaluation can continue and be recomputed.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -90,7 +90,7 @@ def evaluate_run(
             scores[group.prompt.id] = problem_score(marked, first_marked)
             shown.update({(i, place): row for i, row in enumerate(rows) if i * len(prompts) + place < num_shown})
 
-    for group, greedy in kept.read() if kept is not None else ():
+    for group, greedy in kept_problems(kept) if kept is not None else ():
         if group.prompt.id in places:
             score([group], [greedy])
     left = [prompt for prompt in prompts if prompt.id not in scores]
@@ -100,7 +100,12 @@ def evaluate_run(
         part = left[start : start + at_once]
         groups, greedy_groups = (_sampled(spec, engine, part, count, step) for count in (num_samples, None))
         if kept is not None:
-            kept.add(completion_rows(groups, greedy_groups))
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with kept.open("a", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(row)}\n" for row in completion_rows(groups, greedy_groups))
+                file.flush()
+                os.fsync(file.fileno())
+            sync(kept.parent)
         score(groups, greedy_groups)
         drawn += [*lengths(groups), *lengths(greedy_groups)]
         on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
@@ -183,22 +188,18 @@ def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str
     return [*sample_metrics([any_score]), "greedy_accuracy"]
 
 
-def pass_sizes(num_samples: int) -> list[int]:
-    """The k for which pass@k is reported: powers of two from 2 on, and the number of samples itself."""
-    return sorted({num_samples, *(2**j for j in range(1, num_samples.bit_length()) if 2**j <= num_samples)})
-
-
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased pass@k of a problem from n samples with c correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
-    """Metrics of n samples per problem, pass@k for several k <= n among them."""
+    """Metrics of n samples per problem, among them pass@k for the powers of two from 2 on and for n."""
     k = scores[0].num_samples
+    sizes = sorted({k, *(2**j for j in range(1, k.bit_length()))})
     return {
         "accuracy": _share(scores, "num_correct"),
-        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in pass_sizes(k)},
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in sizes},
         f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
         **({} if scores[0].credit is None else {"score": _share(scores, "credit")}),
         **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
@@ -241,48 +242,29 @@ def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
     return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
 
 
-class Completions:
-    """The problems of an evaluation with all their completions, one per line of a growing file, so that a killed
-    evaluation can continue and accuracies can be recomputed."""
+def kept_problems(file: Path) -> Iterator[tuple[Group, Group]]:
+    """Samples and greedy completion of each problem that an evaluation has written, one at a time; none without a file.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def clear(self) -> None:
-        self.file.unlink(missing_ok=True)
-
-    def read(self) -> Iterator[tuple[Group, Group]]:
-        """Samples and greedy completion of each problem, one at a time; a last line torn by a kill is cut off.
-
-        ValueError, with the line's number, if an evaluation cannot have written the line.
-        """
-        if not self.file.exists():
-            return
-        with self.file.open("r+b") as file:
-            whole = 0
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    file.truncate(whole)
-                    return
-                whole += len(line)
-                try:
-                    row = json.loads(line)
-                    (samples,), (greedy,) = groups_of([row], "samples"), groups_of([row], "greedy")
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{self.file} has no problem of an evaluation in line {number} ({type(error).__name__}: "
-                        f"{str(error)[:80]}); restore it from a copy, or delete it to restart the evaluation"
-                    ) from None
-                yield samples, greedy
-
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append problems (`completion_rows`); they are on disk when this returns."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        sync(self.file.parent)
+    A last line torn by a kill is cut off. ValueError, with the line's number, if no evaluation can have written it.
+    """
+    if not file.exists():
+        return
+    with file.open("r+b") as opened:
+        whole = 0
+        for number, line in enumerate(opened, 1):
+            if not line.endswith(b"\n"):
+                opened.truncate(whole)
+                return
+            whole += len(line)
+            try:
+                row = json.loads(line)
+                (samples,), (greedy,) = groups_of([row], "samples"), groups_of([row], "greedy")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{file} has no problem of an evaluation in line {number} ({type(error).__name__}: "
+                    f"{str(error)[:80]}); restore it from a copy, or delete it to restart the evaluation"
+                ) from None
+            yield samples, greedy
 
 
 def completions_file(area: str, step: int) -> str:
@@ -306,12 +288,12 @@ def logged_evaluation(
     The run's folder keeps all completions, so that the numbers can be verified.
     """
     area = area or split
-    kept = Completions(directory / completions_file(area, step)) if ranks.rank() == 0 else None
+    kept = directory / completions_file(area, step) if ranks.rank() == 0 else None
     if kept is not None:
-        kept.clear()  # of an attempt that was killed here, whose weights may differ
+        kept.unlink(missing_ok=True)  # of an attempt that was killed here, whose weights may differ
     result = evaluate_run(spec, engine, split, step, lambda n, total: log.progress(split, n, total), kept=kept)
     if kept is not None:
-        log.kept(step, completions_file(area, step), sha256(kept.file))
+        log.kept(step, completions_file(area, step), sha256(kept))
     log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
     if split == "test":
         k = result.metrics["num_samples"]

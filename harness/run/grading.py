@@ -85,18 +85,6 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     return graded
 
 
-def grade_by_other_gold(
-    task: Task, groups: Sequence[Group], prompts: Sequence[Prompt], seed: int, max_tokens: int
-) -> list[GradedGroup]:
-    """`grade` against the gold answer of another prompt of the split (`prompts`), fixed by the seed.
-
-    That answer may equal the prompt's own: the frequency of each answer is kept.
-    """
-    order = generator("shuffled gold", seed).permutation(len(prompts))
-    other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
-    return grade(task, [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups], max_tokens)
-
-
 def control_rewards(
     spec: RunSpec,
     prompts: Sequence[Prompt],
@@ -105,7 +93,11 @@ def control_rewards(
     step: int,
     first: int = 0,
 ) -> list[list[float]]:
-    """[P][G] rewards of the control in training step `step`; arguments as in `score_rollouts`."""
+    """[P][G] rewards of the control in training step `step`; arguments as in `score_rollouts`.
+
+    Gold answers are shuffled over the split (`prompts`), fixed by the seed; the frequency of each answer is kept, so
+    that one may equal the prompt's own.
+    """
     if spec.control == "random":
         drawn = [(generator("random reward", spec.seed, step, g.prompt_id), len(g.completions)) for g in graded]
         coins = [random.integers(2, size=first + count) for random, count in drawn]
@@ -113,7 +105,10 @@ def control_rewards(
     if spec.control == "format_only":
         return [list(group.blind().format_scores) for group in graded]
     if spec.control == "shuffled_gold":
-        graded = grade_by_other_gold(spec.task, groups, prompts, spec.seed, spec.max_tokens)
+        order = generator("shuffled gold", spec.seed).permutation(len(prompts))
+        other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
+        changed = [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups]
+        graded = grade(spec.task, changed, spec.max_tokens)
     paid: list[list[float]] = []
     for group in graded:
         assert group.correct is not None

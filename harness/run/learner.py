@@ -57,7 +57,10 @@ class Learner:
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
-            self._shard()
+            critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
+            for part in (policy, self.reference, *critic):
+                if part is not None:
+                    shard(part, resolve_device(spec.device))
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
         self.policy_rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
         self.optimizers = {"policy": self._adamw(policy, self.policy_rate)}
@@ -88,10 +91,6 @@ class Learner:
             batch = batch.replace(values_BT=self._forward_rows(batch, values, trunk))
         return batch
 
-    def correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with the importance weights of the spec, if the sampler's log-probs are not exact."""
-        return correct_mismatch(batch, self.spec.mismatch) if self.corrects else (batch, {})
-
     @property
     def reads_old(self) -> bool:
         """Whether the objective reads old log-probs."""
@@ -100,6 +99,7 @@ class Learner:
 
     @property
     def corrects(self) -> bool:
+        """Whether a batch gets the importance weights of the spec: not if the sampler's log-probs are exact."""
         return self.spec.mismatch.correction != "none" and not self.sampler_is_exact
 
     @contextmanager
@@ -139,7 +139,7 @@ class Learner:
                     group["lr"] = factor * rates[name]
             metrics["optimizer/learning_rate"] = factor * self.policy_rate
         if self.spec.kl.schedule == "cosine":
-            self.kl_beta = kl_beta_factor(self.spec.kl, step, self.spec.steps) * self.spec.algorithm.kl_beta
+            self.kl_beta = kl_beta_factor(step, self.spec.steps) * self.spec.algorithm.kl_beta
         if self.spec.kl.schedule != "constant":
             self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": self.kl_beta})
             metrics["kl/beta"] = self.kl_beta
@@ -361,13 +361,6 @@ class Learner:
             largest = max(range(len(parts)), key=lambda i: len(parts[i]))
             parts[largest : largest + 1] = parts[largest].tensor_split(2)
         return parts
-
-    def _shard(self) -> None:
-        """Spread the models over the ranks. The critic's head has a group of its own, beside that of its backbone."""
-        critic = () if self.critic is None else (self.critic.backbone, self.critic.head)
-        for part in (self.policy, self.reference, *critic):
-            if part is not None:
-                shard(part, resolve_device(self.spec.device))
 
     def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
         settings = self.spec.optimizer

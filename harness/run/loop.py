@@ -79,7 +79,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         _evaluate(run, "validation", 0)
         if spec.evaluation.test_at_start and spec.steps:
             _evaluate(run, "test", 0, "start")
-    while step < spec.steps and not run.ledger.is_spent:
+    while step < spec.steps and not run.is_spent:
         start = run.models.now()
         metrics, drawn = train_step(run, prompts, step)
         step += 1
@@ -95,7 +95,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             keep_rollouts(run.directory, run.log, step, rows())
         run.log.progress("train", step, spec.steps)
         check_gates(gates, run.gates, metrics, step)  # decided from metrics that all ranks share
-        is_last = step == spec.steps or run.ledger.is_spent
+        is_last = step == spec.steps or run.is_spent
         if step % spec.evaluation.every == 0 or is_last:
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
@@ -131,7 +131,7 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
         "train/generated_tokens": totals.generated_tokens,
         "train/optimizer_steps": totals.optimizer_steps,
         "throughput/tokens_per_second": sum(counts) / seconds,
-        **run.ledger.charge(operations),
+        **run.charge_flops(operations),
     }
 
 
@@ -151,7 +151,7 @@ def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
     start = run.models.now()
 
     def charge(drawn: flops.Lengths) -> Mapping[str, float]:
-        return run.ledger.charge(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
+        return run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
 
     result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)

@@ -40,7 +40,7 @@ from .cold_start import fit_demonstrations, start_policy
 from .evaluate import PROMPTS_AT_ONCE, logged_evaluation
 from .grading import grade
 from .loop import train
-from .single import Execute, OnStatus, ended_result, has_ended, own_folder, run_logged, unwatched
+from .single import Execute, OnStatus, ended_result, has_ended, own_folder, run_logged
 from .state import RunResult, StoppedEarly, build_engine, first_prompt, placed
 
 PIPELINE = "pipeline.json"
@@ -144,7 +144,7 @@ def _stage(base: Mapping[str, Any], raw: Mapping[str, Any], place: int, where: s
 
 
 def train_pipeline(
-    stages: Sequence[Stage], runs: Path, name: str, on_status: OnStatus = unwatched
+    stages: Sequence[Stage], runs: Path, name: str, on_status: OnStatus = lambda status: None
 ) -> tuple[RunResult, list[dict[str, Any]]]:
     """Run the remaining stages in `runs/train/name`; returns the pipeline's result, and of each stage that began its
     name, kind, directory, state, reason and summary.
@@ -190,22 +190,17 @@ def train_pipeline(
                 if result.state != "complete" or should_stop():
                     break
                 model = str(stage.policy(folder).resolve())
-            outcome = _outcome(ended, len(stages))
+            last, summaries = ended[-1], [stage["summary"] for stage in ended]
+            costs = ("rollouts", "generated_tokens", "optimizer_steps", "seconds")  # of all stages
+            summary = {key: float(np.sum([s.get(key, 0.0) for s in summaries])) for key in costs}
+            summary["peak_memory_bytes"] = max(s.get("peak_memory_bytes", 0.0) for s in summaries)
+            for key, place in (("accuracy_initial", 0), ("accuracy_final", -1), ("test_accuracy", -1)):
+                summary |= {key: summaries[place][key]} if key in summaries[place] else {}
+            reason = None if last["reason"] is None else f"stage '{last['name']}': {last['reason']}"
+            state = "stopped" if last["state"] == "complete" and len(ended) < len(stages) else last["state"]
+            outcome = RunResult(state, reason, summary)
             log.finish(outcome.state, outcome.reason, outcome.summary)
     return outcome, ended
-
-
-def _outcome(ended: Sequence[Mapping[str, Any]], num_stages: int) -> RunResult:
-    """The pipeline's state, and its summary: costs of all stages, accuracy before the first and after the last."""
-    last, summaries = ended[-1], [stage["summary"] for stage in ended]
-    costs = ("rollouts", "generated_tokens", "optimizer_steps", "seconds")
-    summary = {key: float(np.sum([s.get(key, 0.0) for s in summaries])) for key in costs}
-    summary["peak_memory_bytes"] = max(s.get("peak_memory_bytes", 0.0) for s in summaries)
-    summary |= {key: summaries[0][key] for key in ("accuracy_initial",) if key in summaries[0]}
-    summary |= {key: summaries[-1][key] for key in ("accuracy_final", "test_accuracy") if key in summaries[-1]}
-    reason = None if last["reason"] is None else f"stage '{last['name']}': {last['reason']}"
-    state = "stopped" if last["state"] == "complete" and len(ended) < num_stages else last["state"]
-    return RunResult(state, reason, summary)
 
 
 def rejection_sampling(

@@ -27,10 +27,8 @@ def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> floa
     return 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
 
 
-def kl_beta_factor(settings: KLControl, step: int, num_steps: int) -> float:
-    """The factor of the KL weight: 1 for the first tenth of the steps, then half a cosine down to 0 at 80 % of them."""
-    if settings.schedule != "cosine":
-        return 1.0
+def kl_beta_factor(step: int, num_steps: int) -> float:
+    """The cosine factor of the KL weight: 1 for the first tenth of the steps, then half a cosine down to 0 at 80 %."""
     progress = (step / num_steps - HOLD) / (END - HOLD)
     return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 

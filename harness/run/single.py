@@ -22,7 +22,7 @@ from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .cold_start import start_policy
-from .evaluate import Completions, evaluate_run, evaluation_metrics
+from .evaluate import evaluate_run, evaluation_metrics
 from .loop import train
 from .state import RunResult, build_engine, first_prompt, placed
 
@@ -32,11 +32,7 @@ OnStatus = Callable[[StudyStatus], None]
 MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which MLflow has its traces
 
 
-def unwatched(status: StudyStatus) -> None:
-    """What a run calls with its progress where nobody looks."""
-
-
-def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = unwatched) -> RunResult:
+def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = lambda status: None) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
     ValueError, before any model loads, if it cannot run or if the folder has another run.
@@ -63,8 +59,8 @@ def evaluate_once(
     """
     check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
-    kept = Completions(directory / f"{split}.jsonl")
-    with expecting(recorded_inputs(directory) if kept.file.exists() else {}):
+    kept = directory / f"{split}.jsonl"
+    with expecting(recorded_inputs(directory) if kept.exists() else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)

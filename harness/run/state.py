@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -54,49 +55,6 @@ class Totals:
     peak_memory_bytes: int = 0
 
 
-@dataclass
-class Ledger:
-    """The costs of a run over all its resumes: `flops_*`, and `core_seconds` or `gpu_seconds`."""
-
-    spec: RunSpec
-    costs: flops.Costs | None  # None where operations are not counted
-    spent: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, spec: RunSpec, policy: nn.Module) -> "Ledger":
-        try:
-            return cls(spec, flops.Costs.of(policy))
-        except Exception:  # counting fails in many ways for an unusual model, which may still train well
-            return cls(spec, None)
-
-    def charge(self, operations: Callable[[flops.Costs], Mapping[str, float]]) -> dict[str, float]:
-        """Add operations by purpose, if they are counted. Returns all so far as `flops/<purpose>` and `flops/train`,
-        which excludes evaluations and the cold start."""
-        for name, count in {} if self.costs is None else operations(self.costs).items():
-            self.spent[f"flops_{name}"] = self.spent.get(f"flops_{name}", 0.0) + count
-        return {k.replace("_", "/", 1): v for k, v in self.summary().items() if k.startswith("flops_")}
-
-    def charge_time(self, seconds: float) -> None:
-        """Add time of the run, on all its devices."""
-        on_gpu = resolve_device(self.spec.device).type == "cuda"
-        units = self.spec.devices * (1 if on_gpu else torch.get_num_threads())
-        unit = "gpu_seconds" if on_gpu else "core_seconds"
-        self.spent[unit] = self.spent.get(unit, 0.0) + units * seconds
-
-    @property
-    def training(self) -> float:
-        """Operations of training so far."""
-        return sum(self.spent.get(f"flops_{name}", 0.0) for name in ("sampling", "scoring", "learning"))
-
-    @property
-    def is_spent(self) -> bool:
-        return self.spec.max_flops is not None and self.training >= self.spec.max_flops
-
-    def summary(self) -> dict[str, float]:
-        """All that was spent, and `flops_train`."""
-        return self.spent | ({"flops_train": self.training} if "flops_learning" in self.spent else {})
-
-
 class Models:
     """Gives a run its models and its time: here it loads its own models and has the whole process for itself."""
 
@@ -122,7 +80,10 @@ OWN_MODELS = Models()
 
 @dataclass
 class Run:
-    """One run in progress: its models, its costs and its accuracies so far."""
+    """One run in progress: its models, its costs and its accuracies so far, over all its resumes.
+
+    `spent` holds `flops_*`, and `core_seconds` or `gpu_seconds`.
+    """
 
     spec: RunSpec
     engine: RolloutEngine
@@ -138,10 +99,12 @@ class Run:
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     gates: GateState = field(default_factory=GateState)
-    ledger: Ledger = field(init=False)
+    spent: dict[str, float] = field(default_factory=dict)
+    costs: flops.Costs | None = None  # None where operations are not counted
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger.of(self.spec, self.learner.policy)
+        with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
+            self.costs = flops.Costs.of(self.learner.policy)
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
 
@@ -152,7 +115,7 @@ class Run:
             "accuracies": self.accuracies,
             "kl_beta": self.learner.kl_beta,
             "gates": vars(self.gates),
-            "ledger": self.ledger.spent,
+            "ledger": self.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
         learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
@@ -172,11 +135,34 @@ class Run:
             )
 
     def charge(self, seconds: float) -> None:
+        """Add time of the run, on all its devices."""
         self.totals.seconds += seconds
-        self.ledger.charge_time(seconds)
+        on_gpu = resolve_device(self.spec.device).type == "cuda"
+        units = self.spec.devices * (1 if on_gpu else torch.get_num_threads())
+        unit = "gpu_seconds" if on_gpu else "core_seconds"
+        self.spent[unit] = self.spent.get(unit, 0.0) + units * seconds
+
+    def charge_flops(self, operations: Callable[[flops.Costs], Mapping[str, float]]) -> dict[str, float]:
+        """Add operations by purpose, if they are counted. Returns all so far as `flops/<purpose>` and `flops/train`,
+        which excludes evaluations and the cold start."""
+        for name, count in {} if self.costs is None else operations(self.costs).items():
+            self.spent[f"flops_{name}"] = self.spent.get(f"flops_{name}", 0.0) + count
+        return {k.replace("_", "/", 1): v for k, v in self._costs().items() if k.startswith("flops_")}
+
+    @property
+    def flops_train(self) -> float:
+        """Operations of training so far."""
+        return sum(self.spent.get(f"flops_{name}", 0.0) for name in ("sampling", "scoring", "learning"))
+
+    @property
+    def is_spent(self) -> bool:
+        return self.spec.max_flops is not None and self.flops_train >= self.spec.max_flops
+
+    def _costs(self) -> dict[str, float]:
+        return self.spent | ({"flops_train": self.flops_train} if "flops_learning" in self.spent else {})
 
     def summary(self) -> dict[str, float]:
-        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self.ledger.summary()}
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self._costs()}
 
 
 def first_prompt(spec: RunSpec, split: Split) -> str:
@@ -242,7 +228,7 @@ def prepare(
     run.accuracies = dict(checkpoint.progress["accuracies"])
     learner.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
-    run.ledger.spent = dict(checkpoint.progress["ledger"])
+    run.spent = dict(checkpoint.progress["ledger"])
     return run, checkpoint.step
 
 
@@ -259,7 +245,7 @@ def run_facts(run: Run) -> dict[str, float]:
         rows = [(len(codec.encode(d.prompt)), [len(codec.encode_completion(d.completion))]) for d in few]
         return {"cold_start": start.steps * start.batch_size * flops.fitted(costs, rows) / len(rows)}
 
-    facts = run.ledger.charge(cold_start) if start.steps else {}
+    facts = run.charge_flops(cold_start) if start.steps else {}
     needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))

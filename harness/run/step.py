@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,10 +27,12 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.streams import generator
 from ..ground.tensors import pad_right
+from ..interfaces import Distribution
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
 from .grading import control_rewards, grade, reward_metrics, score
+from .learner import correct_mismatch
 from .state import Run
 from .sync import check_sync, probe
 
@@ -46,7 +49,11 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
             score_rollouts(spec, prompts, part, graded[place], step, first=place * spec.algorithm.group_size)
             for place, part in enumerate(groups)
         ]
-        drawn.add(groups, graded, scores)
+        drawn.groups, drawn.graded = drawn.groups + groups[0], drawn.graded + graded[0]
+        drawn.scores, drawn.num_batches = drawn.scores + scores[0], drawn.num_batches + 1
+        for greedy, earned in zip(groups[1:], scores[1:], strict=True):
+            drawn.greedy += greedy
+            drawn.greedy_rewards += [score.totals[0] for score in earned]
         clock.lap("grade")
     if drawn.num_batches < spec.dynamic_sampling:
         _rest(run, drawn.groups)
@@ -57,7 +64,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     scheduled = learner.begin_step(step)
     batch = learner.annotate(batch)
     batch = learner.algorithm.advantages(batch)
-    batch, corrected = learner.correct(batch)
+    batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
     updated = learner.update(batch, step)
     clock.lap("update")
@@ -111,21 +118,6 @@ class Drawn:
         spent = self.num_batches >= spec.dynamic_sampling or len(self.groups) >= num_prompts
         return self.num_batches > 0 and (spent or self.num_kept >= spec.prompts_per_step)
 
-    def add(
-        self,
-        groups: Sequence[Sequence[Group]],
-        graded: Sequence[Sequence[GradedGroup]],
-        scores: Sequence[Sequence[Score]],
-    ) -> None:
-        """Add a batch: its groups, and after them its greedy completions if there are any."""
-        self.groups += groups[0]
-        self.graded += graded[0]
-        self.scores += scores[0]
-        for greedy, earned in zip(groups[1:], scores[1:], strict=True):
-            self.greedy += greedy
-            self.greedy_rewards += [score.totals[0] for score in earned]
-        self.num_batches += 1
-
     @property
     def totals(self) -> list[list[float]]:
         """[P][G]: the reward of each completion."""
@@ -174,10 +166,8 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
         chosen = further_prompts(prompts, spec.seed, step, drawn.num_batches, count, ids)
 
     def sampled(group_size: int, sampling: Sampling) -> list[Group]:
-        def work(part: Sequence[Prompt]) -> list[Group]:
-            return run.engine.generate(part, group_size, sampling, seed=spec.seed, step=step)
-
-        return ranks.shared(chosen, work, spec.engine.processes)
+        draw = partial(run.engine.generate, group_size=group_size, sampling=sampling, seed=spec.seed, step=step)
+        return ranks.shared(chosen, draw, spec.engine.processes)
 
     sampling = spec.sampling_with_limit()
     weights = run.learner.older_weights() if spec.staleness else nullcontext()
@@ -226,7 +216,7 @@ def grade_rollouts(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
     """
     spec = run.spec
     graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
-    wanted = dict.fromkeys(r.distribution for r in spec.rewards.values() if r.distribution is not None)
+    wanted: list[Distribution] = [r.distribution for r in spec.rewards.values() if r.distribution is not None]
     if not wanted or not groups:
         return graded
     batch = collate(groups).to(resolve_device(spec.device))
@@ -264,7 +254,8 @@ def collate(
 ) -> Batch:
     """The rows of all groups, right-padded to the longest; without scores all rewards are 0.
 
-    The tokenizer finds the tokens that earned rewards of steps; `greedy` holds the reward [P] of each prompt's greedy
+    A rewarded step is paid at the token that ends it, which the tokenizer finds, and the outcome then at the
+    completion's last token. `greedy` holds the reward [P] of each prompt's greedy
     completion, if one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
@@ -274,8 +265,15 @@ def collate(
     if scores and scores[0].steps is not None:
         assert tokenizer is not None
         step_rewards, step_ends = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, ((prompt, _), values) in enumerate(zip(rows, events(groups, scores, tokenizer), strict=True)):
-            for token, value in values.items():
+        paid = [(score, i) for score in scores for i in range(len(score.totals))]
+        for row, ((prompt, rollout), (score, i)) in enumerate(zip(rows, paid, strict=True)):
+            assert score.steps is not None
+            earned: dict[int, float] = defaultdict(float)
+            for character, value in score.steps[i]:
+                earned[token_at(rollout, character, tokenizer)] += value
+            if score.outcomes is not None:
+                earned[len(rollout.token_ids) - 1] += score.outcomes[i]
+            for token, value in earned.items():
                 step_rewards[row, len(prompt) + token] = value
                 step_ends[row, len(prompt) + token] = True
     return Batch(
@@ -289,26 +287,6 @@ def collate(
         group_size=len(groups[0].rollouts),
         greedy_rewards_B=torch.tensor(greedy).repeat_interleave(len(groups[0].rollouts)) if greedy else None,
     )
-
-
-def events(
-    groups: Sequence[Group], scores: Sequence[Score], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[int, float]]:
-    """For each of the P * G rows, whose steps are rewarded, {completion token: reward earned there}.
-
-    The last token of a completion earns outcome rewards; the token that ends a step earns those of a `StepReward`.
-    """
-    rows: list[dict[int, float]] = []
-    for group, paid in zip(groups, scores, strict=True):
-        for i, rollout in enumerate(group.rollouts):
-            earned: dict[int, float] = defaultdict(float)
-            assert paid.steps is not None
-            for character, value in paid.steps[i]:
-                earned[token_at(rollout, character, tokenizer)] += value
-            if paid.outcomes is not None:
-                earned[len(rollout.token_ids) - 1] += paid.outcomes[i]
-            rows.append(dict(earned))
-    return rows
 
 
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -38,6 +38,7 @@ TIMES_USUAL = 10
 # times as far (root of the sum of squares over the tokens), a stale one 0 times.
 SEEN: dict[Precision, float] = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 0.1}
 LEAST_MOVE = 0.1
+NUM_ROWS, MAX_TOKENS = 4, 32  # of a probe, and of each completion in it
 Row = tuple[tuple[int, ...], int]
 
 
@@ -54,15 +55,7 @@ class Probe:
     usual: float
 
 
-def probe(
-    engine: RolloutEngine,
-    policy: nn.Module,
-    groups: Sequence[Group],
-    last: Probe | None = None,
-    *,
-    num_rows: int = 4,
-    max_tokens: int = 32,
-) -> Probe | None:
+def probe(engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: Probe | None = None) -> Probe | None:
     """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
 
     None for an engine that shares the learner's weights. The `last` step's probe is used again while the learner's
@@ -70,9 +63,9 @@ def probe(
     """
     if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
         return last
-    count = min(num_rows, len(groups))
+    count = min(NUM_ROWS, len(groups))
     chosen = [groups[i * len(groups) // count] for i in range(count)]
-    rows = tuple((g.prompt_token_ids + g.rollouts[0].token_ids[:max_tokens], len(g.prompt_token_ids)) for g in chosen)
+    rows = tuple((g.prompt_token_ids + g.rollouts[0].token_ids[:MAX_TOKENS], len(g.prompt_token_ids)) for g in chosen)
     scores = engine.score(rows)
     if scores is None:
         return None
@@ -88,17 +81,15 @@ def precision(policy: nn.Module) -> Precision:
     return "tf32" if weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
 
 
-def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound: float | None = None) -> float:
+def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
-    weights. InvalidRun if the engine's weights are stale.
-
-    By default `bound` is that of the coarser precision, or TIMES_USUAL times the usual difference if that is larger.
+    weights. InvalidRun if the engine's weights are stale: the difference is above the bound of the coarser precision
+    and above TIMES_USUAL times the usual difference, or the engine has not moved with the learner.
     """
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"
-    if bound is None:
-        own = precision(policy)
-        bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
+    own = precision(policy)
+    bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
     ours, theirs = _learner_scores(policy, before.rows), np.concatenate(scores)
     difference = float(np.abs(theirs - ours).max())
     if not difference <= bound:
