@@ -9,7 +9,7 @@ training from held-out prompts. Dropout, if the model has any, is on during the 
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -199,24 +199,11 @@ def train_reward_model(
 
 
 def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
-    """(prompts with completions of different rank, number of prompts without), in the order of the files."""
+    """(prompts with completions of different rank, number of prompts without), in the order of the files.
+
+    A source is a file, or a folder with files of rollouts in it or in its `rollouts/`.
+    """
     groups: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
-    for place, row in _rollouts(sources):
-        value = row.get(by, row.get("rewards", {}).get(by))
-        if not isinstance(value, int | float):
-            known = ["reward", "correct", *row.get("rewards", {})]
-            raise ValueError(f"{place}: --by must be one of {', '.join(known)}, got '{by}'")
-        groups[row["prompt_id"], row["prompt"], row["step"]].setdefault(row["completion"], float(value))
-    ranked = [
-        Ranked(prompt, tuple(ranks), tuple(ranks.values()))
-        for (_, prompt, _), ranks in groups.items()
-        if len(set(ranks.values())) > 1
-    ]
-    return ranked, len(groups) - len(ranked)
-
-
-def _rollouts(sources: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, rollout) of files, or of the files in a folder or in its `rollouts/`."""
     for source in sources:
         found = [source] if source.is_file() else sorted({*source.glob("*.jsonl"), *source.glob("rollouts/*.jsonl")})
         files = [file for file in found if file.name != "events.jsonl"]
@@ -227,12 +214,22 @@ def _rollouts(sources: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 place = f"{file}, line {number}"
                 try:
                     row = json.loads(line)
-                    missing = [key for key in ("prompt_id", "prompt", "completion", "step") if key not in row]
+                    group, completion = (row["prompt_id"], row["prompt"], row["step"]), row["completion"]
+                except KeyError as error:
+                    raise ValueError(f"{place}: field {error} is missing; is it a file of rollouts?") from None
                 except (ValueError, TypeError):
                     raise ValueError(f"{place}: must be a JSON object, got {line[:40]!r}") from None
-                if missing:
-                    raise ValueError(f"{place}: field '{missing[0]}' is missing; is it a file of rollouts?")
-                yield place, row
+                value = row.get(by, row.get("rewards", {}).get(by))
+                if not isinstance(value, int | float):
+                    known = ["reward", "correct", *row.get("rewards", {})]
+                    raise ValueError(f"{place}: --by must be one of {', '.join(known)}, got '{by}'")
+                groups[group].setdefault(completion, float(value))
+    ranked = [
+        Ranked(prompt, tuple(ranks), tuple(ranks.values()))
+        for (_, prompt, _), ranks in groups.items()
+        if len(set(ranks.values())) > 1
+    ]
+    return ranked, len(groups) - len(ranked)
 
 
 def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:

@@ -43,9 +43,6 @@ class Work(NamedTuple):
     def plus(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.headed + other.headed)
 
-    def times(self, factor: float) -> Work:
-        return Work(factor * self.tokens, factor * self.pairs, factor * self.headed)
-
     def at(self, each: Work) -> float:
         """The operations of this work where one of each takes `each`."""
         return each.tokens * self.tokens + each.pairs * self.pairs + each.headed * self.headed
@@ -149,9 +146,8 @@ def learned(
     shared = share and costs.can_share and part > 1 and not spec.gradient_checkpointing
     prompts, completions = _read(rows, shared, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
-    prompts = prompts.times(parts * met)
-    total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward)
-    total += prompts.at(costs.keys)
+    prompts = Work(*(parts * met * count for count in prompts))
+    total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward) + prompts.at(costs.keys)
     if spec.gradient_checkpointing:
         total += completions.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)

@@ -1,4 +1,4 @@
-"""Imports transformers without the parts that nothing here needs."""
+"""Imports transformers without the parts that nothing here needs, and without its progress bars, which break ours."""
 
 import sys
 from importlib import import_module
@@ -11,9 +11,10 @@ def import_generation() -> None:
     Only assisted decoding uses scikit-learn, and only losses of object detection use SciPy. Importing them costs 0.9 s
     and 103 MB, and 0.3 s; they are installed for the importances of searches, for MLflow and for reports.
     """
+    utils: Any = import_module("transformers.utils")
+    utils.logging.disable_progress_bar()
     if "transformers.generation.candidate_generator" in sys.modules:
         return
-    utils: Any = import_module("transformers.utils")
     found = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
     for name in found:
         setattr(utils, name, lambda: False)
@@ -23,10 +24,3 @@ def import_generation() -> None:
     finally:
         for name, available in found.items():
             setattr(utils, name, available)
-
-
-def no_progress_bars() -> None:
-    """Turn off transformers' progress bar for every checkpoint, which would break up our own bars."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

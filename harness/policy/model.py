@@ -15,7 +15,7 @@ from ..devices.sharding import is_sharded, kept
 from ..ground.files import write_manifest
 from ..ground.inputs import expecting
 from ..plugins import nearest
-from .library import import_generation, no_progress_bars
+from .library import import_generation
 from .lora import adapter_weights, has_adapter, merge_saved, save_adapter
 from .sources import BASE, Base, base_of, pinned, verify_model
 from .tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
@@ -43,16 +43,15 @@ def check_model(name: str, setting: str = "model") -> None:
         if may_be_tiny and "/" not in name and nearest(name, [TINY]):
             raise ValueError(f"{rule}; did you mean 'tiny'?")
         return
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model folder '{path}' has no config.json; save it with model.save_pretrained(folder)")
     tokenizers = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((path / file).is_file() for file in tokenizers):
-        fix = "save it there with tokenizer.save_pretrained(folder)"
-        raise ValueError(f"model folder '{path}' has no tokenizer; {fix}")
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"model folder '{path}' has no *.safetensors weights; save with model.save_pretrained(folder)")
-    for file in weights:
+    for part, files, maker in (
+        ("config.json", ("config.json",), "model"),
+        ("tokenizer", tokenizers, "tokenizer"),
+        ("*.safetensors weights", ("*.safetensors",), "model"),
+    ):
+        if not any(found for file in files for found in path.glob(file)):
+            raise ValueError(f"model folder '{path}' has no {part}; save it there with {maker}.save_pretrained(folder)")
+    for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
@@ -137,7 +136,6 @@ def _load_policy(name: str, seed: int) -> nn.Module:
     import_generation()
     from transformers import AutoModelForCausalLM
 
-    no_progress_bars()
     model = AutoModelForCausalLM.from_pretrained(
         **local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
@@ -171,7 +169,6 @@ def save_model(
     transformers loads the first kind, peft the second. It has a manifest, whose hashes (file -> SHA-256) are returned.
     `weights` are `saved_weights`, if known.
     """
-    no_progress_bars()
     weights = saved_weights(model) if weights is None else weights
     facts: dict[str, Any] = {}
     if has_adapter(model):

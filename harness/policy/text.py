@@ -41,8 +41,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptFormat = AUTO):
-        self.tokenizer = tokenizer
-        self.settings = settings
+        self.tokenizer, self.settings, self._model = tokenizer, settings, tokenizer.name_or_path or TINY
         self.encode = cache(self._encode)
         self.is_chat = settings.format != "plain" and bool(tokenizer.chat_template)
         if not self.is_chat and settings.needs_template:
@@ -70,10 +69,6 @@ class TextCodec:
             value: Any = getattr(config, "eos_token_id", None)
             ids.update(value if isinstance(value, list | tuple) else [value])
         return sorted(i for i in ids if i is not None)
-
-    @property
-    def _model(self) -> str:
-        return self.tokenizer.name_or_path or TINY
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt."""
