@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: `session` opens one, `errors` and `requests` say what a page did.
+"""A headless Chromium for tests of pages: `session` opens one, `requests` says what a page asked for.
 
 Use it as `with browser.session() as chromium:` in a fixture of the test module, which skips with the reason where
 there is no Chromium, no driver or no selenium. A session takes seconds to start: one for each module is enough.
@@ -6,7 +6,6 @@ there is no Chromium, no driver or no selenium. A session takes seconds to start
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -54,33 +52,11 @@ def session(width: int = 1440, height: int = 900) -> Iterator[Any]:
             chromium.quit()
 
 
-def errors(chromium: Any) -> list[str]:
-    """What the console said at level SEVERE since the last call: errors of scripts, failed and blocked requests."""
-    return [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
-
-
 def requests(chromium: Any) -> list[str]:
     """The addresses that pages asked for since the last call, the pages themselves included, the browser's own not."""
     events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
     urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
     return [url for url in urls if not url.startswith("chrome://")]
-
-
-def resize(chromium: Any, width: int, height: int = 900) -> None:
-    """Lay pages out as in a window of this inner size, which may be narrower than a window can be (a phone)."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def screenshot(chromium: Any, file: Path, *, whole_page: bool = False) -> None:
-    """Write a PNG of what the window shows, or of the whole page."""
-    shot = chromium.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole_page})
-    file.write_bytes(base64.b64decode(shot["data"]))
-
-
-def pdf(chromium: Any) -> bytes:
-    """The page as it is printed."""
-    return base64.b64decode(chromium.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
 
 
 def text(chromium: Any) -> str:

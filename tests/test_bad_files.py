@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import logging
-import signal
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,7 @@ from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.checks import check_unchanged
-from cohort.harness.study.launchers.local import MAX_CRASHES, MAX_KILLS
-from cohort.harness.study.launchers.ray import Cluster, RayPool
+from cohort.harness.study.launchers.local import MAX_CRASHES, MAX_KILLS, WorkerPool
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study
@@ -181,32 +176,6 @@ def test_a_result_of_another_shape_is_named(tmp_path: Path, changes: dict[str, A
         read_result(tmp_path)
 
 
-class RayThatKills:
-    """A cluster on which every worker ends at once with the same status, or is lost with its node."""
-
-    class exceptions:
-        class RayError(Exception): ...
-
-    def __init__(self, status: int | None) -> None:
-        self.status = status
-
-    def wait(self, tasks: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
-        return tasks, []
-
-    def get(self, task: object) -> tuple[int, str]:
-        if self.status is None:
-            raise self.exceptions.RayError("the node is gone")
-        return self.status, "last words"
-
-
-@pytest.fixture
-def ray_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayPool:
-    module = types.ModuleType("ray")
-    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
-    monkeypatch.setitem(sys.modules, "ray", module)
-    return RayPool([], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
-
-
 @pytest.mark.parametrize("lost", ["digest", "seeds"])
 def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path: Path, lost: str):
     study, folder = a_grid(), tmp_path / "sizes"
@@ -218,21 +187,11 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
-@pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (None, MAX_KILLS + 1)])
-def test_workers_on_ray_that_end_over_and_over_end_the_study(ray_pool: RayPool, status: int | None, limit: int):
-    ray_pool._ray = RayThatKills(status)
+@pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (EXIT_STATUS, 1)])
+def test_workers_that_end_over_and_over_or_meet_a_full_disk_end_the_study(tmp_path: Path, status: int, limit: int):
+    pool = WorkerPool([], 1, tmp_path)
     for _ in range(limit - 1):
-        ray_pool._tasks.append(object())
-        assert ray_pool.collect(0) == 0
-    ray_pool._tasks.append(object())
-    words = "ended with status 1" if status == 1 else f"was killed by signal {signal.SIGKILL}"
-    with pytest.raises(RuntimeError, match=rf"workers end before they can start a trial; the last one {words}"):
-        ray_pool.collect(0)
-
-
-@pytest.mark.attack("Disk full in the middle of a study")
-def test_a_worker_on_ray_that_met_a_full_disk_ends_the_study_at_once(ray_pool: RayPool):
-    ray_pool._ray = RayThatKills(EXIT_STATUS)
-    ray_pool._tasks.append(object())
-    with pytest.raises(DiskFull, match="free some space, then the same command continues"):
-        ray_pool.collect(0)
+        pool._note_end("a worker", status, "last words")
+    words = {1: "ended with status 1", -9: "was killed by signal 9", EXIT_STATUS: "then the same command continues"}
+    with pytest.raises(ChildProcessError if status != EXIT_STATUS else DiskFull, match=words[status]):
+        pool._note_end("a worker", status, "last words")

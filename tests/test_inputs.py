@@ -1,6 +1,5 @@
 """What a run reads is part of it: changed data, model, tokenizer or Hub commit are refused by name."""
 
-import importlib
 import json
 import logging
 import os
@@ -239,34 +238,6 @@ def test_the_hash_of_a_large_file_is_noted_for_other_processes_until_the_file_ch
         stream.write(b"x")
     os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert sha256(large, notes) != first
-
-
-class FakeHub:
-    """Stands for the `datasets` module: the Hub's `main` has moved on to another commit."""
-
-    def __init__(self):
-        self.asked = []
-
-    def load_dataset(self, path, config, revision=OTHER):
-        self.asked.append(revision)
-        return {split: Rows(split, revision) for split in ("train", "test")}
-
-
-class Rows(list):
-    def __init__(self, split, commit):
-        super().__init__({"question": f"{split} {commit} {i}?", "answer": f"so\n#### {i}"} for i in range(20))
-        self.cache_files = [{"filename": f"/cache/some___moved/main/0.0.0/{commit}/moved-{split}.arrow"}]
-
-
-def test_the_commit_of_a_hub_data_set_is_recorded_and_asked_for_ever_after(monkeypatch):
-    importlib.import_module("datasets.exceptions")  # which stays the real one
-    hub, task = FakeHub(), GSM8K(path="some/moved")
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    assert digested(task.inputs("test")) == {"data some/moved (main, test)": {"revision": OTHER}}
-    with expecting({f"data some/moved (main, {split})": {"revision": COMMIT} for split in ("train", "test")}):
-        assert all(COMMIT in prompt.text for split in ("train", "test") for prompt in task.prompts(split))
-        assert digested(task.inputs("test")) == {"data some/moved (main, test)": {"revision": COMMIT}}
-    assert hub.asked == [OTHER, COMMIT]
 
 
 OFFLINE = """
