@@ -331,23 +331,16 @@ def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(coh
     assert all(words in cohort.out for words in ("4 problems", "mean@3", "0.0 % to 49.0 %", "operands"))
 
 
-def test_a_task_is_shown_as_the_policy_reads_it(cohort: Shell):
-    assert cohort("task", "show", "arithmetic", "-n", "2", "--json") == 0
-    found = cohort.json()
-    assert found["sizes"] == {"train": 8192, "validation": 512, "test": 1024}
-    assert [set(problem) for problem in found["problems"]] == [{"id", "prompt", "gold", "tags"}] * 2
-    assert found["worked_solution"]["completion"].endswith(f"#### {found['worked_solution']['completion'].split()[-1]}")
-    assert cohort("task", "show", "arithmetic", "-n", "1", "--model", "tiny") == 0
-    assert f"{len(found['problems'][0]['prompt'])} tokens" in cohort.out
-    assert found["problems"][0]["prompt"] in cohort.out
-
-
-def test_a_task_is_shown_in_the_words_that_a_model_reads(cohort: Shell, tmp_path: Path):
+def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort: Shell, tmp_path: Path):
     from chats import chat_folder
 
-    command = ["task", "show", "arithmetic", "-n", "1", "--model", chat_folder(tmp_path), "--json"]
-    assert cohort("task", "show", "arithmetic", "-n", "1", "--json") == 0
+    assert cohort("task", "show", "arithmetic", "-n", "2", "--json") == 0
     plain = cohort.json()
+    assert plain["sizes"] == {"train": 8192, "validation": 512, "test": 1024}
+    assert [set(problem) for problem in plain["problems"]] == [{"id", "prompt", "gold", "tags"}] * 2
+    assert cohort("task", "show", "arithmetic", "-n", "1", "--model", "tiny") == 0
+    assert f"{len(plain['problems'][0]['prompt'])} tokens" in cohort.out
+    command = ["task", "show", "arithmetic", "-n", "1", "--model", chat_folder(tmp_path), "--json"]
     assert cohort(*command, "--set", "prompt.system=Be brief.") == 0
     chat = cohort.json()
     head, tail = "<|im_start|>system:Be brief.<|im_end|><|im_start|>user:", "<|im_end|><|im_start|>assistant:"
@@ -356,7 +349,6 @@ def test_a_task_is_shown_in_the_words_that_a_model_reads(cohort: Shell, tmp_path
         "prompt": head + plain["worked_solution"]["prompt"] + tail,
         "completion": plain["worked_solution"]["completion"] + "<|im_end|>",
     }
-    assert chat["completion_ends"] == ["<eos>", "<|im_end|>"]
     assert cohort(*command[:-1], "--set", "prompt.format=plain") == 0
     assert "A completion ends at <eos> or <|im_end|>" in cohort.out
     assert cohort("task", "show", "arithmetic", "--model", "tiny", "--set", "prompt.format=chat") == 2
