@@ -1,4 +1,4 @@
-"""Figures of the house: rooms, arrows, circles, product lines, settings, commands and options.
+"""Figures of the house: rooms and their lines, arrows, circles, a step's files, settings, commands and options.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -14,10 +14,15 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports")
+PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports", "cohort")
+NAMED = ("ground", "devices", "spec", "data", "interfaces", "policy", "engines", "plugins")
+NOT_FOLLOWED = tuple(f"harness/{name}" for name in NAMED)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
@@ -78,6 +83,45 @@ def load(root: Path, module: str) -> Any:
     return importlib.import_module(f"cohort.{module}" if (root / "cohort").exists() else module)
 
 
+def step_stays(root: Path) -> tuple[int, int]:
+    """(stays, files) of a reader who follows one `train_step` through its calls, in the order of execution.
+
+    The reader reads a function when it is first called and never again; a stay begins where a function stands in
+    another file than the one read before it. `NAMED` rooms are read by their names: what every room uses, and the
+    inside of an engine and a model. What is left are the files of the step, its algorithm, its task and its rewards.
+    """
+    home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
+    step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
+    raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
+    spec = load(root, "harness.spec.run").parse_run(raw, "house")
+    seen: set[Any] = set()
+    files: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        file = os.path.relpath(code.co_filename, root).removeprefix("cohort/")
+        if event != "call" or code in seen or code.co_name.startswith("<"):
+            return
+        seen.add(code)
+        if file.startswith(PRODUCT) and not file.startswith(NOT_FOLLOWED):
+            files.append(file)
+
+    class Forgetful:
+        def __getattr__(self, _: str) -> Any:
+            return lambda *args: None
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepare = load(root, "harness.run.state").prepare
+        run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
+        prompts = spec.task.prompts("train")
+        sys.setprofile(note)
+        try:
+            step_module.train_step(run, prompts, 0)
+        finally:
+            sys.setprofile(None)
+    return sum(before != file for before, file in zip(["", *files], files, strict=False)), len(set(files))
+
+
 def settings(root: Path) -> int:
     """Declared fields of all sections of runs, studies and plugins, except `name`."""
     for file in sorted(file for folder in PRODUCT for file in (root / folder).rglob("*.py")):
@@ -115,6 +159,7 @@ def main(root: Path) -> None:
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
     print(f"product lines of Python {lines}, of them {code} neither import nor docstring nor comment nor blank")
+    print("one train_step is {} stays in {} files".format(*step_stays(root)))
     print(f"settings {settings(root)}")
     print("commands {}, options {}".format(*commands(root)))
 
