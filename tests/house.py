@@ -154,11 +154,15 @@ def main(root: Path) -> None:
     trees = modules(root)
     arrows = {name: imported(name, tree, set(trees)) - {name} for name, tree in trees.items()}
     rooms = {r: {room(m) for n in arrows if room(n) == r for m in arrows[n]} - {r} for r in {room(n) for n in arrows}}
-    lines = sum((root / f).read_text("utf-8").count("\n") for f in product_files(root))
+    lines = Counter[str]()
+    for file in product_files(root):
+        lines[room(file.removesuffix(".py").replace("/", "."))] += (root / file).read_text("utf-8").count("\n")
     code = sum(len(code_lines((root / f).read_text("utf-8"))) for f in product_files(root))
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
-    print(f"product lines of Python {lines}, of them {code} neither import nor docstring nor comment nor blank")
+    print(
+        f"product lines of Python {lines.total()}: {', '.join(f'{name} {n}' for name, n in lines.most_common())}; of them {code} neither import nor docstring nor comment nor blank"
+    )
     print("one train_step is {} stays in {} files".format(*step_stays(root)))
     print(f"settings {settings(root)}")
     print("commands {}, options {}".format(*commands(root)))
