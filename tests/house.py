@@ -160,9 +160,8 @@ def main(root: Path) -> None:
     code = sum(len(code_lines((root / f).read_text("utf-8"))) for f in product_files(root))
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
-    print(
-        f"product lines of Python {lines.total()}: {', '.join(f'{name} {n}' for name, n in lines.most_common())}; of them {code} neither import nor docstring nor comment nor blank"
-    )
+    print(f"product lines of Python {lines.total()}, of them {code} neither import nor docstring nor comment nor blank")
+    print(f"  by room: {', '.join(f'{name} {count}' for name, count in lines.most_common())}")
     print("one train_step is {} stays in {} files".format(*step_stays(root)))
     print(f"settings {settings(root)}")
     print("commands {}, options {}".format(*commands(root)))
