@@ -113,7 +113,7 @@ def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_be
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
     plan, folder = Plan(study, runs), begin_study(runs, study)
     (key,) = plan.keys
-    settings: dict[str, Any] = {"run_name": plan.title(key), "tags": plan.tags(key)}
+    settings: dict[str, Any] = {"run_name": plan.run_name(key), "tags": plan.tags(key)}
     log = RunLog(runs, plan.directory(key), plan.spec(key), experiment="sizes", **settings)
     log.metrics(0, {"validation/accuracy": 0.5})
     assert [trial.state for trial in read_study(runs, "sizes").trials] == ["running"]
@@ -176,14 +176,14 @@ def test_a_result_of_another_shape_is_named(tmp_path: Path, changes: dict[str, A
         read_result(tmp_path)
 
 
-@pytest.mark.parametrize("lost", ["digest", "seeds"])
+@pytest.mark.parametrize("lost", ["digest", "seeds", "inputs"])
 def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path: Path, lost: str):
     study, folder = a_grid(), tmp_path / "sizes"
     folder.mkdir()
-    whole = {"digest": study.digest(), "seeds": [0, 1]}
+    whole = {"digest": study.digest(), "seeds": [0, 1], "inputs": {}}
     write_json(folder / "study.json", {key: value for key, value in whole.items() if key != lost})
     with pytest.raises(SpecError, match=f"study.json' has no {lost}; restore it"):
-        check_unchanged(study, study.digest(), LocalStorage(folder))
+        check_unchanged(study, LocalStorage(folder))
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")

@@ -76,7 +76,7 @@ def test_each_process_of_a_study_parses_an_arm_once(
     study = load_study(str(file))
     queue = Queue(Plan(study, runs))
     queue.plan.folder.mkdir(parents=True)
-    queue.storage.write_document({"digest": study.digest(), **study.model_dump(mode="json")})
+    queue.storage.write_document({"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
     queue.retry_failed()
     shutil.copy(empty_store, runs / "mlflow.db")
     parsed.clear()

@@ -1,7 +1,6 @@
 """What a run reads is part of it: changed data, model, tokenizer or Hub commit are refused by name."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -143,16 +142,6 @@ def test_a_worker_refuses_a_trial_whose_data_changed_after_the_start(data, runs)
     assert "SHA-256 of 'train.jsonl'" in (refused.reason or "")
     shutil.rmtree(data)
     assert study_status("sizes", runs).counts()["failed"] == 1  # reads no data
-
-
-def test_a_study_started_without_a_record_goes_on_with_a_warning(data, runs, caplog):
-    storage = begun(a_study(data), runs)
-    document = storage.read_document() or {}
-    storage.write_document({key: value for key, value in document.items() if key not in ("inputs", "format")})
-    with caplog.at_level(logging.WARNING):
-        assert start(a_study(data), runs).finished
-    assert caplog.text.count("has no record of its inputs") == 1
-    assert f"data {data} (main, train)" in (storage.read_document() or {})["inputs"]
 
 
 @pytest.mark.attack("Data, model or tokenizer edited after the start")

@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = Plan(study, runs)
     begin_study(runs, study)
     for key in plan.keys:
-        directory, title, tags = plan.directory(key), plan.title(key), plan.tags(key)
+        directory, title, tags = plan.directory(key), plan.run_name(key), plan.tags(key)
         spec = plan.spec(key)
         with RunLog(runs, directory, spec, experiment="sizes", run_name=title, tags=tags) as log:
             run_trial(spec, directory, log)

@@ -134,20 +134,20 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
                             f"{', '.join([*known, *COSTS])}")  # fmt: skip
 
 
-def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs | None:
-    """The recorded inputs of a started study (empty if it was not started); None if it has no such record.
+def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
+    """The recorded inputs of a started study; none if it was not started.
 
     SpecError if it was started with other settings, or with seeds that it no longer has.
     """
     started = storage.read_document()
     if started is None:
         return {}
-    if lost := {"digest", "seeds"} - started.keys():
+    if lost := {"digest", "seeds", "inputs"} - started.keys():
         raise SpecError(
             f"the record of a started study must say what it was started with, {storage.document_place} has no "
             f"{' and no '.join(sorted(lost))}; restore it from a copy, or choose another name with --name NAME"
         )
-    if started["digest"] != digest:
+    if started["digest"] != study.digest():
         raise SpecError(
             f"a started study cannot change, or its results would mix: study '{study.name}' was started with other "
             f"settings, or by another version of Cohort. To continue it, restore the settings (they are in "
@@ -159,4 +159,4 @@ def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs |
             f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "
             f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
         )
-    return started.get("inputs")
+    return started["inputs"]

@@ -82,12 +82,9 @@ class Plan:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
 
-    def title(self, key: Key) -> str:
-        return f"{key[0]} | seed {key[1]}"
-
     def run_name(self, key: Key) -> str:
         """The name of a trial's MLflow run, short because its column is narrow."""
-        return self.title((self.arms[key[0]].short_label, key[1]))
+        return f"{self.arms[key[0]].short_label} | seed {key[1]}"
 
     def tags(self, key: Key) -> dict[str, str]:
         """The tags of a trial's MLflow run."""

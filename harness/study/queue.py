@@ -139,11 +139,12 @@ class Queue:
         attempts = self._read()
         return any(k != key and self._waits(k, attempts) and attempts.step(k) < step for k in self.plan.keys)
 
-    def hold(self, arms: Set[str], held: bool) -> None:
-        """Ask arms to stop, or let them continue."""
+    def hold(self, arm: str, held: bool) -> bool:
+        """Ask an arm to stop, or let it continue; returns whether this changed anything."""
         with self.storage.lock():
             before = set(self._attributes().get(STOPPED, ()))
-            self._study.set_user_attr(STOPPED, sorted(before | arms if held else before - arms))
+            self._study.set_user_attr(STOPPED, sorted(before | {arm} if held else before - {arm}))
+            return held != (arm in before)
 
     def clones(self) -> list[Clone]:
         return [Clone(**fields) for fields in self._attributes().get(CLONES, ())]

@@ -29,7 +29,7 @@ from .plan import Plan
 from .queue import Queue, open_storage
 from .sharing import Shared
 from .work import watch
-from .worker import EXECUTE, STORAGE, log
+from .worker import EXECUTE, STORAGE
 
 
 def run_study(
@@ -89,23 +89,21 @@ def _checked(
 ) -> tuple[Inputs, dict[str, Shared]]:
     """The study's inputs, and its trials that share a model; ValueError for a study that cannot run."""
     study, runs = queue.plan.study, queue.plan.runs
-    known = check_unchanged(study, study.digest(), queue.storage)
-    if known is None:
-        log.warning("study '%s' has no record of its inputs from its start; they are recorded from now on", study.name)
-    with expecting(known or {}):
+    known = check_unchanged(study, queue.storage)
+    with expecting(known):
         check_study(study, runs, workers, execute, here=here)
         sets: dict[str, Shared] = {}
         if execute == EXECUTE:
             check_room(queue, workers, here=here)
             sets = trials_together(queue.plan, workers, together, here=here)
-        return {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}, sets
+        return {**known, **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}, sets
 
 
 def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
     """Write the study to the storage and to its folder, and let failed trials be claimed again."""
-    plan, digest = queue.plan, queue.plan.study.digest()
+    plan = queue.plan
     with queue.storage.lock():
-        check_same(check_unchanged(plan.study, digest, queue.storage) or {}, inputs)
+        check_same(check_unchanged(plan.study, queue.storage), inputs)
         document = study_document(plan.study, command, inputs, queue.storage.read_document())
         queue.storage.write_document(document)
         keep_document(plan.folder, document)
@@ -151,7 +149,7 @@ def dry_run(
 
     queue = _reachable_queue(study, runs, storage)
     runs = queue.plan.runs
-    known = check_unchanged(study, study.digest(), queue.storage) or {}
+    known = check_unchanged(study, queue.storage)
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     memory, disk, sets = {}, None, {}
     not_checked = missing_here(list(specs.values()))

@@ -24,19 +24,15 @@ from .worker import EXECUTE
 START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
 
 
-def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None, *, held: bool = True) -> bool:
+def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Ask the trials of an arm to stop, each after its step and with a checkpoint; returns whether this changed
-    anything. If not `held`, let them continue instead."""
-    queue = _queue(name, runs, arm, storage)
-    changes = held != queue.is_held(arm)
-    if changes:
-        queue.hold({arm}, held)
-    return changes
+    anything."""
+    return _queue(name, runs, arm, storage).hold(arm, True)
 
 
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Let the trials of a stopped arm continue; returns whether this changed anything."""
-    return stop_arm(name, runs, arm, storage, held=False)
+    return _queue(name, runs, arm, storage).hold(arm, False)
 
 
 def clone_arm(
