@@ -271,7 +271,7 @@ def test_an_interrupt_on_ray_lets_the_step_end(
             pressed.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    status = run(study, runs, interrupt_once, cluster=Cluster("local"))
+    status = run(study, runs, interrupt_once, cluster=Cluster())
     assert not status.finished
     assert status.counts()["stopped"] >= 1
     assert "running" not in status.counts()
@@ -317,6 +317,7 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
 
     runs = new_runs(tmp_path / "ray")
     with two_ray_nodes() as address:
-        run(study, runs, execute=worker.EXECUTE, cluster=Cluster(address))
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        run(study, runs, execute=worker.EXECUTE, cluster=Cluster())
     assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
     assert values(runs) == want

@@ -122,22 +122,21 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
     study = a_study(seeds=[0])
-    what = Slurm(partition="gpu", minutes=90, num_cpus=2, num_gpus=1, parameters={"account": "lab", "exclusive": True})
+    what = Slurm(90, num_cpus=2, num_gpus=1, parameters={"partition": "gpu", "exclusive": True})
     status = run(study, runs, workers=2, cluster=what)
     assert (status.finished, status.all_valid) == (True, True)
     check_as_undisturbed(study, runs)
     asked = fake_slurm.script(cluster)
     logs = runs / "studies/sizes/logs/slurm"
     assert set(asked) >= {
-        "--partition=gpu", "--time=90", "--cpus-per-task=2", "--gpus-per-node=1", "--account=lab", "--exclusive",
+        "--partition=gpu", "--time=90", "--cpus-per-task=2", "--gpus-per-node=1", "--exclusive",
         "--requeue", "--array=0-1%2", "--job-name=cohort-sizes", "--signal=USR2@120",
         f"--output={logs}/%A_%a_0_log.out",
     }  # fmt: skip
     assert "--cpus-per-task=2" in (cluster / "100.sh").read_text().partition("srun ")[2]
     calls = (cluster / "calls.log").read_text().splitlines()
     assert calls[0] == (
-        "sbatch --test-only --partition=gpu --time=90 --cpus-per-task=2 --gpus-per-node=1 --account=lab --exclusive "
-        "--wrap=true"
+        "sbatch --test-only --time=90 --cpus-per-task=2 --gpus-per-node=1 --partition=gpu --exclusive --wrap=true"
     )
     assert [line.split()[0] for line in calls].count("sbatch") == 2
     assert logs.stat().st_mode & 0o777 == 0o700

@@ -80,7 +80,7 @@ def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs: Path
 def test_trials_that_take_turns_survive_the_kills_of_their_workers(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
     killed: list[int] = []
 
     def kill(status: StudyStatus) -> None:

@@ -319,7 +319,7 @@ def launcher(
     if name == "ray":
         from ..study.launchers.ray import Cluster
 
-        return Cluster(None, 1 if cpus is None else cpus, gpus)
+        return Cluster(1 if cpus is None else cpus, gpus)
     from ..study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 
     if any(count is not None and count != int(count) for count in (cpus, gpus)):
@@ -327,8 +327,8 @@ def launcher(
     if gpus is None:
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     asked = sbatch_parameters(list(sbatch))
-    partition, minutes = asked.pop("partition", None), time_limit(str(asked.pop("time", "4:00:00")))
-    return Slurm(str(partition) if partition else None, minutes, None if cpus is None else int(cpus), int(gpus), asked)
+    minutes = time_limit(str(asked.pop("time", "4:00:00")))
+    return Slurm(minutes, None if cpus is None else int(cpus), int(gpus), asked)
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-
 from ..data import GREY
 from ..ground.inputs import NO_INPUTS, Inputs
 from ..spec.run import RunSpec
@@ -100,18 +98,3 @@ class Plan:
             "cohort.trial": self.directory(key).name,
             "cohort.group": arm.short_label, "mlflow.runColor": self.study.arm_colors().get(key[0], GREY),
         }  # fmt: skip
-
-    def parameters(self, key: Key) -> dict[str, Any]:
-        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search and a clone record their own
-        return {**levels, "seed": key[1]}
-
-    def distributions(self) -> dict[str, BaseDistribution]:
-        """Optuna's description of the design: the levels of each factor, and the seed as a plain number, because a
-        study may gain seeds."""
-        levels: dict[str, list[Any]] = {}
-        for arm in self.study.design_arms():
-            for path, level in arm.levels.items():
-                if level not in levels.setdefault(path, []):
-                    levels[path].append(level)
-        factors = {path: CategoricalDistribution(found) for path, found in levels.items()}
-        return {**factors, "seed": IntDistribution(0, 2**53)}

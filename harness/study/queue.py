@@ -78,7 +78,6 @@ class Queue:
         self.storage = storage or LocalStorage(plan.folder)
         self._held: Set[str] = frozenset()  # labels of the arms that were asked to stop
         self._decided: dict[str, Any] | None = None  # on the number of seeds, as of the last read
-        self._distributions = plan.distributions()
 
     def retry_failed(self) -> None:
         """Let the trials that have failed so far be claimed again. The caller holds the lock."""
@@ -335,14 +334,9 @@ class Queue:
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""
-        parameters = self.plan.parameters(key)
         on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
-        trial = optuna.create_trial(
-            state=OptunaState.RUNNING,
-            params=parameters,
-            distributions={name: self._distributions[name] for name in parameters},
-            user_attrs={"arm": key[0], "seed": key[1], "gpu": on_gpu},
-        )
+        attributes = {"arm": key[0], "seed": key[1], "gpu": on_gpu}
+        trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
         storage, study = self._study._storage, self._study._study_id
         return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
 

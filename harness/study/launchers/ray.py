@@ -37,14 +37,9 @@ def import_ray(address: str) -> Any:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that runs the workers, and the resources of each worker.
+    """What each worker asks for: `num_cpus` for each device of its trials, and `num_gpus`, by default one for each if
+    the cluster has GPUs. The cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
 
-    Without `address` it is the running cluster of RAY_ADDRESS, or else one on this machine for as long as the study
-    runs. A worker asks for `num_cpus` for each device of its trials, and for `num_gpus`, by default one for each if the
-    cluster has GPUs.
-    """
-
-    address: str | None = None
     num_cpus: float = 1
     num_gpus: float | None = None
 
@@ -65,7 +60,7 @@ class RayPool(Pool):
         super().__init__(logs)
         self._arguments, self._environment, self._devices = arguments, dict(environment), devices
         self._cluster, self._wanted_size, self.size = cluster, size, size or 0
-        self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+        self._address = os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
         self._tasks: list[Any] = []
 

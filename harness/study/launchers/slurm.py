@@ -41,10 +41,9 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 @dataclass(frozen=True)
 class Slurm:
-    """The resources of each job. `parameters` are further ones of sbatch."""
+    """The resources of each job. `parameters` are further ones of sbatch, such as its partition."""
 
-    partition: str | None = None
-    minutes: float = 240
+    minutes: int = 240
     num_cpus: int | None = None
     num_gpus: int = 0
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
@@ -141,12 +140,21 @@ class SlurmPool(Pool):
 
     def _submitted(self, count: int) -> list[Any]:
         """So many new jobs, several as an array."""
+        import submitit
         from submitit.core.utils import FailedJobError, FailedSubmissionError
         from submitit.helpers import environment_variables
 
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        executor = self._executor(count)
-        jobs: list[Any] = []
+        slurm, jobs = self._slurm, []
+        submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
+        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=10**6)  # one queued again has come further
+        asked: dict[str, Any] = {} if slurm.num_gpus == 0 else {"gpus_per_node": slurm.num_gpus}
+        if slurm.num_cpus is not None:  # srun does not take it from sbatch
+            asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
+        executor.update_parameters(
+            **asked, time=slurm.minutes, job_name=f"cohort-{self._job.name}", array_parallelism=count,
+            signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
+        )  # fmt: skip
         try:
             with environment_variables(**self._environment), executor.batch():
                 jobs = [executor.submit(self._job) for _ in range(count)]
@@ -154,22 +162,6 @@ class SlurmPool(Pool):
             self._note_end("sbatch", 1, str(error))
             return []
         return jobs
-
-    def _executor(self, count: int) -> Any:
-        import submitit
-
-        slurm = self._slurm
-        submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
-        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=10**6)  # one queued again has come further
-        asked: dict[str, Any] = {"partition": slurm.partition, "gpus_per_node": slurm.num_gpus or None}
-        if slurm.num_cpus is not None:  # srun does not take it from sbatch
-            asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
-        executor.update_parameters(
-            **{name: value for name, value in asked.items() if value is not None},
-            time=int(slurm.minutes), job_name=f"cohort-{self._job.name}", array_parallelism=count,
-            signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
-        )  # fmt: skip
-        return executor
 
 
 def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
@@ -190,7 +182,7 @@ def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
     if "%" in str(folder):
         raise SpecError(f"the runs folder of --launcher slurm must have no % in its path, got '{folder}'; SLURM fills "
                         "it in; name another one with --runs")  # fmt: skip
-    asked = {"partition": slurm.partition, "time": int(slurm.minutes), "cpus-per-task": slurm.num_cpus,
+    asked = {"time": slurm.minutes, "cpus-per-task": slurm.num_cpus,
              "gpus-per-node": slurm.num_gpus or None, **slurm.parameters}  # fmt: skip
     flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None]
     tried = subprocess.run(
