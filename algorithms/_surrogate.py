@@ -25,13 +25,15 @@ class Clip(Algorithm):
     }
 
     clip_epsilon: float = Field(
-        0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
+        default=0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
     )
     clip_epsilon_high: float | None = Field(
-        None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
+        default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
     )
     ratio_bound: float | None = Field(
-        None, gt=1, description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound"
+        default=None,
+        gt=1,
+        description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound",
     )
 
     @model_validator(mode="after")
@@ -55,7 +57,9 @@ class Clip(Algorithm):
 class RewardKL(Algorithm):
     """A KL penalty in the reward, before advantages (Ouyang et al. 2022, arXiv:2203.02155)."""
 
-    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
+    kl_beta: float = Field(
+        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
+    )
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -73,12 +77,12 @@ class LossKL(Algorithm):
     }
 
     kl_estimator: KLEstimator = Field(
-        "k3",
+        default="k3",
         description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
         "policy); k1, none in expectation",
     )
     kl_importance_weighted: bool = Field(
-        False,
+        default=False,
         description="multiply the estimate by the token's ratio, with its gradient (DeepSeek-V3.2, arXiv:2512.02556): "
         "k1 and k3 then have the gradient of KL(policy, reference), off policy too",
     )
@@ -112,7 +116,9 @@ class GroupStandardised(LossKL):
         **LossKL.objective,
     }
 
-    std_floor: float = Field(1e-4, gt=0, description="constant added to the standard deviation in the denominator")
+    std_floor: float = Field(
+        default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         return group_advantages(batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask))
@@ -137,7 +143,7 @@ class SummedLoss(LossKL):
     }
 
     loss_denominator: float = Field(
-        128.0,
+        default=128.0,
         gt=0,
         description="constant (tokens) that divides the sum over a completion; in Dr. GRPO's paper the token limit",
     )

@@ -28,7 +28,7 @@ class CISPO(GroupStandardised, TokenMean):
     }
 
     name: Literal["cispo"] = "cispo"
-    clip_epsilon_high: float = Field(4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")
+    clip_epsilon_high: float = Field(default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None

@@ -30,5 +30,5 @@ class DAPO(ClippedLoss, GroupStandardised, TokenMean):
 
     name: Literal["dapo"] = "dapo"
     clip_epsilon_high: float | None = Field(
-        0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
+        default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
     )

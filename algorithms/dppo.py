@@ -37,12 +37,14 @@ class DPPO(SummedLoss):
 
     name: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = Field(
-        "tv", description="divergence of the token's own probability: |p - old| (tv), or KL (kl)"
+        default="tv", description="divergence of the token's own probability: |p - old| (tv), or KL (kl)"
     )
     divergence_bound: float = Field(
-        0.15, gt=0, description="largest divergence (for kl in nats, where the paper has 0.05)"
+        default=0.15, gt=0, description="largest divergence (for kl in nats, where the paper has 0.05)"
     )
-    weight_max: float | None = Field(None, ge=1, description="upper bound of the ratio as weight; null: no bound")
+    weight_max: float | None = Field(
+        default=None, ge=1, description="upper bound of the ratio as weight; null: no bound"
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         return group_advantages(batch, group_centred)

@@ -27,7 +27,7 @@ class GMPO(GroupStandardised):
 
     name: Literal["gmpo"] = "gmpo"
     clip_log_ratio: float = Field(
-        0.4, gt=0, description="nats by which a token may move from its old log-prob; binds from the 2nd update"
+        default=0.4, gt=0, description="nats by which a token may move from its old log-prob; binds from the 2nd update"
     )
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

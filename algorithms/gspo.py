@@ -29,10 +29,10 @@ class GSPO(Clip, GroupStandardised):
 
     name: Literal["gspo"] = "gspo"
     clip_epsilon: float = Field(
-        3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1; binds from the 2nd update"
+        default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1; binds from the 2nd update"
     )
     clip_epsilon_high: float | None = Field(
-        4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
+        default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
     )
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

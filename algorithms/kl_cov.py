@@ -31,12 +31,12 @@ class KLCov(GroupStandardised, TokenMean):
 
     name: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(
-        0.002,
+        default=0.002,
         gt=0,
         le=1,
         description="share of the tokens that pay the penalty, those with the largest covariance; at least one token",
     )
-    penalty: float = Field(1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
+    penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
 
     @property
     def needs_old_logprobs(self) -> bool:

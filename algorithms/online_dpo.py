@@ -40,7 +40,9 @@ class OnlineDPO(Algorithm):
 
     name: Literal["online_dpo"] = "online_dpo"
     kl_beta: float = Field(
-        0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves"
+        default=0.1,
+        gt=0,
+        description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves",
     )
 
     @property

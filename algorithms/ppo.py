@@ -34,13 +34,21 @@ class PPO(RewardKL, Clip, TokenMean):
     }
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
-    whiten_advantages: bool = Field(True, description="give a batch's advantages mean 0 and variance 1")
-    value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
-    entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
-    critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy")
-    value_loss_weight: float = Field(1.0, gt=0, description="weight of half the squared error, for critic=shared")
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
+    whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
+    value_clip: float = Field(
+        default=0.2, gt=0, description="how far a value may move from the rollout's in the value loss"
+    )
+    entropy_bonus: float = Field(
+        default=0.0, ge=0, description="weight of the mean token entropy, added to the objective"
+    )
+    critic: Literal["separate", "shared"] = Field(
+        default="separate", description="own network, or a head on the policy"
+    )
+    value_loss_weight: float = Field(
+        default=1.0, gt=0, description="weight of half the squared error, for critic=shared"
+    )
 
     @property
     def entropy_needs_gradient(self) -> bool:

@@ -33,9 +33,9 @@ class ReinforcePlusPlus(RewardKL, Clip, TokenMean):
     }
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: float = Field(1.0, ge=0, le=1, description="discount per token in the reward to go")
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token in the reward to go")
     baseline: Literal["none", "group"] = Field(
-        "none", description="group: first subtract the group's mean reward; the KL is then k2, in the loss"
+        default="none", description="group: first subtract the group's mean reward; the KL is then k2, in the loss"
     )
 
     @model_validator(mode="after")

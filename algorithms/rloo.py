@@ -36,7 +36,7 @@ class RLOO(RewardKL):
 
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(
-        None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
+        default=None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
     )
 
     def advantages(self, batch: Batch) -> Batch:

@@ -26,8 +26,8 @@ class SAPO(GroupStandardised):
     }
 
     name: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0, description="steepness of the gate where the advantage is above 0")
-    tau_negative: float = Field(1.05, gt=0, description="steepness of the gate elsewhere; larger: fades faster")
+    tau_positive: float = Field(default=1.0, gt=0, description="steepness of the gate where the advantage is above 0")
+    tau_negative: float = Field(default=1.05, gt=0, description="steepness of the gate elsewhere; larger: fades faster")
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None

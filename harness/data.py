@@ -42,16 +42,18 @@ class Sampling(Section):
     not drawn, so neither the ratio nor the gradient allows for the cut.
     """
 
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
     top_p: float = Field(
-        1.0,
+        default=1.0,
         gt=0,
         le=1,
         description="nucleus sampling; 1: all tokens; less biases training, because log-probs ignore the cut",
     )
-    max_tokens: int | None = Field(None, ge=1, description="limit of a completion in tokens; by default the task's")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="limit of a completion in tokens; by default the task's"
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="texts that end a completion, also in evaluations; the completion keeps them"
+        default=(), description="texts that end a completion, also in evaluations; the completion keeps them"
     )
 
 
@@ -59,9 +61,9 @@ class PromptFormat(Section):
     """The form of a prompt with its worked examples: one user message of a chat, or plain text."""
 
     format: Literal["auto", "chat", "plain"] = Field(
-        "auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
+        default="auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
     )
-    system: str | None = Field(None, description="system message; by default the template's own")
+    system: str | None = Field(default=None, description="system message; by default the template's own")
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="arguments of the chat template, such as enable_thinking: false"
     )

@@ -44,8 +44,8 @@ class Algorithm(Section, ABC):
     objective: ClassVar[Mapping[str, str]] = {}  # its formula in words: advantage, aggregation, clip, kl, correction
 
     name: str
-    group_size: int = Field(8, ge=1, description="completions sampled per prompt")
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
+    group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
+    kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """ValueError for a method that is newer than `objective`, which may no longer say what the class computes.
@@ -114,7 +114,7 @@ class Reward(Section, ABC):
     sees_gold: ClassVar[bool] = False
     distribution: ClassVar[Distribution | None] = None
 
-    weight: float = Field(1.0, description="factor in the sum of all rewards; 0: only measured")
+    weight: float = Field(default=1.0, description="factor in the sum of all rewards; 0: only measured")
 
     @abstractmethod
     def score(self, group: GradedGroup) -> list[float]:

@@ -55,8 +55,8 @@ def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
     tests = [permutation_test(one, other, rng) for one, other in known]
     reverse = [permutation_test(other, one, rng) for one, other in known]
     return [
-        Finding(name, *(fmean(side) if side else math.nan for side in sides), *map(len, sides), *ps)
-        for name, sides, *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
+        Finding(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
+        for name, (one, two), *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
     ]
 
 

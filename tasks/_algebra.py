@@ -165,7 +165,7 @@ _OTHERWISE = re.compile(r"\s*(?:\\text\s*\{\s*(?:otherwise|else)[.,]?\s*\}|other
 
 
 @lru_cache(maxsize=4096)
-def _read(text: str) -> Basic | MatrixBase:
+def _read(text: str) -> Any:
     cases = _CASES.fullmatch(text.strip())
     if cases:
         rows = [row.strip(" \t\n,;.") for row in re.split(r"\\\\", cases[1])]

@@ -27,7 +27,7 @@ class AnswerTask(Task):
     """Answers are numbers; a subclass with others overrides `read`, `read_unmarked` and `equivalent`."""
 
     answer_format: AnswerFormat = Field(
-        "hash", description="how the prompt and the worked solutions ask for or state answers"
+        default="hash", description="how the prompt and the worked solutions ask for or state answers"
     )
 
     def read(self, text: str) -> str | None:
@@ -96,7 +96,8 @@ class QuestionTask(AnswerTask):
     }
 
     template: str = Field(
-        "", description="prompt, in which {question} stands for the problem; by default that of the answer format"
+        default="",
+        description="prompt, in which {question} stands for the problem; by default that of the answer format",
     )
 
     @model_validator(mode="before")

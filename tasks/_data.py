@@ -66,7 +66,9 @@ class DatasetTask(QuestionTask):
     train_words: ClassVar[tuple[str, ...]] = ("train",)  # possible names of the training source
 
     path: str = Field(min_length=1, description="Hub id, or a local file or folder")
-    config: str | None = Field(None, description="Hub configuration, or subfolder; by default `default`, or else all")
+    config: str | None = Field(
+        default=None, description="Hub configuration, or subfolder; by default `default`, or else all"
+    )
     test_path: str | None = Field(
         default=None,
         min_length=1,
@@ -76,7 +78,7 @@ class DatasetTask(QuestionTask):
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
     )
     on_bad_row: Literal["error", "skip"] = Field(
-        "error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
+        default="error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
     )
     shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
 
@@ -115,11 +117,11 @@ class DatasetTask(QuestionTask):
     def num_skipped_rows(self, split: Split) -> int:
         """The number of bad rows left out of the source of a split; train and validation have one source."""
         part = "test" if split == "test" else "train"
-        return _read_source(self, part, _version(self, part))[1]
+        return _read_source(self, part, _version(self, part))[1]  # pyright: ignore[reportArgumentType]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         part = "test" if split == "test" else "train"
-        problems = _read_source(self, part, _version(self, part))[0]
+        problems = _read_source(self, part, _version(self, part))[0]  # pyright: ignore[reportArgumentType]
         if split == "test":
             return problems
         is_validation = split == "validation"

@@ -50,12 +50,12 @@ class Arithmetic(AnswerTask):
         return len(self._solution([MAX_OPERAND] * self.max_operands)) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return _build(self)[split]
+        return _build(self)[split]  # pyright: ignore[reportArgumentType]
 
     def demonstrations(self) -> Sequence[Demonstration]:
         return [
             Demonstration(p.text, self._solution([int(number) for number in re.findall(r"[-+]?\d+", p.text)]))
-            for p in _build(self)["demonstrations"]
+            for p in _build(self)["demonstrations"]  # pyright: ignore[reportArgumentType]
         ]
 
     def _solution(self, operands: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ class CMATH(DatasetTask):
     train_words: ClassVar[tuple[str, ...]] = ("train", "dev", "validation")
 
     name: Literal["cmath"] = "cmath"
-    path: str = Field("weitianwen/cmath", min_length=1, description="Hub id, or a local file or folder")
+    path: str = Field(default="weitianwen/cmath", min_length=1, description="Hub id, or a local file or folder")
 
     def parse_row(self, row: Row) -> Problem:
         question, stated = text_field(row, "question"), text_field(row, "golden")

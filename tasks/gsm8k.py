@@ -19,8 +19,10 @@ class GSM8K(DatasetTask):
     """By default the Hub's `openai/gsm8k`; `path` may be any source of rows in its schema."""
 
     name: Literal["gsm8k"] = "gsm8k"
-    path: str = Field("openai/gsm8k", min_length=1, description="Hub id, or a local file or folder")
-    config: str | None = Field("main", description="Hub configuration, or subfolder if there is one of that name")
+    path: str = Field(default="openai/gsm8k", min_length=1, description="Hub id, or a local file or folder")
+    config: str | None = Field(
+        default="main", description="Hub configuration, or subfolder if there is one of that name"
+    )
 
     def parse_row(self, row: Row) -> Problem:
         question, answer = text_field(row, "question"), text_field(row, "answer")

@@ -38,10 +38,16 @@ class Math(DatasetTask):
     }
 
     name: Literal["math"] = "math"
-    path: str = Field("EleutherAI/hendrycks_math", min_length=1, description="Hub id, or a local file or folder")
-    answer_format: AnswerFormat = Field("boxed", description="how the prompt and the worked solutions ask for answers")
-    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field((), description="difficulties kept; all if empty")
-    subjects: tuple[str, ...] = Field((), description="subjects kept; all if empty")
+    path: str = Field(
+        default="EleutherAI/hendrycks_math", min_length=1, description="Hub id, or a local file or folder"
+    )
+    answer_format: AnswerFormat = Field(
+        default="boxed", description="how the prompt and the worked solutions ask for answers"
+    )
+    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(
+        default=(), description="difficulties kept; all if empty"
+    )
+    subjects: tuple[str, ...] = Field(default=(), description="subjects kept; all if empty")
 
     @field_validator("subjects")
     @classmethod

@@ -17,9 +17,13 @@ class Math500(Math):
     """By default the Hub's `HuggingFaceH4/MATH-500` and `EleutherAI/hendrycks_math`."""
 
     name: Literal["math500"] = "math500"
-    path: str = Field("HuggingFaceH4/MATH-500", min_length=1, description="test: Hub id, or a local file or folder")
+    path: str = Field(
+        default="HuggingFaceH4/MATH-500", min_length=1, description="test: Hub id, or a local file or folder"
+    )
     train_path: str = Field(
-        "EleutherAI/hendrycks_math", min_length=1, description="train and validation: Hub id, local file or folder"
+        default="EleutherAI/hendrycks_math",
+        min_length=1,
+        description="train and validation: Hub id, local file or folder",
     )
 
     def source(self, split: SourceSplit) -> tuple[str, str | None]:

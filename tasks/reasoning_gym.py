@@ -75,7 +75,7 @@ class ReasoningGym(AnswerTask):
     partial_credit: ClassVar[bool] = True
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = Field("chain_sum", min_length=1, description="the generator's name, such as countdown")
+    dataset: str = Field(default="chain_sum", min_length=1, description="the generator's name, such as countdown")
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="the generator's own settings, but for seed and size"
     )
@@ -83,9 +83,11 @@ class ReasoningGym(AnswerTask):
     num_train: int = Field(default=2048, ge=1, le=100_000, description="problems for reinforcement learning, at most")
     num_validation: int = Field(default=256, ge=1, le=100_000, description="validation problems, at most")
     num_test: int = Field(default=512, ge=1, le=100_000, description="test problems, at most")
-    answer_format: AnswerFormat = Field("think_answer", description="how prompts and demonstrations ask for answers")
+    answer_format: AnswerFormat = Field(
+        default="think_answer", description="how prompts and demonstrations ask for answers"
+    )
     template: str = Field(
-        "",
+        default="",
         description="the prompt; {question}, or a generator's own fields, such as {numbers} -> {target}; "
         "by default the answer format's own",
     )

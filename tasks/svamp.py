@@ -22,7 +22,7 @@ class SVAMP(DatasetTask):
     """By default the Hub's `ChilleD/SVAMP`; `path` may be any source of rows in its schema."""
 
     name: Literal["svamp"] = "svamp"
-    path: str = Field("ChilleD/SVAMP", min_length=1, description="Hub id, or a local file or folder")
+    path: str = Field(default="ChilleD/SVAMP", min_length=1, description="Hub id, or a local file or folder")
 
     def parse_row(self, row: Row) -> Problem:
         if row.get("Body") is None and row.get("question_concat") is not None:

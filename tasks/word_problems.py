@@ -48,7 +48,7 @@ class WordProblems(QuestionTask):
         default=None, ge=1, le=20, description="max_depth of the test split; default: same"
     )
     families: tuple[FamilyName, ...] = Field(
-        get_args(FamilyName), min_length=1, description="what the stories are about"
+        default=get_args(FamilyName), min_length=1, description="what the stories are about"
     )
     max_number: int = Field(default=20, ge=2, le=999, description="largest number of a fact or a difference")
     max_value: int = Field(default=1000, ge=2, le=100_000, description="largest value on the way to an answer")

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..data import Split
 from ..ground.inputs import Inputs, digested, expecting
 from ..ground.machine import usable_cores, usable_gpus
+from ..interfaces import Task
 from ..mirror.store import check_runs_folder
 from ..policy.sources import model_sources
 from ..spec.errors import SpecError
@@ -38,7 +39,9 @@ def check_runs(
     trained = [spec for spec in specs if spec.steps] if trained is None else trained
     if models:
         _check_models(specs)
-    read = {(spec.task.model_dump_json(), split): spec.task for spec in specs for split in splits or _splits(spec)}
+    read: dict[tuple[str, Split], Task] = {
+        (spec.task.model_dump_json(), split): spec.task for spec in specs for split in splits or _splits(spec)
+    }
     for (_, split), task in read.items():
         if not task.prompts(split):
             raise SpecError(f"task '{task.name}' has no problems in its {split} split")

@@ -18,7 +18,7 @@ class Accuracy(Reward):
     sees_gold: ClassVar[bool] = True
 
     partial: bool = Field(
-        False, description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)"
+        default=False, description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)"
     )
 
     @property

@@ -13,7 +13,7 @@ from ..interfaces import Reward
 class Format(Reward):
     """1 for a completion that keeps the answer format, 0.5 for one of its two tag pairs."""
 
-    weight: float = Field(0.1, description="factor in the sum of all rewards; 0: measured, never rewarded")
+    weight: float = Field(default=0.1, description="factor in the sum of all rewards; 0: measured, never rewarded")
 
     def score(self, group: GradedGroup) -> list[float]:
         return list(group.format_scores)

@@ -15,11 +15,13 @@ class Overlong(Reward):
     """0 for a short completion, then down to -1 over the last part of the token limit (DAPO)."""
 
     weight: float = Field(
-        0.5,
+        default=0.5,
         description="factor in the sum of all rewards; 0.5 with accuracy's 1 / 0 equals 1 with the paper's 1 / -1; 0: "
         "measured, never rewarded",
     )
-    buffer_fraction: float = Field(0.2, gt=0, le=1, description="share of the token limit over which the penalty grows")
+    buffer_fraction: float = Field(
+        default=0.2, gt=0, le=1, description="share of the token limit over which the penalty grows"
+    )
 
     def score(self, group: GradedGroup) -> list[float]:
         buffer = self.buffer_fraction * group.max_tokens

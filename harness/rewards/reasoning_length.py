@@ -15,7 +15,7 @@ SATURATION_CHARS = 1000
 class ReasoningLength(Reward):
     """min(characters of reasoning / 1000, 1) if the answer format holds, else 0."""
 
-    weight: float = Field(0.01, description="factor in the sum of all rewards; 0: measured, never rewarded")
+    weight: float = Field(default=0.01, description="factor in the sum of all rewards; 0: measured, never rewarded")
 
     def score(self, group: GradedGroup) -> list[float]:
         return [

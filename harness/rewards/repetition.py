@@ -17,7 +17,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class Repetition(Reward):
     """0 without a repeated n-gram, down to almost -1 if all are the same."""
 
-    ngram: int = Field(8, ge=1, description="n: words and symbols per n-gram")
+    ngram: int = Field(default=8, ge=1, description="n: words and symbols per n-gram")
 
     def score(self, group: GradedGroup) -> list[float]:
         return [-repeated_fraction(text, self.ngram) for text in group.completions]

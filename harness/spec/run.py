@@ -32,29 +32,31 @@ class ColdStart(Section):
 
     batch_size: ClassVar[int] = 32  # worked solutions per optimiser step
 
-    steps: int = Field(0, ge=0, description="optimiser steps; 0: no cold start")
-    learning_rate: float = Field(3e-3, gt=0, description="learning rate of AdamW, constant")
+    steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
+    learning_rate: float = Field(default=3e-3, gt=0, description="learning rate of AdamW, constant")
     seed: int = Field(
-        0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
+        default=0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
     )
 
 
 class Optimizer(Section):
     """AdamW for the policy (and separately for the critic), and the number of updates per batch."""
 
-    learning_rate: float = Field(1e-4, gt=0, description="learning rate of the policy")
-    critic_learning_rate: float = Field(3e-4, gt=0, description="learning rate of the critic, if the algorithm has one")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="course of both learning rates after the warm-up; linear and cosine end at 0"
+    learning_rate: float = Field(default=1e-4, gt=0, description="learning rate of the policy")
+    critic_learning_rate: float = Field(
+        default=3e-4, gt=0, description="learning rate of the critic, if the algorithm has one"
     )
-    warmup_steps: int = Field(0, ge=0, description="training steps over which the rates rise linearly")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
-    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
-    num_inner_epochs: int = Field(1, ge=1, description="mu: passes over each batch of rollouts")
-    num_minibatches: int = Field(1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="course of both learning rates after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
+    num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
+    num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
     tokens_per_microbatch: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="padded tokens in one forward pass; affects memory and speed; by default 1024, or 8192 on a GPU",
     )
@@ -64,13 +66,15 @@ class KLControl(Section):
     """The course of `algorithm.kl_beta` and of the reference over a run."""
 
     schedule: Literal["constant", "cosine", "adaptive"] = Field(
-        "constant",
+        default="constant",
         description="course of algorithm.kl_beta; cosine: falls to 0 between 10 % and 80 % of the steps; "
         "adaptive: follows a target KL",
     )
-    target: float | None = Field(None, gt=0, description="adaptive: target KL to the reference, in nats per token")
+    target: float | None = Field(
+        default=None, gt=0, description="adaptive: target KL to the reference, in nats per token"
+    )
     refresh_reference_every: int = Field(
-        0, ge=0, description="copy the policy to the reference every N training steps; 0: never"
+        default=0, ge=0, description="copy the policy to the reference every N training steps; 0: never"
     )
 
     @model_validator(mode="after")
@@ -84,36 +88,42 @@ class Mismatch(Section):
     """The correction for differences between the engine's and the learner's probabilities."""
 
     correction: Literal["none", "truncated", "masked"] = Field(
-        "none", description="importance weights: truncated at the bound, or masked (0) outside [1 / bound, bound]"
+        default="none",
+        description="importance weights: truncated at the bound, or masked (0) outside [1 / bound, bound]",
     )
-    level: Literal["token", "sequence"] = Field("token", description="one weight per token, or per completion")
-    bound: float = Field(2.0, gt=1, description="bound of the importance weights")
+    level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
+    bound: float = Field(default=2.0, gt=1, description="bound of the importance weights")
 
 
 class LoRA(Section):
     """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without
     adapters."""
 
-    rank: int = Field(16, ge=1, description="rank of each adapter's two matrices")
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    rank: int = Field(default=16, ge=1, description="rank of each adapter's two matrices")
+    alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(
-        (), description="names of the adapted layers; by default all linear layers except the head"
+        default=(), description="names of the adapted layers; by default all linear layers except the head"
     )
 
 
 class Evaluation(Section):
     """Held-out accuracy during training (validation split) and once at the end (test split)."""
 
-    every: int = Field(20, ge=1, description="training steps between evaluations; the first and last always happen")
-    num_prompts: int = Field(256, ge=1, description="validation problems; all when the split has fewer")
-    num_test_prompts: int = Field(512, ge=1, description="test problems; all when the split has fewer")
-    num_samples: int = Field(4, ge=1, description="samples per problem (k) for accuracy, pass@k and maj@k")
-    num_test_samples: int | None = Field(None, ge=1, description="samples per test problem; by default num_samples")
+    every: int = Field(
+        default=20, ge=1, description="training steps between evaluations; the first and last always happen"
+    )
+    num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
+    num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
+    num_samples: int = Field(default=4, ge=1, description="samples per problem (k) for accuracy, pass@k and maj@k")
+    num_test_samples: int | None = Field(
+        default=None, ge=1, description="samples per test problem; by default num_samples"
+    )
     test_at_start: bool = Field(
-        False, description="also evaluate the test problems before training, for curves of pass@k before and after"
+        default=False,
+        description="also evaluate the test problems before training, for curves of pass@k before and after",
     )
     temperature: float = Field(
-        1.0, gt=0, description="sampling temperature of the k samples; the greedy completion has none"
+        default=1.0, gt=0, description="sampling temperature of the k samples; the greedy completion has none"
     )
 
     def samples_of(self, split: str) -> int:
@@ -127,13 +137,15 @@ class Checkpoints(Section):
 
     keep: ClassVar[int] = 2  # the newest checkpoints, while the run goes on
 
-    every: int = Field(20, ge=1, description="training steps between checkpoints")
+    every: int = Field(default=20, ge=1, description="training steps between checkpoints")
     finished: Literal["nothing", "weights"] | None = Field(
-        None,
+        default=None,
         description="nothing or weights: kept when the run has ended; by default nothing in a study, else the weights",
     )
     rollouts_every: int = Field(
-        20, ge=0, description="training steps between batches kept in rollouts/, from the first step on; 0: none"
+        default=20,
+        ge=0,
+        description="training steps between batches kept in rollouts/, from the first step on; 0: none",
     )
 
 
@@ -142,22 +154,22 @@ class Gates(Section):
     loss or gradient always ends a run."""
 
     mismatch_kl: float | None = Field(
-        0.1, gt=0, description="highest KL between engine and learner, in nats per token, in any step"
+        default=0.1, gt=0, description="highest KL between engine and learner, in nats per token, in any step"
     )
     stuck_groups: float | None = Field(
-        0.98,
+        default=0.98,
         ge=0,
         lt=1,
         description="highest share of groups with no advantage and not the best reward, for 20 steps in a row",
     )
     weights_changed: float | None = Field(
-        0.001,
+        default=0.001,
         gt=0,
         le=1,
         description="lowest share of the weights that an update with a gradient changes, for 5 such steps in a row",
     )
     answered: float | None = Field(
-        0.25,
+        default=0.25,
         ge=0,
         le=1,
         description="lowest share of answered completions, relative to the first step's, for 20 steps in a row",
@@ -192,7 +204,7 @@ def _reward(name: str, settings: Any) -> Reward:
 class RunSpec(Section):
     """All settings of one training run: runs with equal specs give equal results on one machine."""
 
-    model: str = Field("tiny", min_length=1, description="'tiny', a Hub id or a local folder")
+    model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
     task: SerializeAsAny[Task] = Field(description="task: its name, or a mapping of name and settings")
     algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
@@ -206,7 +218,7 @@ class RunSpec(Section):
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
     dynamic_sampling: int = Field(
-        1,
+        default=1,
         ge=1,
         description="most batches of prompts that a step may sample to replace groups of equal rewards, which cost "
         "too (DAPO, arXiv:2503.14476, eq. 11); 1: no group is replaced",
@@ -215,45 +227,50 @@ class RunSpec(Section):
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
     mismatch: Mismatch = Mismatch()
-    lora: LoRA | None = Field(None, description="low-rank adapters; by default none, and all weights are trained")
+    lora: LoRA | None = Field(
+        default=None, description="low-rank adapters; by default none, and all weights are trained"
+    )
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
     control: Control | None = Field(
-        None,
+        default=None,
         description="control arm: rewards that replace the run's own, which are then only measured (random, "
         "format_only, inverted, shuffled_gold), or a policy that does not learn (frozen); by default no control",
     )
     rollouts_per_step: int = Field(
-        128,
+        default=128,
         ge=1,
         le=1_000_000,
         description="completions sampled per training step; algorithm.group_size must divide it",
     )
     staleness: int = Field(
-        0,
+        default=0,
         ge=0,
         description="training steps by which the sampling weights lag; old log-probs are "
         "the sampler's, or the learner's with a mismatch.correction",
     )
-    steps: int = Field(100, ge=0, description="training steps; 0: only evaluate the start")
+    steps: int = Field(default=100, ge=0, description="training steps; 0: only evaluate the start")
     max_flops: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="training operations after which the run ends, even before `steps`; operations of "
         "evaluations and the cold start do not count; by default no limit",
     )
-    seed: int = Field(0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it from its `seeds`")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if available, otherwise cpu")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="precision of weights and optimiser; bfloat16 saves memory but loses small updates"
+    seed: int = Field(
+        default=0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it from its `seeds`"
     )
-    autocast: bool = Field(False, description="forward passes in bfloat16 over float32 weights and optimiser")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available, otherwise cpu")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="precision of weights and optimiser; bfloat16 saves memory but loses small updates",
+    )
+    autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
     gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
+        default=False, description="recompute activations in the backward pass: less memory, more time"
     )
     devices: int = Field(
-        1, ge=1, description="GPUs (on a CPU: processes) over which the run's weights and rows are split"
+        default=1, ge=1, description="GPUs (on a CPU: processes) over which the run's weights and rows are split"
     )
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")

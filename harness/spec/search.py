@@ -17,8 +17,8 @@ class Dimension(Section):
 
     low: int | float | None = None
     high: int | float | None = None
-    log: bool = Field(False, description="sample the range on a logarithmic scale")
-    choices: list[Scalar] | None = Field(None, min_length=1)
+    log: bool = Field(default=False, description="sample the range on a logarithmic scale")
+    choices: list[Scalar] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -78,14 +78,15 @@ class Search(Section):
     seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
         default_factory=list, description="comparison: seeds of the searched arms; must differ from the study's seeds"
     )
-    sampler: Literal["tpe", "gp", "nsga2", "random"] = Field("tpe", description="Optuna sampler")
+    sampler: Literal["tpe", "gp", "nsga2", "random"] = Field(default="tpe", description="Optuna sampler")
     pruner: Literal["none", "median", "hyperband"] = Field(
-        "none", description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order"
+        default="none",
+        description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
     )
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
-    startup: int = Field(5, ge=1, description="random arms before the sampler learns")
+    startup: int = Field(default=5, ge=1, description="random arms before the sampler learns")
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:

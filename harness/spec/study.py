@@ -153,21 +153,22 @@ class StudySpec(Section):
         default_factory=dict, description="name of the component -> its settings by their full path"
     )
     seeds: _Seeds = Field(
-        [0, 1, 2], description="a list, or first, half_width and at_most: the number is decided while the study runs"
+        default=[0, 1, 2],
+        description="a list, or first, half_width and at_most: the number is decided while the study runs",
     )
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
-        "grid", description="how the arms follow from the other settings: see docs/studies.md"
+        default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="training steps after which a trial pauses for one with fewer steps done; by default never",
     )
-    metric: str = Field("validation/accuracy", description="metric by which arms are compared")
+    metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(
-        None, description="label of the arm that the others are compared with; by default the first arm"
+        default=None, description="label of the arm that the others are compared with; by default the first arm"
     )
 
     @field_validator("factors", mode="before")

@@ -102,9 +102,10 @@ def interactions(analysis: Analysis) -> list[Drawing]:
         across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
         if len(levels[lines]) <= len(style.PALETTE):
             title = wording.factor_title((across, lines))
-            if pair in effects and math.isnan(p := effects[pair].p_adjusted):
+            p = effects[pair].p_adjusted if pair in effects else None
+            if p is not None and math.isnan(p):
                 title += ": no test possible"
-            elif pair in effects:
+            elif p is not None:
                 shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
                 title += f": {'they interact' if p < ALPHA else 'no interaction detected'} (Holm-adjusted {shown})"
             draw = _interaction(analysis, across, levels[across], lines, levels[lines])
