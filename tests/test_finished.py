@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fake_trials
 import pytest
+import torch
 from cohort.harness.checks import disk
 from cohort.harness.checks.disk import check_disk, estimate_disk
 from cohort.harness.ground.files import write_json
@@ -161,20 +162,20 @@ def test_a_stage_must_keep_the_weights_from_which_the_next_one_starts(tmp_path):
 # Disk, beforehand -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
-    "changes",
+    ("algorithm", "changes"),
     [
-        {},
-        {"lora": {"rank": 64}},
-        {"dtype": "bfloat16"},
-        {"kl": {"refresh_reference_every": 1}, "algorithm": {"kl_beta": 0.1}},
+        ({"name": "ppo"}, {}),
+        ({"name": "ppo"}, {"lora": {"rank": 64}}),
+        ({"name": "grpo"}, {"dtype": "bfloat16"}),
+        ({"name": "grpo", "kl_beta": 0.1}, {"kl": {"refresh_reference_every": 1}}),
     ],
 )
 def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_path):
-    spec = parse_run({**RUN, **changes, "algorithm": {**RUN["algorithm"], "name": algorithm, **changes.get(
-        "algorithm", {})}, "checkpoints": {"every": 100}}, "test")  # fmt: skip
-    policy = tiny_model(0).to(torch_type(spec.dtype))
+    spec = parse_run(
+        {**RUN, **changes, "algorithm": {**RUN["algorithm"], **algorithm}, "checkpoints": {"every": 100}}, "test"
+    )
+    policy = tiny_model(0).to(getattr(torch, spec.dtype))
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
     learner = Learner(spec, policy)
@@ -191,12 +192,6 @@ def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_pa
     assert 0.93 * size < found.checkpoint < size
     weights = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
     assert 0.97 * weights < found.kept < weights
-
-
-def torch_type(name):
-    import torch
-
-    return getattr(torch, name)
 
 
 def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..mirror.address import TRACKING_URI
 from ..record.events import EVENTS, read_history
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
-from ..spec.study import Arm, StudySpec, parse_study
+from ..spec.study import StudySpec, parse_study
 from ..study.checks import check_study
 from ..study.estimates import planned
 from ..study.launchers.local import default_workers
@@ -166,17 +166,15 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
 
     arms = [arm for arm, _ in planned(study)]
     check_study(study, runs, workers, EXECUTE)
+    (runs / "cache").mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, usable_cores() // workers))  # as in a worker, because the last bits depend on it
     for spec in {start_name(arm.spec, runs / "cache"): arm.spec for arm in arms if arm.spec.cold_start.steps}.values():
         start_policy(spec, runs / "cache")
     torch.set_num_threads(threads)
 
-    def alike(arm: Arm) -> str:
-        """Equal for arms that differ in their steps alone, which are measured once."""
-        return arm.spec.model_copy(update={"steps": 0, "max_flops": None}).digest()
-
-    cut_arms = list({alike(arm): arm for arm in reversed(arms)}.values())[::-1]
+    kinds = {arm.label: _alike(arm.spec.model_dump(mode="json")) for arm in arms}  # each kind is measured once
+    cut_arms = list({kinds[arm.label]: arm for arm in reversed(arms)}.values())[::-1]
     raw = {
         "name": "plan", "question": study.question, "run": study.run, "metric": study.metric,
         "arms": {a.label: {**a.overrides, "steps": min(a.spec.steps, STEPS), "max_flops": None} for a in cut_arms},
@@ -184,8 +182,9 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
         "seeds": list(range(math.ceil(2 * workers / len(cut_arms)))),  # two trials per worker: the first one costs more
     }  # fmt: skip
     cut = parse_study(raw, f"study '{study.name}'")
-    with _scratch(runs) as scratch:
-        since = time.time()
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder, _without_server():
+        scratch, since = Path(folder), time.time()
+        (scratch / "cache").symlink_to((runs / "cache").resolve())
         status = run_study(cut, scratch, workers=workers, command="", together=False)
         if not status.finished:  # asked to stop
             raise KeyboardInterrupt
@@ -207,8 +206,12 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
         (further if worker in last_of else first).append(max(0.0, extra))
         last_of[worker] = end
         of_arm[arm].append(pace)
-    measured = {alike(arm): _mean(of_arm[arm.label]) for arm in cut_arms}
-    paces = {arm.label: measured[alike(arm)] for arm in arms}
+    averaged = ("step", "problem", "flops_step", "flops_problem")
+    measured = {
+        kinds[arm]: replace(found[0], **{name: fmean(getattr(one, name) for one in found) for name in averaged})
+        for arm, found in of_arm.items()
+    }
+    paces = {arm.label: measured[kinds[arm.label]] for arm in arms}
     return Calibration(paces, fmean(first), fmean(further or first), ended - trials[-1][-1], workers)
 
 
@@ -218,15 +221,12 @@ def option(study: StudySpec, measured: Calibration, seeds: int, spread: float | 
     trials = [(arm.label, arm.spec) for arm, _ in arms] * seeds
     if study.searches():  # its file sets the number of trials
         trials = [(arm.label, arm.spec) for arm, count in arms for _ in range(count)]
-    free = [0.0] * min(measured.workers, len(trials))
-    taken = flops = 0.0
-    for place, (label, spec) in enumerate(trials):
-        pace = measured.paces[label]
-        heapq.heapreplace(
-            free, free[0] + pace.seconds(spec) + (measured.first if place < len(free) else measured.further)
-        )
-        taken += pace.seconds(spec)
-        flops += pace.steps(spec) * pace.flops_step + pace.problems(spec) * pace.flops_problem
+    paces = [(measured.paces[label], spec) for label, spec in trials]
+    free = [measured.first - measured.further] * min(measured.workers, len(trials))
+    for pace, spec in paces:
+        heapq.heapreplace(free, free[0] + pace.seconds(spec) + measured.further)
+    taken = sum(pace.seconds(spec) for pace, spec in paces)
+    flops = sum(pace.steps(spec) * pace.flops_step + pace.problems(spec) * pace.flops_problem for pace, spec in paces)
     detectable = None
     if spread is not None and seeds > 1 and not study.searches():
         comparisons = max(1, sum(arm.spec.control is None for arm, _ in arms) - 1)
@@ -306,25 +306,17 @@ def measured_trial(directory: Path, spec: RunSpec) -> tuple[Pace, int, float]:
     return pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000
 
 
-def _mean(paces: Sequence[Pace]) -> Pace:
-    names = ("step", "problem", "flops_step", "flops_problem")
-    return replace(paces[0], **{name: fmean(getattr(one, name) for one in paces) for name in names})
-
-
 @contextmanager
-def _scratch(runs: Path) -> Iterator[Path]:
-    """A temporary runs folder with the cache of this one, from which nothing is sent to an MLflow server."""
-    (runs / "cache").mkdir(parents=True, exist_ok=True)
+def _without_server() -> Iterator[None]:
+    """Nothing within is sent to an MLflow server."""
     server = os.environ.pop(TRACKING_URI, None)
     try:
-        with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder:
-            (Path(folder) / "cache").symlink_to((runs / "cache").resolve())
-            yield Path(folder)
+        yield
     finally:
         if server:
             os.environ[TRACKING_URI] = server
 
 
 def _alike(spec: Mapping[str, Any]) -> str:
-    """A hash of the settings that must agree to reuse a spread: all but seed, steps and devices."""
-    return digest({key: value for key, value in spec.items() if key not in ("seed", "steps", "max_flops", "devices")})
+    """Equal for settings that have the same pace and spread: all but the seed and the steps agree."""
+    return digest({key: value for key, value in spec.items() if key not in ("seed", "steps", "max_flops")})

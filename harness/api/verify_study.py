@@ -38,11 +38,11 @@ def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[Study
     if all(trial.state != "complete" for trial in record.trials):
         raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
-        place, directory = Place(findings, trial.arm, trial.seed), folder / "trials" / trial.trial
+        place = Place(findings, trial.arm, trial.seed, f"trials/{trial.trial}/")
         try:
-            check_trial(directory, trial, place)
+            check_trial(folder / "trials" / trial.trial, trial, place)
         except BAD_FILE as error:
-            place.differs(f"trials/{trial.trial}", "", "files of a run", f"{type(error).__name__}: {error}")
+            place.differs("", "", "files of a run", f"{type(error).__name__}: {error}")
     _check_search(record, everywhere)
     _check_report(folder, record, evidence, everywhere, write)
     return record, findings

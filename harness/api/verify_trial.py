@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from .. import plugins
-from ..data import Split
+from ..data import GradedGroup, Split
 from ..ground.files import sha256
 from ..interfaces import Task
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
-from ..record.run import RunInfo, read_result
+from ..record.run import RESULT, RunInfo, read_result
 from ..record.study import TrialRecord
 from ..record.system import SYSTEM
 from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
@@ -72,14 +72,15 @@ class Findings:
 
 @dataclass(frozen=True)
 class Place:
-    """The scope of comparisons: the whole study, or one trial."""
+    """The scope of comparisons: the whole study, or one trial, whose files are named from `folder` on."""
 
     findings: Findings
     arm: str | None = None
     seed: int | None = None
+    folder: str = ""
 
     def differs(self, file: str, place: str, stored: Any, derived: Any) -> None:
-        self.findings.mismatches.append(Mismatch(self.arm, self.seed, file, place, stored, derived))
+        self.findings.mismatches.append(Mismatch(self.arm, self.seed, self.folder + file, place, stored, derived))
 
     def compare(self, basis: Basis, file: str, place: str, stored: Any, derived: Any) -> None:
         self.findings.numbers[basis] += 1
@@ -114,162 +115,108 @@ BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflo
 
 def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
     """Compare everything in a trial's folder. Raises errors of many kinds for files that a run cannot have written."""
-    name = f"trials/{trial.trial}"
-    _check_lines(directory / EVENTS, f"{name}/{EVENTS}", place)
-    try:
-        info, history, result = RunInfo.load(directory), read_history(directory / EVENTS), read_result(directory)
-    except ValueError as error:
-        return place.differs(name, "", "files of a run", str(error))
+    for number, line in enumerate((directory / EVENTS).read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
+        if not is_as_written(line):
+            found = re.match(rb'{"type":"(\w+)"(?:,"step":(\d+))?', line)
+            of = "" if not found else f" ({b' of step '.join(filter(None, found.groups())).decode()})"
+            place.differs(EVENTS, f"line {number}{of}", "the sum of another line", "its own sum")
+    if is_torn(directory / EVENTS):
+        place.lacks(f"{EVENTS} ends in half a line, as a kill leaves it, which counts for nothing")
+    info, history, result = RunInfo.load(directory), read_history(directory / EVENTS), read_result(directory)
     if info is None:
-        return place.differs(name, "run.json", None, "settings of a run")
-    place.compare("events", f"{name}/run.json", "seed", info.spec.get("seed"), trial.seed)
-    _check_result(f"{name}/result.json", trial, history, result, place)
+        return place.differs("", "run.json", None, "settings of a run")
+    place.compare("events", "run.json", "seed", info.spec.get("seed"), trial.seed)
+    _check_result(trial, history, result, place)
     try:
         settings = info.spec["task"]
         task = parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
     except ValueError as error:
         return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
-    check = _Completions(directory, name, task, history, place)
-    check.files()
-    check.evaluations()
-    check.batches(int(info.spec["algorithm"]["group_size"]))
-    check.samples()
+    _check_kept(directory, task, history, int(info.spec["algorithm"]["group_size"]), place)
+    try:  # the rollouts that were logged for the reader
+        rows = history.rows()
+        _check_verdicts(EVENTS, rows, grade(task, [group_of([row]) for row in rows], NO_LIMIT), place)
+    except BAD_FILE as error:
+        place.differs(EVENTS, "samples", "rollouts of a run", repr(error))
 
 
-def _check_lines(file: Path, name: str, place: Place) -> None:
-    """Compare every line of an event file with its checksum."""
-    for number, line in enumerate(file.read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
-        if not is_as_written(line):
-            found = re.match(rb'{"type":"(\w+)"(?:,"step":(\d+))?', line)
-            of = "" if not found else f" ({b' of step '.join(filter(None, found.groups())).decode()})"
-            place.differs(name, f"line {number}{of}", "the sum of another line", "its own sum")
-    if is_torn(file):
-        place.lacks(f"{EVENTS} ends in half a line, as a kill leaves it, which counts for nothing")
-
-
-def _check_result(
-    file: str, trial: TrialRecord, history: RunHistory, result: Mapping[str, Any] | None, place: Place
-) -> None:
+def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, Any] | None, place: Place) -> None:
     """Compare `result.json` with the events, and their summary with the metrics."""
     end = history.finish[0] if history.finish else None
-    if trial.state == "complete" and (end is None or result is None):
-        return place.differs(file, "state", trial.state, None)
     if end is None or result is None:
-        return
+        return place.differs(RESULT, "state", trial.state, None) if trial.state == "complete" else None
     summary = {key: float(value) for key, value in end["summary"].items()}
     metrics = {key: value for key, value in history.latest().items() if not key.startswith(SYSTEM)}
     for name, derived in (("summary", summary), ("metrics", metrics)):
         for key in sorted({*derived, *result[name]}):
-            place.compare("events", file, f"{name}/{key}", result[name].get(key), derived.get(key))
-    place.compare("events", file, "state", result["state"], end["state"])
-    place.compare("events", file, "reason", result["reason"], end["reason"])
+            place.compare("events", RESULT, f"{name}/{key}", result[name].get(key), derived.get(key))
+    for key in ("state", "reason"):
+        place.compare("events", RESULT, key, result[key], end[key])
     last = {key: metrics[metric] for key, metric in _LAST.items() if metric in metrics}
     if steps := history.history.get("validation/accuracy"):
         last["accuracy_initial"] = steps[min(steps)][0]
     for key in last.keys() & summary.keys():
-        place.compare("events", file.replace("result.json", EVENTS), f"finish/{key}", summary[key], last[key])
+        place.compare("events", EVENTS, f"finish/{key}", summary[key], last[key])
 
 
-@dataclass(frozen=True)
-class _Completions:
-    """Compares the completions of a trial with the run's log."""
-
-    directory: Path
-    name: str
-    task: Task
-    history: RunHistory
-    place: Place
-
-    def files(self) -> None:
-        """Compare the kept files with the hashes in the events."""
-        for file, (_, digest) in self.history.kept.items():
-            if not _KEPT.fullmatch(file):
-                self.place.differs(f"{self.name}/{EVENTS}", "kept", file, "a file of the run")
-            elif not (self.directory / file).is_file():
-                self.place.differs(f"{self.name}/{file}", "", None, "a file that the run has kept")
-            else:
-                self.place.compare_hash(f"{self.name}/{file}", digest, sha256(self.directory / file))
-
-    def evaluations(self) -> None:
-        """Recompute the metrics of every evaluation, and the score of every test problem."""
-        for area, split in _AREAS.items():
-            lacking = 0
-            for step in sorted(self.history.history.get(f"{area}/accuracy", {})):
-                rows = self._rows(completions_file(area, step))
-                lacking += rows is None
-                if rows:
-                    self._evaluation(rows, area, split, step)
-            if lacking:
-                self.place.lacks(f"{lacking} evaluations on the {split} split have no completions")
-
-    def _evaluation(self, rows: Sequence[Mapping[str, Any]], area: str, split: Split, step: int) -> None:
-        file = f"{self.name}/{EVENTS}"
+def _check_kept(directory: Path, task: Task, history: RunHistory, size: int, place: Place) -> None:
+    """Compare kept files with their hashes, and recompute from them what the run has logged of its evaluations and of
+    its batches in groups of `size`."""
+    evaluations = {
+        completions_file(area, step): (area, step)
+        for area in _AREAS
+        for step in history.history.get(f"{area}/accuracy", {})
+    }
+    lacking = Counter(_AREAS[area] for file, (area, _) in evaluations.items() if file not in history.kept)
+    for split, number in lacking.items():
+        place.lacks(f"{number} evaluations on the {split} split have no completions")
+    for file, (step, digest) in history.kept.items():
+        if not _KEPT.fullmatch(file):
+            place.differs(EVENTS, "kept", file, "a file of the run")
+            continue
+        if not (directory / file).is_file():
+            place.differs(file, "", None, "a file that the run has kept")
+            continue
+        place.compare_hash(file, digest, sha256(directory / file))
         try:
-            result = evaluate_again(self.task, rows, split)
+            rows = [json.loads(line) for line in (directory / file).read_text(encoding="utf-8").splitlines()]
+            if file in evaluations:
+                _check_evaluation(rows, *evaluations[file], task, history, place)
+            elif file.startswith("rollouts/") and rows:
+                groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+                graded = grade(task, [group_of(group) for group in groups], NO_LIMIT)
+                derived = rollout_metrics(graded, [[float(row["reward"]) for row in group] for group in groups])
+                _check_verdicts(file, rows, graded, place)
+                for key, value in derived.items():
+                    stored = history.history.get(key, {}).get(step, (None,))[0]
+                    place.compare("completions", EVENTS, f"{key} at step {step}", stored, value)
         except BAD_FILE as error:
-            return self.place.differs(f"{self.name}/{completions_file(area, step)}", "", "rows of a run", repr(error))
-        self.place.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)
-        derived = evaluation_metrics(result, area)
-        logged = {key: steps[step][0] for key, steps in self.history.history.items() if step in steps}
-        for key in sorted({*derived, *(key for key in logged if key.startswith(f"{area}/"))}):
-            self.place.compare("completions", file, f"{key} at step {step}", logged.get(key), derived.get(key))
-        if split == "test":
-            k = result.metrics["num_samples"]
-            scores = {prompt: count / k for prompt, count in result.correct_counts.items()}
-            name = "start_per_problem" if area == "start" else "per_problem"
-            known: Mapping[str, float] = getattr(self.history, name)
-            for prompt in sorted({*scores, *known}):
-                self.place.compare("completions", file, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
+            place.differs(file, "", "rows of a run", repr(error))
 
-    def batches(self, size: int) -> None:
-        """Recompute the verdicts of every kept training batch in groups of `size`, and what its step logged of them."""
-        for file, (step, _) in self.history.kept.items():
-            rows = self._rows(file) if file.startswith("rollouts/") else None
-            if not rows:
-                continue
-            try:
-                groups = [group_of(rows[start : start + size]) for start in range(0, len(rows), size)]
-                graded = grade(self.task, groups, NO_LIMIT)
-                rewards = [[float(row["reward"]) for row in rows[i : i + size]] for i in range(0, len(rows), size)]
-                derived = rollout_metrics(graded, rewards)
-                self._verdicts(
-                    file, rows, [pair for g in graded for pair in zip(g.answers, g.correct or (), strict=True)]
-                )
-            except BAD_FILE as error:
-                self.place.differs(f"{self.name}/{file}", "", "rows of a run", repr(error))
-                continue
-            for key, value in derived.items():
-                stored = self.history.history.get(key, {}).get(step, (None,))[0]
-                self.place.compare("completions", f"{self.name}/{EVENTS}", f"{key} at step {step}", stored, value)
 
-    def samples(self) -> None:
-        """Recompute the verdict of every rollout that was logged for the reader."""
-        rows = self.history.rows()
-        try:
-            graded = grade(self.task, [group_of([row]) for row in rows], NO_LIMIT)
-            verdicts = [(g.answers[0], (g.correct or (False,))[0]) for g in graded]
-            self._verdicts(EVENTS, rows, verdicts)
-        except BAD_FILE as error:
-            self.place.differs(f"{self.name}/{EVENTS}", "samples", "rollouts of a run", repr(error))
+def _check_evaluation(
+    rows: Sequence[Mapping[str, Any]], area: str, step: int, task: Task, history: RunHistory, place: Place
+) -> None:
+    """Compare the metrics of an evaluation, and the score of every test problem, with those of its completions."""
+    result = evaluate_again(task, rows, _AREAS[area])
+    place.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)
+    derived = evaluation_metrics(result, area)
+    logged = {key: steps[step][0] for key, steps in history.history.items() if step in steps}
+    for key in sorted({*derived, *(key for key in logged if key.startswith(f"{area}/"))}):
+        place.compare("completions", EVENTS, f"{key} at step {step}", logged.get(key), derived.get(key))
+    if _AREAS[area] == "test":
+        scores = {prompt: count / result.metrics["num_samples"] for prompt, count in result.correct_counts.items()}
+        name = "start_per_problem" if area == "start" else "per_problem"
+        known: Mapping[str, float] = getattr(history, name)
+        for prompt in sorted({*scores, *known}):
+            place.compare("completions", EVENTS, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
 
-    def _verdicts(
-        self, file: str, rows: Sequence[Mapping[str, Any]], derived: Sequence[tuple[str | None, bool]]
-    ) -> None:
-        self.place.findings.completions += len(rows)
-        for row, (answer, correct) in zip(rows, derived, strict=True):
-            at = f"step {row['step']}, {row['split']} problem {row['prompt_id']}"
-            self.place.compare("completions", f"{self.name}/{file}", f"answer, {at}", row["answer"], answer)
-            self.place.compare("completions", f"{self.name}/{file}", f"correct, {at}", row["correct"], correct)
 
-    def _rows(self, file: str) -> list[dict[str, Any]] | None:
-        """The rows of a kept file; None if the run kept none, empty if it is missing or unreadable."""
-        if file not in self.history.kept:
-            return None
-        path = self.directory / file
-        if not _KEPT.fullmatch(file) or not path.is_file():
-            return []
-        try:
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        except (ValueError, RecursionError) as error:
-            self.place.differs(f"{self.name}/{file}", "", "JSON Lines", str(error))
-            return []
+def _check_verdicts(file: str, rows: Sequence[Mapping[str, Any]], graded: Sequence[GradedGroup], place: Place) -> None:
+    """Compare the answer and the verdict of every row with those that its completion gets now."""
+    derived = [pair for g in graded for pair in zip(g.answers, g.correct or (), strict=True)]
+    place.findings.completions += len(rows)
+    for row, (answer, correct) in zip(rows, derived, strict=True):
+        at = f"step {row['step']}, {row['split']} problem {row['prompt_id']}"
+        place.compare("completions", file, f"answer, {at}", row["answer"], answer)
+        place.compare("completions", file, f"correct, {at}", row["correct"], correct)
