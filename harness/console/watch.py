@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..record.events import EVENTS, RunHistory, read_events
+from ..record.events import EVENTS, Tail
 from .progress import StudyTracker
 from .terminal import console, duration, plain, state_text
 
@@ -42,12 +43,12 @@ def watch(read: Callable[[], StudyStatus], metric: str, clock: Callable[[], floa
 
 
 class Page:
-    """The page of a study; it remembers the curves of trials whose events have not changed."""
+    """The page of a study; it reads the events of each trial once."""
 
     def __init__(self, metric: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._metric = metric
         self._tracker = StudyTracker(clock)
-        self._curves: dict[Path, tuple[tuple[int, int], dict[int, float], int]] = {}
+        self._tails: dict[Path, Tail] = {}
 
     def render(self, status: StudyStatus) -> Group:
         table = Table(title=str(plain(f"{status.name}: {status.question}")), title_justify="left")
@@ -58,9 +59,10 @@ class Page:
             arms.setdefault(trial.arm, []).append(trial)
         for arm, trials in arms.items():
             table.add_row(plain(arm), *self._cells(trials))
-        left = duration(self._tracker.study_remaining(status))
+        left = f", {duration(self._tracker.study_remaining(status))} left"
         ended = sum(not trial.is_open for trial in status.trials)
-        return Group(table, Text(f"{ended}/{len(status.trials) + status.to_come} trials have ended, {left} left"))
+        words = f"{ended}/{len(status.trials) + status.to_come} trials have ended{'' if status.finished else left}"
+        return Group(table, Text(words))
 
     def _cells(self, trials: Sequence[TrialStatus]) -> list[Text]:
         curves, steps = zip(*(self._curve(trial.directory / EVENTS) for trial in trials), strict=True)
@@ -76,22 +78,14 @@ class Page:
         return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
 
     def _curve(self, events: Path) -> tuple[dict[int, float], int]:
-        """Step -> value of the metric, and the last step; empty for a trial of another host or with torn events."""
-        try:
-            stat = events.stat()
-            mark = (stat.st_mtime_ns, stat.st_size)
-            if events not in self._curves or self._curves[events][0] != mark:
-                history = RunHistory()
-                for event in read_events(events):
-                    if event["type"] == "metrics":
-                        history.add(event)
-                points = history.history.get(self._metric, {})
-                curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
-                last = max((step for steps in history.history.values() for step in steps), default=0)
-                self._curves[events] = (mark, curve, last)
-            return self._curves[events][1:]
-        except (OSError, ValueError):
-            return {}, 0
+        """Step -> value of the metric, and the last step, as far as the events can be read here."""
+        tail = self._tails.setdefault(events, Tail(events))
+        with suppress(OSError, ValueError):
+            tail.read()
+        history = tail.history.history
+        points = history.get(self._metric, {})
+        curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
+        return curve, max((step for steps in history.values() for step in steps), default=0)
 
 
 def spark(values: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from ..data import FINAL
 from ..ground.files import read_json, write_json
-from ..record.events import EVENTS, RunHistory, Tail
+from ..record.events import EVENTS, Tail
 from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, RunInfo
 from ..record.study import PROBE
@@ -91,8 +91,8 @@ class RunMirror:
     def __init__(self, runs: Path, directory: Path) -> None:
         self.runs, self.directory = runs, directory
         self.place = Place.load(directory)
-        self._tail, self._history = Tail(directory / EVENTS), RunHistory()
-        self._pending: list[_Key] = []
+        self._tail = Tail(directory / EVENTS)
+        self._pending: list[_Key] = []  # logged, and perhaps not in the store
         self._attached: tuple[MlflowClient, RunInfo] | None = None
         self._traces: TraceWriter | None = None
         self._stored: dict[_Key, float] = {}
@@ -106,8 +106,11 @@ class RunMirror:
         size = file.stat().st_size if file.exists() else 0
         if not size or (self.place.copied.get(EVENTS) == size and self._is_there(client, parent)):
             return
-        self._read()
-        if not self._history.attempts:
+        anew, events = self._tail.read()
+        logged = [event for event in events if event["type"] == "metrics"]
+        self._pending = [] if anew else self._pending
+        self._pending += [(key, event["step"]) for event in logged for key in event["values"]]
+        if not self._tail.history.attempts:
             return
         if self._attached is None:
             self._attach(client, parent)
@@ -125,20 +128,10 @@ class RunMirror:
             self._known = whole and run.data.tags.get("mlflow.parentRunId") == parent
         return self._known
 
-    def _read(self) -> None:
-        """Take in the new events; all of them if an attempt has rewritten the file."""
-        anew, events = self._tail.read()
-        if anew:
-            self._history, self._pending = RunHistory(), []
-        for event in events:
-            self._history.add(event)
-            if event["type"] == "metrics":
-                self._pending += [(key, event["step"]) for key in event["values"]]
-
     def _copy(self, size: int) -> None:
         assert self._attached is not None
         client, info = self._attached
-        finish = self._history.finish[0] if self._history.finish else None
+        finish = next(iter(self._tail.history.finish), None)
         if self._is_contradicted(finish):
             self._replace(client, info)
         self._copy_metrics(client)
@@ -153,13 +146,13 @@ class RunMirror:
     def _is_contradicted(self, finish: Mapping[str, Any] | None) -> bool:
         """Whether the store has another value than the record, except for costs, or steps that the ended run lacks."""
         for key, step in self._stored.keys() & {*self._pending}:
-            known, value = self._stored[key, step], as_stored(self._history.history[key][step][0])
+            known, value = self._stored[key, step], as_stored(self._tail.history.history[key][step][0])
             same = value == known or (math.isnan(value) and math.isnan(known))
             if not same and key.partition("/")[0] not in COST_AREAS:
                 return True
         ended = finish is not None and finish["state"] in FINAL
         return ended and any(
-            step not in self._history.history.get(key, {})
+            step not in self._tail.history.history.get(key, {})
             for key, step in self._stored
             if not key.startswith((SUMMARY, SYSTEM))
         )
@@ -170,7 +163,7 @@ class RunMirror:
         delete_traces(tracking_uri(self.runs), old.info.experiment_id, self._run_id)
         client.delete_run(self._run_id)
         self.place = Place()
-        self._pending = [(key, step) for key, steps in self._history.history.items() for step in steps]
+        self._pending = [(key, step) for key, steps in self._tail.history.history.items() for step in steps]
         self._attach(client, old.data.tags.get("mlflow.parentRunId"))
 
     def _attach(self, client: MlflowClient, parent: str | None) -> None:
@@ -202,7 +195,7 @@ class RunMirror:
         self.place.save(self.directory)
         tags = {"cohort.kind": "run", "cohort.token": self.place.token}
         tags |= {key: storable(value) for key, value in info.tags.items()}
-        began = self._history.attempts[0]["time"]
+        began = self._tail.history.attempts[0]["time"]
         return client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=info.name)
 
     def _describe(self, client: MlflowClient, info: RunInfo) -> None:
@@ -218,7 +211,7 @@ class RunMirror:
     def _copy_metrics(self, client: MlflowClient) -> None:
         from mlflow.entities import Metric
 
-        values = self._history.history
+        values = self._tail.history.history
         new = [place for place in dict.fromkeys(self._pending) if place not in self._stored]
         for start in range(0, len(new), 1000):  # MLflow's limit per request
             batch = [Metric(key, *values[key][step], step) for key, step in new[start : start + 1000]]
@@ -231,8 +224,8 @@ class RunMirror:
         if self._traces is None:
             return
         rows = {
-            (step, split, i): (row, self._history.sample_times[step, split])
-            for (step, split), (_, members) in self._history.samples.items()
+            (step, split, i): (row, self._tail.history.sample_times[step, split])
+            for (step, split), (_, members) in self._tail.history.samples.items()
             for i, row in enumerate(members[: traces_per_split()])
         }
         try:

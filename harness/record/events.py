@@ -35,6 +35,7 @@ class RunHistory:
     finish: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: Mapping[str, Any]) -> None:
+        """Take in an event. ValueError, KeyError, TypeError or AttributeError for what is none."""
         if event["type"] == "start":
             self.attempts.append(dict(event))
             self.finish.clear()
@@ -43,8 +44,11 @@ class RunHistory:
                 self.history.setdefault(key, {})[event["step"]] = (float(value), event["time"])
         elif event["type"] == "samples":
             for row in event["rows"]:
-                self._add_sample(row)
-                self.sample_times[row["step"], row["split"]] = event["time"]
+                key, attempt = (row["step"], row["split"]), len(self.attempts)
+                if self.samples.get(key, (attempt,))[0] != attempt:
+                    del self.samples[key]
+                self.samples.setdefault(key, (attempt, []))[1].append(row)
+                self.sample_times[key] = event["time"]
         elif event["type"] == "per_problem":
             known = self.start_per_problem if event.get("area") == "start" else self.per_problem
             known.clear()
@@ -56,12 +60,6 @@ class RunHistory:
         else:
             raise ValueError(f"unknown type {event['type']!r}")
 
-    def _add_sample(self, row: dict[str, Any]) -> None:
-        key, attempt = (row["step"], row["split"]), len(self.attempts)
-        if self.samples.get(key, (attempt,))[0] != attempt:
-            del self.samples[key]
-        self.samples.setdefault(key, (attempt, []))[1].append(row)
-
     def latest(self) -> dict[str, float]:
         """The value of every metric at its last step."""
         return {key: steps[max(steps)][0] for key, steps in self.history.items()}
@@ -72,10 +70,11 @@ class RunHistory:
 
 
 class Tail:
-    """Reads an event file from an offset, again and again: what a mirror needs to follow a run."""
+    """Reads an event file from an offset, again and again: what a mirror needs to follow a run. `history` has all that
+    was read."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
+        self.file, self.history = file, RunHistory()
         self._offset, self._number = 0, 0
         self._last = b""  # the line before the offset: an attempt that goes on from a checkpoint rewrites the file
 
@@ -90,16 +89,16 @@ class Tail:
         with self.file.open("rb") as file:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
-                self._offset, self._number, self._last = 0, 0, b""
+                self._offset, self._number, self._last, self.history = 0, 0, b"", RunHistory()
                 file.seek(0)
             content = file.read().partition(b"\0")[0]
-        anew, events, history = self._offset == 0, [], RunHistory()
+        anew, events = self._offset == 0, []
         for line in (text + b"\n" for text in content.split(b"\n")[:-1]):
             try:
                 event = json.loads(line.decode("utf-8"))
                 if not isinstance(event.get("step", 0), int):
                     raise ValueError(f"step {event['step']!r}")
-                history.add(event)
+                self.history.add(event)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"{self.file} has no event of a run in line {self._number + 1} ({type(error).__name__}: "
@@ -117,10 +116,8 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 
 
 def read_history(file: Path) -> RunHistory:
-    history = RunHistory()
-    for event in read_events(file):
-        history.add(event)
-    return history
+    (tail := Tail(file)).read()
+    return tail.history
 
 
 def is_torn(file: Path) -> bool:
