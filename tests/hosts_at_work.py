@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,33 +12,26 @@ from typing import Any
 import psutil
 from cohort.harness.devices import group
 from cohort.harness.study.worker import worker_main
+from ranks_at_work import begun
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch's agent does not tell it to a host that is new
 ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}  # seconds; as an option of torchrun: --rdzv-conf
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["cohort.harness.run.loop", "torch.distributed.launcher.api", "transformers.models.llama.modeling_llama",
-     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
-)  # fmt: skip
 
 
 @contextmanager
 def host(port: int, runs: Path, output: Path, restarts: int = 0, **environment: str) -> Iterator[Any]:
     """A host whose agent starts one process of the worker; it ends with the test."""
-    process = PROCESSES.Process(target=torchrun, args=(port, runs, output, restarts, environment))
-    process.start()
+    process = begun(torchrun, port, runs, restarts, environment, output=output)
     try:
         yield process
     finally:
         kill(process)
 
 
-def torchrun(port: int, runs: Path, output: Path, restarts: int, environment: dict[str, str]) -> None:
+def torchrun(port: int, runs: Path, restarts: int, environment: dict[str, str]) -> None:
     """What `torchrun --nnodes 2 ... -m cohort study work two` does, with one process of the worker."""
     os.environ |= FRESH_STORE | environment
-    for stream in (1, 2):
-        os.dup2(os.open(output, os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
     config = LaunchConfig(
         2, 2, 1, run_id="two", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend="c10d", rdzv_configs=dict(ALIVE),
         local_addr="127.0.0.1", start_method="fork", max_restarts=restarts,

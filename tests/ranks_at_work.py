@@ -1,22 +1,25 @@
-"""Runs in one process and in a group of two, side by side: `python ranks_at_work.py FOLDER CASES`, CASES as JSON.
-
-A case is a name and what differs from `RUN`. FOLDER/1 and FOLDER/2 have a folder for each case with what the run left,
-and `log.json`: how it ended, and all that it logged but clocks. The run FOLDER/2/RESUMED is stopped after a step by the
-two, goes on in the one for another step, and ends in the two; FOLDER/1/RESUMED is the same run undisturbed.
-"""
+"""Processes of a trial forked from one warm process: runs in one and in two of them, groups of two, `cohort train`."""
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from cohort.harness.data import InvalidRun
+from cohort.harness.devices import group, launch, ranks
+from cohort.harness.run.loop import train
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from fakes import MemoryLog, StopAfter
 
 RUN = {
     "task": "arithmetic",
@@ -30,14 +33,66 @@ RUN = {
     "checkpoints": {"rollouts_every": 1},
 }
 RESUMED = "resumed"
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["cohort.harness.run.loop", "peft", "torch.distributed.fsdp", "torch.distributed.tensor",
+     "torch.distributed.launcher.api", "transformers.models.llama.modeling_llama",
+     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
+)  # fmt: skip
+
+
+def begun(target: Callable[..., None], *given: Any, output: Path | None = None) -> Any:
+    """The process that does `target(*given)`; what it prints goes to `output`."""
+    process = PROCESSES.Process(target=_begin, args=(target, given, output))
+    process.start()
+    return process
+
+
+def _begin(target: Callable[..., None], given: tuple[Any, ...], output: Path | None) -> None:
+    for stream in (1, 2) if output is not None else ():
+        os.dup2(os.open(str(output), os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
+    os.environ["GLOO_SOCKET_IFNAME"] = group.loopback()
+    torch.set_num_threads(1)
+    gc.freeze()  # every run collects, and nothing of a library is garbage
+    target(*given)
+
+
+def until(condition: Callable[[], object], *processes: Any) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline and all(one.is_alive() or one.exitcode == 0 for one in processes)
+        time.sleep(0.05)
+
+
+def ends(*processes: Any) -> list[int]:
+    """Their exit statuses."""
+    for one in processes:
+        one.join(120)
+    return [one.exitcode for one in processes]
+
+
+# Runs in one process and in two ---------------------------------------------------------------------------------------
+
+
+def side_by_side(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """Run all cases, what differs from `RUN`, in one process and in two; FOLDER/1 and FOLDER/2 get a folder for each
+    with what the run left, and `log.json`: how it ended, and all that it logged but clocks.
+
+    The run FOLDER/2/RESUMED is stopped after a step by the two, goes on in the one for another step, and ends in the
+    two; FOLDER/1/RESUMED is the same run undisturbed.
+    """
+    for part in ("1", "2"):
+        (folder / part).mkdir()
+    both = [begun(run_rank, rank, folder, cases) for rank in range(2)]
+    for name, changes in {**cases, RESUMED: {"steps": 3}}.items():
+        run(folder / "1", name, changes)
+    until((folder / "one's turn").exists, *both)
+    run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
+    (folder / "two's turn").touch()
+    assert ends(*both) == [0, 0]
 
 
 def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[[], bool] = lambda: False) -> None:
-    from cohort.harness.devices import ranks
-    from cohort.harness.run.loop import train
-    from cohort.harness.spec.run import parse_run
-    from fakes import MemoryLog
-
     log = MemoryLog()
     log.holds = lambda *_: True  # what another process logged
     spec = parse_run({**RUN, **changes}, name)
@@ -48,47 +103,72 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
 
 
 def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    from fakes import StopAfter
-
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
     if rank == 0:  # which has written the checkpoint
         (folder / "one's turn").touch()
     for name, changes in cases.items():
         run(folder / "2", name, changes)
-    wait_for(folder / "two's turn")
+    until((folder / "two's turn").exists)
     run(folder / "2", RESUMED, {"steps": 3})
 
 
-def begin() -> None:
-    import cohort.harness.run.loop  # noqa: F401
+# A group whose trials end in several ways -----------------------------------------------------------------------------
 
-    torch.set_num_threads(1)
-    gc.freeze()  # every run collects, and nothing of a library is garbage
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.05)
+ENDS = ("well", "follower fails", "follower fails oddly", "follower is invalid", "first fails", "first stops alone",
+        "well", "other files", "follower dies")  # fmt: skip
 
 
-def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    from cohort.harness.devices.group import loopback
-    from fakes import StopAfter
+def execute(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Any) -> Any:
+    how, first = ENDS[spec.seed], ranks.rank() == 0
+    assert ranks.summed(torch.ones(1)) == 2
+    if how == "first stops alone" and first:
+        return SimpleNamespace(state="stopped")
+    if how == "first fails" and first:
+        raise KeyError("own")
+    if how == "other files":
+        ranks.check_same(directory, rank=ranks.rank())
+    if not first and how == "follower fails":
+        raise SpecError("bad data")
+    if not first and how == "follower fails oddly":
+        print(1 / 0)
+    if not first and how == "follower is invalid":
+        return SimpleNamespace(state="invalid", reason="all rewards are equal")
+    if not first and how == "follower dies":
+        os._exit(9)
+    dist.barrier()  # for which the other waits
+    return SimpleNamespace(state="complete")
 
-    for part in ("1", "2"):
-        (folder / part).mkdir()
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    begin()
-    both: Any = mp.start_processes(run_rank, (folder, cases), nprocs=2, join=False, start_method="fork")
-    for name, changes in {**cases, RESUMED: {"steps": 3}}.items():
-        run(folder / "1", name, changes)
-    wait_for(folder / "one's turn")
-    run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
-    (folder / "two's turn").touch()
-    while not both.join():
-        pass
+
+def group_of_two(rank: int, folder: Path, port: int) -> None:
+    """The first writes how each trial ended to FOLDER/ends.json; the store is at the port."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    group._own = one = group.Group(store, rank, 2, 2, "secret")
+    group.LEAVE_SECONDS = 1
+    one.meet()
+    if rank:
+        return one.follow(execute)
+    found = []
+    for seed, how in enumerate(ENDS):
+        spec = parse_run({**RUN, "device": "cpu", "devices": 2, "seed": seed}, "test")
+        try:
+            found.append([how, group.train(execute, spec, folder, None, cache=folder, should_stop=None).state])
+        except (Exception, InvalidRun) as error:
+            found.append([how, type(error).__name__, str(error)])
+    (folder / "ends.json").write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+# The command, its agent and the ranks ---------------------------------------------------------------------------------
+
+
+def command(*words: str) -> None:
+    """What `cohort WORDS` does; the agent that it becomes forks its processes instead of starting pythons."""
+    from cohort.harness.cli.app import main
+
+    def again(config: Any, python: str) -> Callable[..., Any]:
+        assert python == sys.executable
+        return elastic_launch(replace(config, start_method="fork"), lambda *given: command(*given[3:]))
+
+    elastic_launch, launch.elastic_launch = launch.elastic_launch, again
+    sys.argv = ["cohort", *words]
+    main()

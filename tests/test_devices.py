@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from cohort.harness.checks import memory, preflight
 from cohort.harness.devices import group
 from cohort.harness.devices import ranks as rank_messages
@@ -28,7 +27,7 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.launchers import local as processes
 from fakes import MemoryLog, StopAfter
-from ranks_at_work import RESUMED, RUN
+from ranks_at_work import RESUMED, RUN, begun, command, ends, group_of_two, side_by_side, until
 from transformers import Qwen2Config
 
 
@@ -54,8 +53,7 @@ MORE = {
 
 def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path: Path):
     cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
-    script = Path(__file__).with_name("ranks_at_work.py")
-    subprocess.run([sys.executable, str(script), str(tmp_path), json.dumps(cases)], check=True, timeout=600)
+    side_by_side(tmp_path, cases)
     for name in cases:
         check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
     alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
@@ -99,19 +97,17 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
     changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
     (tmp_path / "run.yaml").write_text(json.dumps(changes))
     train_two = ["train", str(tmp_path / "run.yaml"), "--set", "devices=2", "--name", "one", "--runs", str(tmp_path)]
-    agent = subprocess.Popen([sys.executable, "-m", "cohort", *train_two], stderr=subprocess.PIPE, text=True)
-    folder, deadline = tmp_path / "train/one", time.monotonic() + 240
-    while not list(folder.glob("checkpoints/step-*")):
-        assert agent.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks = psutil.Process(agent.pid).children()
+    folder, words = tmp_path / "train/one", tmp_path / "words"
+    agent = begun(command, *train_two, output=words)
+    until(lambda: list(folder.glob("checkpoints/step-*")), agent)
+    ranks = [one for one in psutil.Process(agent.pid).children() if one.children() or one.num_threads() > 1]
+    assert len(ranks) == 2
     addresses = {one.laddr.ip for process in (*ranks, psutil.Process(agent.pid)) for one in process.net_connections()
                  if one.status == psutil.CONN_LISTEN}  # fmt: skip
     assert addresses <= {"127.0.0.1", "::1"}  # nothing of it can be reached from another machine
     ranks[1].kill()
-    _, words = agent.communicate(timeout=240)
-    assert agent.returncode == 137
-    assert "process 1 of the trial was killed by signal 9; the trial continues from its last checkpoint" in words
+    assert ends(agent) == [137]
+    assert "process 1 of the trial was killed by signal 9; the trial continues from its last" in words.read_text()
     assert not [one for one in ranks if one.is_running()]
     log = MemoryLog()
     log.holds = lambda *_: True
@@ -121,11 +117,11 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
 
 
 def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path: Path):
-    """In `group_at_work.py`, whose trials end in several ways, one after another."""
-    script = Path(__file__).with_name("group_at_work.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
+    """Of `group_of_two`, whose trials end in several ways, one after another."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    leader, _ = both = [begun(group_of_two, rank, tmp_path, store.port) for rank in range(2)]
+    assert ends(leader) == [0], both
+    assert json.loads((tmp_path / "ends.json").read_text()) == [
         ["well", "complete"],
         ["follower fails", "SpecError", "bad data"],
         ["follower fails oddly", "RuntimeError", "process 1: ZeroDivisionError: division by zero"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from cohort.harness.study.runner import start_study
 from factories import make_study
 from fakes import MemoryLog, StopAfter
 from hosts_at_work import host, kill
-from ranks_at_work import RUN
+from ranks_at_work import RUN, ends, until
 from torch.distributed import HashStore
 
 TRIAL = {**RUN, "device": "cpu", "devices": 2, "steps": 8, "checkpoints": {"every": 1}}
@@ -33,20 +31,6 @@ SECRET = {"COHORT_SECRET": "of two hosts"}
 def begun(runs: Path) -> None:
     arms = {"name": "two", "question": "?", "arms": {"only": {}}, "seeds": [1]}
     start_study(make_study(**arms, run=TRIAL), runs, command="")
-
-
-def until(condition: Callable[[], object], *hosts: Any) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline and all(one.is_alive() for one in hosts)
-        time.sleep(0.05)
-
-
-def ends(*hosts: Any) -> list[int]:
-    """Their exit statuses."""
-    for one in hosts:
-        one.join(120)
-    return [one.exitcode for one in hosts]
 
 
 def first_step(folder: Path) -> list[Any]:
