@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..console import terminal
 from ..ground.files import read_json
-from ..ground.stop import acknowledged
 from ..record.study import study_settings
 from ..spec import load
 from ..spec.errors import SpecError
@@ -159,11 +157,10 @@ def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Pa
 
     folder = runs_folder(runs)
     study = study if isinstance(study, Study) else study_of(study, (), folder)
-    with acknowledged(lambda words: print(words, file=sys.stderr, flush=True), leave=lambda _: None):
-        try:
-            ended = run_to_report(study, folder, workers, storage=os.environ.get("COHORT_STORAGE"))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("the same call continues where the study stopped") from None
+    try:
+        ended = run_to_report(study, folder, workers, storage=os.environ.get("COHORT_STORAGE"))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same call continues where the study stopped") from None
     say_without_result(ended.status, folder)
     return Result(ended.record, folder / "studies" / ended.record.name, folder)
 

@@ -37,17 +37,14 @@ except KeyboardInterrupt:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments (by default the process's own) name; ends with SystemExit."""
-    from ..ground.stop import acknowledged
-
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="backslashreplace")  # so that Greek letters do not fail on an ASCII terminal
-    with acknowledged(lambda words: print(words, file=sys.stderr, flush=True)):  # above the bars, if there are any
-        try:
-            app(args=None if arguments is None else list(arguments), prog_name="cohort")
-        except KeyboardInterrupt:  # before a command began
-            raise SystemExit(130) from None
-        except SystemExit as ended:
-            if arguments is None and isinstance(ended.code, int):
-                _statuses.append(ended.code)
-            raise
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="cohort")
+    except KeyboardInterrupt:  # before a command began
+        raise SystemExit(130) from None
+    except SystemExit as ended:
+        if arguments is None and isinstance(ended.code, int):
+            _statuses.append(ended.code)
+        raise
