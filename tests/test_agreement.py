@@ -13,7 +13,7 @@ from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run.agreement import check_agreement
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.spec.run import parse_run
+from factories import FEW, make_spec
 from fakes import MemoryLog
 
 
@@ -50,9 +50,7 @@ def save(folder, name, **changes):
 
 
 def small_spec(**changes):
-    few = {"every": 2, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1}
-    return parse_run({"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 4}, "evaluation": few,
-                      "rollouts_per_step": 8, "steps": 2, "device": "cpu", **changes}, "test")  # fmt: skip
+    return make_spec(**{**FEW, "steps": 2, "device": "cpu", **changes})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_lengths_end_where_angles_change_for_the_whole_text_or_positions_run_out
 
 def test_a_run_whose_texts_may_outgrow_the_model_is_refused_before_weights_load(tmp_path):
     model = save(tmp_path / "model", "llama/dynamic")
-    spec = small_spec(model=model, sampling={"max_tokens": 60})
-    with pytest.raises(ValueError, match=r"must fit into 64 tokens, where .*, got \d+ \+ 60; lower sampling"):
+    spec = small_spec(model=model, sampling={"max_tokens": 63})
+    with pytest.raises(ValueError, match=r"must fit into 64 tokens, where .*, got \d+ \+ 63; lower sampling"):
         train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)  # the folder has no weights
     check_length(small_spec(model=model, sampling={"max_tokens": 8}))

@@ -57,32 +57,18 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
     ("components", "run", "words"),
     [
         (PARTS, {"optimizer": {}}, f"component 'high' cannot matter: algorithm.clip_epsilon_high {CLIP}"),
-        (
-            {**PARTS, "same": {"steps": 100}},
-            {},
-            "component 'same' cannot matter: steps is 100 without the component too",
-        ),
-        (
-            {**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}},
-            {},
-            "component 'both' cannot matter: optimizer.weight_decay is 0.0 without the component too",
-        ),
+        ({**PARTS, "same": {"steps": 100}}, {}, "component 'same' cannot matter: steps is 100 without the component"),
+        ({**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}}, {},
+         "component 'both' cannot matter: optimizer.weight_decay is 0.0 without the component too"),
         ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
-        (
-            {"a": {"steps": 5}, "b": {"steps": 6}},
-            {},
-            "must not share a setting, got steps in 'a' and in 'b'",
-        ),
-        (
-            {"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}},
-            {},
-            "components must not share a setting",
-        ),
+        ({"a": {"steps": 5}, "b": {"steps": 6}}, {}, "must not share a setting, got steps in 'a' and in 'b'"),
+        ({"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}}, {},
+         "components must not share a setting"),
         ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
         ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),
         ({}, {}, "must have a section 'components', got none"),
     ],
-)
+)  # fmt: skip
 def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(
     design: str, components: Any, run: dict[str, Any], words: str
 ):

@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from test_gates import make_spec as stuck_spec
 from test_train import BASE
 
+Runs = dict[str | None, tuple[Path, MemoryLog]]
 CONTROLS = ("random", "format_only", "inverted", "shuffled_gold", "frozen")
 
 
@@ -51,7 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str | None, tuple[Path, MemoryLog]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Runs:
     """A step of one run without a control and with each."""
     found = {}
     for control in (None, *CONTROLS):
@@ -68,9 +69,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(
-    runs: dict[str | None, tuple[Path, MemoryLog]], control: str
-):
+def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(runs: Runs, control: str):
     (folder, log), (plain, plain_log) = runs[control], runs[None]
     assert [{**row, "reward": 0} for row in rows_of(folder)] == [{**row, "reward": 0} for row in rows_of(plain)]
     names = ("train/accuracy", "reward/accuracy", "completion/length", "mismatch/kl", "train/generated_tokens",
@@ -81,7 +80,7 @@ def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_control_pays_what_it_says(runs: dict[str | None, tuple[Path, MemoryLog]], control: str):
+def test_a_control_pays_what_it_says(runs: Runs, control: str):
     rows, log = rows_of(runs[control][0]), runs[control][1]
     paid, right = [row["reward"] for row in rows], [float(row["correct"]) for row in rows]
     formats = [spec_of().task.format_score(row["completion"]) for row in rows]
@@ -100,9 +99,7 @@ def test_a_control_pays_what_it_says(runs: dict[str | None, tuple[Path, MemoryLo
     assert log.history("reward/mean")[0] == (1, pytest.approx(np.mean(paid)))
 
 
-def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one(
-    runs: dict[str | None, tuple[Path, MemoryLog]],
-):
+def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one(runs: Runs):
     folder, log = runs["frozen"]
     start = load_file(runs[None][0] / "start" / "model.safetensors")
     assert_same_weights(final_weights(folder), start)
@@ -238,20 +235,12 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
         (lambda: compared("random", tune=2), "a study that searches must have no control"),
         (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
         (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),
-        (
-            lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}),
-            "the baseline must not be a control, got 'r'",
-        ),
+        (lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}), "baseline must not be a control, got 'r'"),
         (lambda: a_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
-        (
-            lambda: a_study(
-                design="search",
-                search={"space": {"control": {"choices": ["random", "frozen"]}}, "trials": 2},
-            ),
-            "a study that searches must have no control",
-        ),
+        (lambda: a_study(design="search", search={"space": {"control": {"choices": ["random"]}}, "trials": 1}),
+         "a study that searches must have no control"),
     ],
-)
+)  # fmt: skip
 def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make: Any, words: str):
     with pytest.raises(ValueError) as caught:
         make()

@@ -12,22 +12,13 @@ from types import ModuleType
 import cohort.algorithms
 import pytest
 from cohort.harness import plugins
-from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
+from cohort.harness.interfaces import Algorithm, Reward, Task
 from cohort.harness.spec.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
-BASES: dict[plugins.Kind, type] = {
-    "algorithm": Algorithm,
-    "task": Task,
-    "reward": Reward,
-    "engine": RolloutEngine,
-}
 FOLDERS: dict[plugins.Kind, str] = {
-    "algorithm": "algorithms",
-    "task": "tasks",
-    "reward": "harness/rewards",
-    "engine": "harness/engines",
-}
+    "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "engine": "harness/engines",
+}  # fmt: skip
 
 THIRD_PARTY = """
 from typing import Literal
@@ -56,7 +47,7 @@ def python_of_the_readme(number: int) -> str:
     return list(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[number][1]
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind: plugins.Kind):
     files = {f.stem for f in (ROOT / FOLDERS[kind]).glob("*.py") if not f.stem.startswith("_")}
     assert set(plugins.names(kind)) == files
@@ -117,11 +108,8 @@ def test_the_readmes_study_is_valid(tmp_path: Path):
 
     file = tmp_path / "my_study.yaml"
     file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])
-    assert [arm.label for arm in load_study(str(file)).design_arms()] == [
-        "group_size=4",
-        "group_size=8",
-        "group_size=16",
-    ]
+    labels = [arm.label for arm in load_study(str(file)).design_arms()]
+    assert labels == ["group_size=4", "group_size=8", "group_size=16"]
 
 
 @pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights", "token_weights", "total"])
@@ -200,11 +188,7 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, m
     ("source", "class_name", "complaint"),
     [
         (THIRD_PARTY.format(name="other"), "Elsewhere", r"must declare name: Literal\['wrong'\] .*, got 'other'$"),
-        (
-            "class Elsewhere: pass",
-            "Elsewhere",
-            "must be a class that inherits from cohort.harness.interfaces.Algorithm$",
-        ),
+        ("class Elsewhere: pass", "Elsewhere", "must be a class that inherits from .*interfaces.Algorithm$"),
         ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
         ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
         ("x = 1\n1 / 0", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 2\): ZeroDivisionError"),

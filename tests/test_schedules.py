@@ -68,7 +68,8 @@ def test_scheduled_rates_and_weights_are_used_and_returned_as_metrics():
 
 def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(tmp_path, cache):
     kl = {"schedule": "adaptive", "target": 1e-4, "refresh_reference_every": 2}
-    spec = run(kl=kl, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
+    few = {"every": 2, "num_prompts": 2, "num_test_prompts": 2, "num_samples": 1}
+    spec = run(kl=kl, optimizer={"learning_rate": 1e-3, "schedule": "cosine"}, evaluation=few, steps=4)
     whole, parts = MemoryLog(), MemoryLog()
     train(spec, tmp_path / "whole", whole, cache=cache)
     train(spec, tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(3))

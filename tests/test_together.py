@@ -11,7 +11,7 @@ import torch
 from cohort.harness.checks.memory import estimate
 from cohort.harness.cli.views.studies import show_dry_run
 from cohort.harness.data import Call, Prompt, Sampling
-from cohort.harness.engines.transformers import TransformersEngine, _chunks
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.files import read_json
 from cohort.harness.policy.lora import adapter_weights, around_frozen, policies_on
 from cohort.harness.policy.model import model_config
@@ -109,18 +109,6 @@ def test_each_row_samples_from_the_policy_of_its_call(max_batch_rows):
                 assert rollout.logprobs == pytest.approx(same.logprobs, abs=1e-5)
     lengths = {len(r.token_ids) for groups in common for g in groups for r in g.rollouts}
     assert len(lengths) > 3  # lines left the batch at different times
-
-
-def test_calls_are_cut_into_batches_between_prompts():
-    calls = [Call(PROMPTS, 2, 0, 0), Call([], 3, 0, 0), Call(PROMPTS[:2], 3, 0, 0)]
-
-    def cut(max_rows):
-        return [[(number, len(part.prompts)) for number, part in chunk] for chunk in _chunks(calls, max_rows)]
-
-    assert cut(100) == [[(0, 4), (2, 2)]]
-    assert cut(5) == [[(0, 2)], [(0, 2)], [(2, 1)], [(2, 1)]]  # 4 rows each, and 3: a prompt's rows stay together
-    assert cut(8) == [[(0, 4)], [(2, 2)]]
-    assert cut(1) == [[(0, 1)]] * 4 + [[(2, 1)]] * 2
 
 
 def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, cache):

@@ -115,7 +115,8 @@ def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cac
     logs = {}
     for name in ("grpo", "ppo", "grpo_self_consistency"):
         logs[name] = MemoryLog()
-        train(make_spec(name, steps=1), tmp_path / name, logs[name], cache=cache)
+        few = {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1}
+        train(make_spec(name, steps=1, evaluation=few), tmp_path / name, logs[name], cache=cache)
     texts = [[(r.prompt, r.completion) for r in log.rows if r.split == "train"] for log in logs.values()]
     assert texts[0]
     assert texts[0] == texts[1] == texts[2]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -28,26 +28,25 @@ from ..spec.run import RunSpec
 from .cold_start import start_policy
 from .state import Models, placed
 
-JOIN_SECONDS = 0.5  # how often the main thread wakes up, so that signal handlers run
-R = TypeVar("R")
 
-
-class Together(Generic[R]):
+class Together:
     """Runs `works`, each with the models that it gets here; they belong to `specs`, which agree in all shared
     settings."""
 
-    def __init__(self, specs: Sequence[RunSpec], works: Sequence[Callable[[Models], R]]):
+    def __init__(self, specs: Sequence[RunSpec], works: Sequence[Callable[[Models], Any]]):
         self.specs, self._works = specs, works
         self.versions = [0] * len(specs)  # of each run's weights: the number of training steps
         self.policies: Sequence[nn.Module] = ()  # until the first run asks for its own
+        self.engine: RolloutEngine
+        self.codec: TextCodec
         self._change = threading.Condition()
         self._turn: int | None = 0
         self._waiting: dict[int, tuple[Call, Sampling]] = {}
         self._found: dict[int, list[Group] | Exception] = {}
-        self._ends: dict[int, R | BaseException] = {}
+        self._ends: dict[int, Any] = {}
         self._seconds, self._since = [0.0] * len(specs), time.perf_counter()
 
-    def results(self) -> list[R]:
+    def results(self) -> list[Any]:
         """The results of the works, in order; raises the first error, if any, when all have ended."""
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
@@ -58,23 +57,13 @@ class Together(Generic[R]):
             thread.start()
         for thread in threads:
             while thread.is_alive():
-                thread.join(JOIN_SECONDS)
+                thread.join(0.5)  # an endless one keeps signal handlers from running on some systems
         if self.policies:
             self.engine.close()
         for end in self._ends.values():
             if isinstance(end, BaseException):
                 raise end
-        return [cast(R, self._ends[seat]) for seat in range(len(self.specs))]
-
-    def load(self, cache: Path, on_progress: Callable[[str, int, int], None]) -> None:
-        """Load the models of all runs."""
-        spec = self.specs[0]
-        base, self.codec = start_policy(spec, cache, on_progress)
-        base = placed(base, spec)
-        policies = policies_on(base, [(s.lora, s.seed) for s in self.specs if s.lora is not None])
-        engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-        self.engine = engine_class.on_base(spec.engine.for_run(spec.dtype, spec.autocast), base, self.codec, policies)
-        self.policies = policies
+        return [self._ends[seat] for seat in range(len(self.specs))]
 
     def now(self, seat: int) -> float:
         """Seconds of work for the run whose turn it is: its own turns, and its share (by tokens) of common batches."""
@@ -96,7 +85,7 @@ class Together(Generic[R]):
         with self._change:
             self._await(seat)
         try:
-            end: Any = self._works[seat](_Seat(self, seat))
+            end = self._works[seat](_Seat(self, seat))
         except BaseException as error:
             end = error
         with self._change:
@@ -148,16 +137,23 @@ class _Seat(Models):
 
     is_alone = False
 
-    def __init__(self, together: Together[Any], seat: int):
+    def __init__(self, together: Together, seat: int):
         self._together, self._seat = together, seat
         self.now = partial(together.now, seat)
 
     def policy(
         self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
-        if not self._together.policies:
-            self._together.load(cache, on_progress)
-        return self._together.policies[self._seat], self._together.codec
+        common = self._together
+        if not common.policies:
+            base, common.codec = start_policy(spec, cache, on_progress)
+            base = placed(base, spec)
+            policies = policies_on(base, [(s.lora, s.seed) for s in common.specs if s.lora is not None])
+            engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+            settings = spec.engine.for_run(spec.dtype, spec.autocast)
+            common.engine = engine_class.on_base(settings, base, common.codec, policies)
+            common.policies = policies
+        return common.policies[self._seat], common.codec
 
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return _SeatEngine(self._together, self._seat)
@@ -166,7 +162,7 @@ class _Seat(Models):
 class _SeatEngine(RolloutEngine):
     """The common engine as one of the runs sees it; it sleeps or closes only with the last run."""
 
-    def __init__(self, together: Together[Any], seat: int):
+    def __init__(self, together: Together, seat: int):
         self._together, self._seat, self._engine = together, seat, together.engine
         self.exact_logprobs, self.precision = self._engine.exact_logprobs, self._engine.precision  # pyright: ignore
         self.samples_policy, self.plans_batches = self._engine.samples_policy, self._engine.plans_batches  # pyright: ignore
