@@ -57,7 +57,7 @@ def test_python_that_a_model_folder_names_does_not_run(model: Path, mark: Path):
 def test_pickled_weights_are_refused(model: Path, mark: Path):
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
-    with pytest.raises(ValueError, match=r"has no \*\.safetensors weights; save with"):
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors weights; save it there"):
         check_model(str(model))
     with pytest.raises(OSError, match="safetensors"):
         load_policy(str(model), seed=0)
