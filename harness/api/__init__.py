@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
     from .machine import check_machine
-    from .measure_memory import measure
     from .planner import plan
     from .regrade import grade
     from .reporting import report
@@ -62,7 +61,6 @@ _NAMES = {
     ".capsule": "export_capsule verify",
     ".catalog": "describe_plugins describe_settings describe_task",
     ".machine": "check_machine",
-    ".measure_memory": "measure",
     ".planner": "plan",
     ".regrade": "grade",
     ".reporting": "report",

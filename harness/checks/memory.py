@@ -4,8 +4,7 @@ Parameters, the bytes that a pass keeps for its backward pass and a sampler's ca
 worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
 without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients always count, because they
 exist from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates of the
-prefill, and unused bytes that the allocator holds. With glibc the last are up to 60 % of the peak (it keeps blocks
-below 32 MiB), so `cohort memory` makes it give back blocks of 1 MiB and more, like CUDA's allocator.
+prefill, and unused bytes that the allocator holds, with glibc up to 60 % of the peak.
 """
 
 from __future__ import annotations
