@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
-from cohort.harness.api.verify_study import verify_study
-from cohort.harness.api.verify_trial import Findings
+from cohort.harness.api.verification import Findings, verify_study
 from cohort.harness.cli import app
 from cohort.harness.data import Group, Prompt, Rollout, Sampling
 from cohort.harness.ground.files import sha256

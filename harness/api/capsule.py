@@ -21,8 +21,7 @@ from ..record.events import EVENTS, read_events
 from ..record.evidence import EVIDENCE, is_inside, read_evidence
 from ..record.study import STUDY, StudyRecord
 from .settings import runs_folder
-from .verify_study import verify_study
-from .verify_trial import Findings, Place
+from .verification import Findings, Place, verify_study
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
@@ -43,7 +42,7 @@ def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyR
         record, findings = verify_study(folder)
         for name, stated in _manifest(place, folder).items():
             if (found := sha256(folder / name)) != stated:
-                Place(findings).compare_hash(name, stated, found)
+                Place(findings).differs(name, "SHA-256", stated[:16], found[:16])
         return record, findings
 
 

@@ -14,7 +14,7 @@ from .commands import command
 from .options import RUNS, Json, Runs, Started, TrackingUri
 
 if TYPE_CHECKING:
-    from ..api.verify_trial import Findings
+    from ..api.verification import Findings
     from ..record.study import StudyRecord
 
 _SHOWN = 50
