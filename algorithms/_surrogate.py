@@ -1,7 +1,6 @@
 """Settings and parts that several objectives share: the clip, the KL in loss or reward, sums and means over tokens."""
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -20,9 +19,7 @@ from ._losses import (
 class Clip(Algorithm):
     """A clip of the ratio; the algorithm decides what the ratio is taken over."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
-    }
+    objective = {"clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound"}
 
     clip_epsilon: float = Field(
         default=0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
@@ -69,11 +66,8 @@ class RewardKL(Algorithm):
 class LossKL(Algorithm):
     """A KL penalty in the loss, beside the per-token loss of the algorithm (arXiv:2402.03300, eq. 3-4)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        "aggregation": "mean over a row's tokens, then over rows",
-        "clip": "none",
+    objective = {
         "kl": "kl_beta * kl_estimator to the reference, in the loss (times the token's ratio: kl_importance_weighted)",
-        "correction": "none",
     }
 
     kl_estimator: KLEstimator = Field(
@@ -110,11 +104,8 @@ class LossKL(Algorithm):
 class GroupStandardised(LossKL):
     """The group's rewards are standardised (arXiv:2402.03300, section 4.1.2)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "(r - mean) / (std + std_floor) in the group",
-        **LossKL.objective,
-    }
+    min_group_size = 2
+    objective = {"advantage": "(r - mean) / (std + std_floor) in the group"}
 
     std_floor: float = Field(
         default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
@@ -127,7 +118,7 @@ class GroupStandardised(LossKL):
 class ClippedLoss(Clip, LossKL):
     """The clipped surrogate of each token's ratio (PPO, arXiv:1707.06347, eq. 7)."""
 
-    objective: ClassVar[Mapping[str, str]] = {**LossKL.objective, **Clip.objective}
+    objective = {"clip": Clip.objective["clip"]}
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
@@ -137,10 +128,7 @@ class ClippedLoss(Clip, LossKL):
 class SummedLoss(LossKL):
     """The sum over a completion's tokens, divided by a constant, so that no answer's length rescales its gradient."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **LossKL.objective,
-        "aggregation": "sum over all tokens / (rows * loss_denominator)",
-    }
+    objective = {"aggregation": "sum over all tokens / (rows * loss_denominator)"}
 
     loss_denominator: float = Field(
         default=128.0,
@@ -155,7 +143,7 @@ class SummedLoss(LossKL):
 class TokenMean(Algorithm):
     """The mean over all tokens of a minibatch (DAPO, arXiv:2503.14476, eq. 12)."""
 
-    objective: ClassVar[Mapping[str, str]] = {"aggregation": "mean over all tokens"}
+    objective = {"aggregation": "mean over all tokens"}
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)

@@ -8,8 +8,7 @@ cut at 5 (the paper tunes the bound and gives no value); the mean is over the to
 standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,11 +20,7 @@ from ._surrogate import GroupStandardised, TokenMean
 class CISPO(GroupStandardised, TokenMean):
     """REINFORCE on group-standardised rewards with clipped importance weights (CISPO)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
-        **TokenMean.objective,
-        "clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays",
-    }
+    objective = {"clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays"}
 
     name: Literal["cispo"] = "cispo"
     clip_epsilon_high: float = Field(default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")

@@ -10,8 +10,7 @@ accuracy is 1 / 0, not 1 / -1, so the penalty weighs 0.5, not 1, and the two tog
 standardised; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,12 +20,7 @@ from ._surrogate import ClippedLoss, GroupStandardised, TokenMean
 class DAPO(ClippedLoss, GroupStandardised, TokenMean):
     """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
 
-    default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 0.5}
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
-        **ClippedLoss.objective,
-        **TokenMean.objective,
-    }
+    default_rewards = {"accuracy": 1.0, "overlong": 0.5}
 
     name: Literal["dapo"] = "dapo"
     clip_epsilon_high: float | None = Field(

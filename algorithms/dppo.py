@@ -12,8 +12,7 @@ top-K divergence needs distributions and is left out.
 """
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -28,10 +27,9 @@ SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
 class DPPO(SummedLoss):
     """Dr. GRPO with a mask by the divergence of a token's probability in place of the clip (DPPO)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
+    min_group_size = 2
+    objective = {
         "advantage": "r - mean in the group",
-        **SummedLoss.objective,
         "clip": "probability of each token, masked where it moved on by a divergence above divergence_bound",
     }
 

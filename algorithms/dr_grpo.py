@@ -9,23 +9,18 @@ a setting, because an algorithm does not know the run's token limit. The KL is o
 Reported metrics stay means (over a row's tokens, then over rows).
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..harness.data import Batch
 from ._advantages import group_advantages, group_centred
-from ._surrogate import Clip, ClippedLoss, SummedLoss
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class DrGRPO(ClippedLoss, SummedLoss):
     """GRPO without division by the group's deviation or the answer's length (Dr. GRPO)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "r - mean in the group",
-        **SummedLoss.objective,
-        **Clip.objective,
-    }
+    min_group_size = 2
+    objective = {"advantage": "r - mean in the group"}
 
     name: Literal["dr_grpo"] = "dr_grpo"
 

@@ -8,8 +8,7 @@ and gradient are the paper's if all tokens of a row share one advantage; process
 Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default, one in the loss can be set.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,8 +19,7 @@ from ._surrogate import GroupStandardised
 class GMPO(GroupStandardised):
     """GRPO with the geometric mean of a completion's clipped ratios as its ratio (GMPO)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
+    objective = {
         "clip": "ratio of each token, exp(-clip_log_ratio) to exp(clip_log_ratio), before their geometric mean",
     }
 

@@ -8,8 +8,7 @@ neither); other KL estimators, their weight by the ratio (DeepSeek-V3.2), a high
 ratio of bad answers (dual clip) and the deviation of the whole batch (Lite PPO) can be set.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,11 +21,7 @@ from ._surrogate import Clip, GroupStandardised
 class GRPO(Clip, GroupStandardised):
     """Group-standardised verifiable rewards, clipped surrogate, KL in the loss (DeepSeekMath)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
-        **Clip.objective,
-        "advantage": "(r - mean) / (std + std_floor) in the group (std of the batch: std_over)",
-    }
+    objective = {"advantage": "(r - mean) / (std + std_floor) in the group (std of the batch: std_over)"}
 
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(

@@ -6,8 +6,7 @@ states its rules and departures. Standardisation within a group makes any two re
 floor, so 1.0 / -0.1 and 1 / 0 train alike.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from .grpo import GRPO
 
@@ -15,7 +14,7 @@ from .grpo import GRPO
 class GRPOSelfConsistency(GRPO):
     """GRPO on majority-vote rewards, without gold answers (TTRL)."""
 
-    sees_gold: ClassVar[bool] = False
-    default_rewards: ClassVar[Mapping[str, float]] = {"majority_vote": 1.0}
+    sees_gold = False
+    default_rewards = {"majority_vote": 1.0}
 
     name: Literal["grpo_self_consistency"] = "grpo_self_consistency"

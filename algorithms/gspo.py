@@ -8,8 +8,7 @@ and process rewards are credited as in GRPO. Departures: the standard deviation 
 default, as in eq. 5; one in the loss can be set.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,8 +20,7 @@ from ._surrogate import Clip, GroupStandardised
 class GSPO(Clip, GroupStandardised):
     """GRPO whose ratio and clip belong to the whole completion (GSPO)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
+    objective = {
         "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
         "at most ratio_bound",
     }

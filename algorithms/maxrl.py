@@ -11,23 +11,18 @@ tokens, which the score is, is divided by a constant, as in Dr. GRPO. prime-rl's
 GRPO's aggregation; verl and TRL have none.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..harness.data import Batch, Tensor
 from ._advantages import counted, group_advantages, group_centred
-from ._surrogate import Clip, ClippedLoss, SummedLoss
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class MaxRL(ClippedLoss, SummedLoss):
     """The group's centred rewards divided by their mean, which approaches maximum likelihood (MaxRL)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "(r - mean) / mean in the group, 0 where the mean is not positive",
-        **SummedLoss.objective,
-        **Clip.objective,
-    }
+    min_group_size = 2
+    objective = {"advantage": "(r - mean) / mean in the group, 0 where the mean is not positive"}
 
     name: Literal["maxrl"] = "maxrl"
 

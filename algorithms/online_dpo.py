@@ -13,8 +13,7 @@ update of a batch value and gradient are those of eq. 7. Departure: in later upd
 a row's own movement but not its partner's.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -28,14 +27,12 @@ SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported los
 class OnlineDPO(Algorithm):
     """DPO on the best against the worst of each group, sampled from the current policy."""
 
-    min_group_size: ClassVar[int] = 2
-    linear_in_advantages: ClassVar[bool] = False
-    objective: ClassVar[Mapping[str, str]] = {
+    min_group_size = 2
+    linear_in_advantages = False
+    objective = {
         "advantage": "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others",
         "aggregation": "sum over a row's tokens, one pair per group, mean over groups",
-        "clip": "none",
         "kl": "kl_beta, implied by the loss",
-        "correction": "none",
     }
 
     name: Literal["online_dpo"] = "online_dpo"

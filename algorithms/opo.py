@@ -8,23 +8,18 @@ rewards count with their total. Departures: the sum over a completion's tokens i
 verl has the same advantage, under whatever aggregation is set (by default the mean over all tokens).
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..harness.data import Batch
 from ._advantages import group_centred
-from ._surrogate import Clip, ClippedLoss, SummedLoss
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class OPO(ClippedLoss, SummedLoss):
     """The reward less the group's mean weighted by length, the baseline of least variance (OPO)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "r - sum(length * r) / sum(length) in the group",
-        **SummedLoss.objective,
-        **Clip.objective,
-    }
+    min_group_size = 2
+    objective = {"advantage": "r - sum(length * r) / sum(length) in the group"}
 
     name: Literal["opo"] = "opo"
 

@@ -9,22 +9,17 @@ otherwise. Departure: the sum over tokens is divided by a constant and by rows, 
 gradient is the true one divided by G * loss_denominator.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..harness.data import Batch
-from ._surrogate import Clip, ClippedLoss, SummedLoss
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class PassAtK(ClippedLoss, SummedLoss):
     """The best answer of the group earns its lead over the second, which climbs pass@group_size."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "best - second best of the group for the best, 0 for the others",
-        **SummedLoss.objective,
-        **Clip.objective,
-    }
+    min_group_size = 2
+    objective = {"advantage": "best - second best of the group for the best, 0 for the others"}
 
     name: Literal["pass_at_k"] = "pass_at_k"
 

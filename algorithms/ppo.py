@@ -9,8 +9,7 @@ Losses are means over all tokens of a minibatch. A completion cut by the token l
 Departure: RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,13 +23,10 @@ from ._surrogate import Clip, RewardKL, TokenMean
 class PPO(RewardKL, Clip, TokenMean):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
-    needs_critic: ClassVar[bool] = True
-    objective: ClassVar[Mapping[str, str]] = {
+    needs_critic = True
+    objective = {
         "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens (whiten_advantages)",
-        **TokenMean.objective,
-        **Clip.objective,
         "kl": "kl_beta * k1 to the reference, in the reward of each token",
-        "correction": "none",
     }
 
     name: Literal["ppo"] = "ppo"

@@ -9,8 +9,7 @@ over all tokens of a minibatch, as in PPO here; `gamma` discounts with the basel
 group of one has no baseline and is refused, where verl takes 0.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,12 +23,9 @@ from ._surrogate import Clip, RewardKL, TokenMean
 class ReinforcePlusPlus(RewardKL, Clip, TokenMean):
     """Reward to go normalised over the batch, per-token KL in the reward, PPO's clip, no critic (REINFORCE++)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
+    objective = {
         "advantage": "(reward to go - mean) / std over the batch's tokens (less the group's mean first: baseline)",
-        **TokenMean.objective,
-        **Clip.objective,
         "kl": "kl_beta * k1 to the reference, in the reward of each token (k2 beside the clip: baseline)",
-        "correction": "none",
     }
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"

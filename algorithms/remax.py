@@ -9,22 +9,17 @@ here in the loss; a ratio under PPO's clip follows later updates of a batch, as 
 tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by default in a mean over all tokens.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..harness.data import Batch
-from ._surrogate import Clip, ClippedLoss, SummedLoss
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class ReMax(ClippedLoss, SummedLoss):
     """REINFORCE with the reward of the greedy answer as baseline (ReMax)."""
 
-    needs_greedy: ClassVar[bool] = True
-    objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "r - reward of the prompt's greedy answer",
-        **SummedLoss.objective,
-        **Clip.objective,
-    }
+    needs_greedy = True
+    objective = {"advantage": "r - reward of the prompt's greedy answer"}
 
     name: Literal["remax"] = "remax"
 

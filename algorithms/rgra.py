@@ -7,8 +7,7 @@ nothing corrects for the policy having moved. verl's `gpg` (arXiv:2504.02546) ha
 mean over all tokens. Departures: the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,7 +19,7 @@ from ._surrogate import GroupStandardised
 class RGRA(GroupStandardised):
     """REINFORCE on group-standardised rewards, without ratio or clip (RGRA)."""
 
-    objective: ClassVar[Mapping[str, str]] = GroupStandardised.objective
+    objective = {"clip": "none"}
 
     name: Literal["rgra"] = "rgra"
     kl_beta: float = Field(

@@ -10,8 +10,7 @@ with length. `clip_epsilon` clips that ratio as PPO does.
 """
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -25,13 +24,12 @@ from ._surrogate import RewardKL
 class RLOO(RewardKL):
     """REINFORCE on whole completions with a leave-one-out baseline, KL in the reward (RLOO)."""
 
-    min_group_size: ClassVar[int] = 2
-    objective: ClassVar[Mapping[str, str]] = {
+    min_group_size = 2
+    objective = {
         "advantage": "r - mean of the others in the group",
         "aggregation": "sum over a row's tokens, then mean over rows",
         "clip": "ratio of each row (product of its tokens'), 1 -+ clip_epsilon; none by default",
         "kl": "kl_beta * k1 to the reference summed over the row, in the reward",
-        "correction": "none",
     }
 
     name: Literal["rloo"] = "rloo"

@@ -7,8 +7,7 @@ Mean over a row's tokens, then over rows, and GRPO's advantage, as in the paper,
 2 / tau, not 1: a constant in the loss. Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,10 +19,7 @@ from ._surrogate import GroupStandardised
 class SAPO(GroupStandardised):
     """GRPO with a smooth gate on each token's ratio in place of the clip (SAPO)."""
 
-    objective: ClassVar[Mapping[str, str]] = {
-        **GroupStandardised.objective,
-        "clip": "gate on the ratio of each token, 4 / tau * sigmoid(tau * (ratio - 1))",
-    }
+    objective = {"clip": "gate on the ratio of each token, 4 / tau * sigmoid(tau * (ratio - 1))"}
 
     name: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0, description="steepness of the gate where the advantage is above 0")

@@ -41,28 +41,38 @@ class Algorithm(Section, ABC):
     needs_greedy: ClassVar[bool] = False  # one greedy completion of each prompt besides, for `greedy_rewards_B`
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
-    objective: ClassVar[Mapping[str, str]] = {}  # its formula in words: advantage, aggregation, clip, kl, correction
+    _stated: ClassVar[Mapping[str, str]] = {}
+    # The formula in words. A class states what differs from its bases; the rest is filled in.
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "not stated",
+        "aggregation": "mean over a row's tokens, then over rows",
+        "clip": "none",
+        "kl": "none",
+        "correction": "none",
+    }
 
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """ValueError for a method that is newer than `objective`, which may no longer say what the class computes.
+        """Fill in `objective`; ValueError for a method that is newer than what is stated there, and may contradict it.
 
         Methods are those of algorithms (`advantages`, `loss`, `loss_weights` and what a base adds), not properties.
         """
         super().__init_subclass__(**kwargs)
+        cls._stated = vars(cls).get("objective", {})
+        told = [vars(base).get("_stated", {}) for base in reversed(cls.__mro__)]
+        cls.objective = {**Algorithm.objective, **{key: text for words in told for key, text in words.items()}}
         bases = [base for base in cls.__mro__ if base is not Algorithm]
-        stated = next((i for i, base in enumerate(bases) if "objective" in vars(base)), len(bases))
+        stated = next((i for i, base in enumerate(bases) if vars(base).get("_stated")), len(bases))
         older = [Algorithm, *(base for base in bases[stated:] if issubclass(base, Algorithm))]
         methods = {name for base in older for name, value in vars(base).items() if isfunction(value)}
         changed = {name for base in bases[:stated] for name in vars(base)} & methods - set(dir(Section))
         if changed:
             raise ValueError(
                 f"{cls.__module__}.{cls.__name__} must state its own `objective`, because it has its own "
-                f"{' and '.join(sorted(changed))}; write objective: ClassVar[Mapping[str, str]] = "
-                "{**Base.objective, ...} with what differs"
+                f"{' and '.join(sorted(changed))}; write objective = {{...}} with what differs"
             )
 
     @property

@@ -4,8 +4,6 @@ With `partial`, a completion earns the score of the task's verifier, from 0 to 1
 score of exactly 1.
 """
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from ..data import GradedGroup
@@ -15,7 +13,7 @@ from ..interfaces import Reward
 class Accuracy(Reward):
     """1 for a correct final answer, else 0, or partial credit."""
 
-    sees_gold: ClassVar[bool] = True
+    sees_gold = True
 
     partial: bool = Field(
         default=False, description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)"

@@ -5,16 +5,14 @@ over the whole vocabulary, under the policy that is trained. Departures: the dis
 temperature, as all log-probs here; the end-of-sequence token counts; ln V, which the authors' code leaves out, is in.
 """
 
-from typing import ClassVar
-
 from ..data import GradedGroup
-from ..interfaces import Distribution, Reward
+from ..interfaces import Reward
 
 
 class SelfCertainty(Reward):
     """The mean of KL(uniform || policy) over a completion's tokens, in nats (Intuitor)."""
 
-    distribution: ClassVar[Distribution | None] = "uniform_kl"
+    distribution = "uniform_kl"
 
     def score(self, group: GradedGroup) -> list[float]:
         return list(group.token_means["uniform_kl"])

@@ -6,16 +6,14 @@ tokens that were sampled. Departures: the distribution is that of the sampling t
 end-of-sequence token counts.
 """
 
-from typing import ClassVar
-
 from ..data import GradedGroup
-from ..interfaces import Distribution, Reward
+from ..interfaces import Reward
 
 
 class TokenEntropy(Reward):
     """Minus the mean entropy of the next token over a completion, in nats (RENT)."""
 
-    distribution: ClassVar[Distribution | None] = "entropy"
+    distribution = "entropy"
 
     def score(self, group: GradedGroup) -> list[float]:
         return [-entropy for entropy in group.token_means["entropy"]]
