@@ -189,7 +189,7 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
 @pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (EXIT_STATUS, 1)])
 def test_workers_that_end_over_and_over_or_meet_a_full_disk_end_the_study(tmp_path: Path, status: int, limit: int):
-    pool = WorkerPool([], 1, tmp_path)
+    pool = WorkerPool({}, 1, tmp_path)
     for _ in range(limit - 1):
         pool._note_end("a worker", status, "last words")
     words = {1: "ended with status 1", -9: "was killed by signal 9", EXIT_STATUS: "then the same command continues"}

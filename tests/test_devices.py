@@ -238,7 +238,7 @@ def test_workers_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert processes.default_workers(2) == 2
     monkeypatch.setattr(processes, "MODULE", "shown")
-    pool = processes.WorkerPool([], 3, tmp_path, devices=2)
+    pool = processes.WorkerPool({}, 3, tmp_path, devices=2)
     pool.fill(3)
     while pool.collect(0):
         time.sleep(0.05)

@@ -282,7 +282,7 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(processes, "MODULE", "shown")
-    pool = processes.WorkerPool([], 3, tmp_path)
+    pool = processes.WorkerPool({}, 3, tmp_path)
     pool.fill(1)
     while pool.collect(0):
         time.sleep(0.05)

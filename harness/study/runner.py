@@ -4,7 +4,6 @@
 it writes anything.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
 from .launchers.local import Pool, WorkerPool, default_workers
 from .launchers.ray import Cluster, RayPool
-from .launchers.slurm import Job, Slurm, SlurmPool, check_slurm
+from .launchers.slurm import Slurm, SlurmPool
 from .plan import Plan
 from .queue import Queue, open_storage
 from .sharing import Shared
@@ -53,7 +52,7 @@ def run_study(
     `together`: True insists, False forbids it.
     """
     if isinstance(cluster, Slurm):
-        check_slurm(cluster, runs, workers)
+        cluster.check(runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
@@ -192,21 +191,17 @@ def _pool(
     together: Mapping[str, int],
 ) -> Iterator[Pool]:
     """The pool of workers, on this machine or a cluster. No process has the storage's password in its arguments."""
-    arguments = [name, "--runs", str(plan.runs), "--execute", execute, "--together", json.dumps(together)]
+    options = {"name": name, "runs": str(plan.runs), "execute": execute, "together": together}
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
-    logs = plan.folder / "logs"
-    devices = plan.study.devices
+    place = (plan.folder / "logs", environment, plan.study.devices)
     if cluster is None:
-        size = workers or default_workers(devices)
-        yield WorkerPool(arguments, size, logs, environment, devices)
-        return
-    if isinstance(cluster, Slurm):
-        assert workers is not None  # see check_slurm
-        job = Job(name, plan.runs, execute, dict(together))
-        yield SlurmPool(job, workers, logs, environment, cluster)
-        return
-    pool = RayPool(arguments, workers, logs, environment, cluster=cluster, devices=devices)
-    with pool.connected():
-        if not storage:
-            pool.check_shared(plan.runs)
-        yield pool
+        yield WorkerPool(options, workers or default_workers(plan.study.devices), *place)
+    elif isinstance(cluster, Slurm):
+        assert workers is not None  # see Slurm.check
+        yield SlurmPool(options, workers, *place, cluster)
+    else:
+        pool = RayPool(options, workers or 0, *place, cluster)
+        with pool.connected():
+            if not storage:
+                pool.check_shared(plan.runs)
+            yield pool

@@ -4,7 +4,6 @@ The single one starts the same worker process as the local launcher, restarts it
 left that it could take. It ignores trials that other workers run.
 """
 
-import json
 import os
 import socket
 import time
@@ -28,7 +27,7 @@ PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its t
 
 def work(
     name: str,
-    runs: Path,
+    runs: Path | str,
     *,
     storage: str | None = None,
     execute: str = EXECUTE,
@@ -42,16 +41,15 @@ def work(
     SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 let the worker finish its step, write a checkpoint and return its trial at
     once. ValueError for a study that was not started. The other arguments are those of `run_study`.
     """
-    runs = runs.resolve()
+    runs = Path(runs).resolve()
     if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it
         worker_main(name, runs, execute=execute, storage=storage, patience=patience)
         return open_queue(name, runs, storage, HINT).status(), ()
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
-    arguments = [name, "--runs", str(runs), "--execute", execute]
-    arguments += ["--together", json.dumps(together), "--patience", str(patience)]
-    logs, own = queue.plan.folder / "logs", f"worker-{socket.gethostname()}-{os.getpid()}"
-    pool = WorkerPool(arguments, 1, logs, environment, queue.plan.study.devices, own)
+    options = {"name": name, "runs": str(runs), "execute": execute, "together": together, "patience": patience}
+    pool = WorkerPool(options, 1, queue.plan.folder / "logs", environment, queue.plan.study.devices)
+    pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.signals(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
         status = watch(pool, queue, on_status, leaves=True)

@@ -1,6 +1,5 @@
 """One worker process of a study: it claims trials, runs each to its end and records it."""
 
-import argparse
 import json
 import logging
 import math
@@ -272,20 +271,12 @@ def _watch_parent(parent: int, ask_to_stop: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description="Runs trials of a started study.")
-    parser.add_argument("name")
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--parent", type=int, help="process id of the study's own process")
-    parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials of one model at a time, by key")
-    parser.add_argument("--patience", type=float, default=math.inf, help="seconds to wait for trials of other workers")
-    parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
-    parser.add_argument("--devices", type=int, default=1, help="processes of the worker on this host, one per device")
-    options = vars(parser.parse_args())
-    devices = options.pop("devices")
+    options = json.loads(sys.argv[1])  # of `worker_main`, from `launchers.local.start_worker`
+    options["runs"], devices = Path(options["runs"]), options.pop("devices")
     if not in_group() and devices > 1:
         from ..devices.launch import start
 
-        arguments = (options["parent"] or os.getppid(), partial(os.kill, os.getpid(), signal.SIGTERM))
+        arguments = (options["parent"], partial(os.kill, os.getpid(), signal.SIGTERM))
         threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
         sys.exit(start(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

@@ -2,6 +2,7 @@
 together."""
 
 import itertools
+import json
 import logging
 import os
 import subprocess
@@ -9,9 +10,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ...ground.disk import EXIT_STATUS, full
 from ...ground.machine import usable_cores, usable_gpus
@@ -25,11 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def start_worker(
-    arguments: Sequence[str], devices: int, environment: Mapping[str, str], log_file: Path
+    options: Mapping[str, Any], devices: int, environment: Mapping[str, str], log_file: Path
 ) -> subprocess.Popen[bytes]:
     """Start a worker process, which stops after its step if this process dies; its output goes to `log_file`."""
-    command = [sys.executable, "-P", "-m", MODULE, *arguments, "--parent", str(os.getpid())]
-    command += ["--devices", str(devices)] if devices > 1 else []
+    command = [sys.executable, "-P", "-m", MODULE, json.dumps({**options, "devices": devices, "parent": os.getpid()})]
     defaults = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as output:
@@ -49,27 +50,59 @@ class WorkersCrash(ChildProcessError, RuntimeError):
 
 
 class Pool(ABC):
-    """The workers of a study on any machine: a signal stops all of them, and too many crashes end the study."""
+    """At most `size` workers of a study, each with `devices` GPUs: a signal stops all of them, and too many crashes end
+    the study.
 
-    size: int
+    `options` are those of `work`; the `environment` has what must not stand among a process's arguments; `cluster` says
+    where the workers run, if not on this machine.
+    """
 
-    def __init__(self, logs: Path) -> None:
-        self.logs = logs
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        size: int,
+        logs: Path,
+        environment: Mapping[str, str] = {},
+        devices: int = 1,
+        cluster: Any = None,
+    ) -> None:
+        self.options, self.size, self.logs, self.devices = options, size, logs, devices
+        self.cluster = cluster
+        paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
+        self.environment = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+        self.alive: dict[Any, Any] = {}  # worker by its name
         self._stop = StopRequest()
         self._claims = 0
         self._ended_early: Counter[str] = Counter()
 
-    @abstractmethod
     def fill(self, wanted: int, waiting: int = 0) -> None:
-        """Start as many workers as fit and are needed; `waiting` of the `left` trials wait."""
+        """Start as many workers as fit and as `wanted` trials need, of which some are `waiting` for a worker."""
+        missing = min(self.size, wanted) - len(self.alive)
+        if missing > 0 and not self.stopping:
+            self._start(missing)
 
-    @abstractmethod
     def collect(self, claims: int | None) -> int:
         """Number of living workers. WorkersCrash if they keep dying before they claim a trial, DiskFull if one met a
         full disk.
 
         `claims` is the number of attempts so far, None if the storage does not answer.
         """
+        if claims is not None and claims != self._claims:
+            self._claims = claims
+            self._ended_early.clear()
+        for name, worker in list(self.alive.items()):
+            end = self._end_of(name, worker)
+            if end is not None:
+                del self.alive[name]
+                self._note_end(*end)
+        return len(self.alive)
+
+    @abstractmethod
+    def _start(self, count: int) -> None: ...
+
+    @abstractmethod
+    def _end_of(self, name: Any, worker: Any) -> tuple[str, int, str] | None:
+        """What a worker is called, its exit status (negative for a signal) and its last output; None while it lives."""
 
     @abstractmethod
     def _ask_to_stop(self) -> None: ...
@@ -98,10 +131,7 @@ class Pool(ABC):
             self._stop.wait(seconds - POLL_SECONDS)
 
     def _note_end(self, worker: str, code: int, words: str) -> None:
-        """Record a worker's exit status (negative for a signal) and last output.
-
-        DiskFull if it met a full disk, WorkersCrash if too many ended before any claimed a trial.
-        """
+        """Count a worker that ended badly. DiskFull and WorkersCrash: see `collect`."""
         if not code:
             return
         if code == EXIT_STATUS:
@@ -114,64 +144,38 @@ class Pool(ABC):
             words = f"workers end before they can start a trial; the last one {how}:\n{words}\n({worker})"
             raise WorkersCrash(words)
 
-    def _note_claims(self, claims: int | None) -> None:
-        if claims is not None and claims != self._claims:
-            self._claims = claims
-            self._ended_early.clear()
-
 
 class WorkerPool(Pool):
-    """At most `size` worker processes of this machine, each with `devices` GPUs and a log file in `logs` that begins
-    with `name`."""
+    """Worker processes of this machine, each with a log file whose name begins with `prefix`."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        size: int,
-        logs: Path,
-        environment: Mapping[str, str] = {},
-        devices: int = 1,
-        name: str = "worker",
-    ) -> None:
-        super().__init__(logs)
-        self.size, self._name = size, name
-        self._arguments, self._environment, self._devices = arguments, environment, devices
-        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+    prefix = "worker"
 
     def _ask_to_stop(self) -> None:
-        for process in self._alive.values():
+        for process in self.alive.values():
             process.terminate()
 
     def _kill(self) -> None:
-        for process in self._alive.values():
+        for process in self.alive.values():
             process.kill()
             process.wait()
 
-    def fill(self, wanted: int, waiting: int = 0) -> None:
+    def _start(self, count: int) -> None:
         # A worker's threads depend only on `size`, so that a continued trial sums in the same order.
-        threads = str(max(1, usable_cores() // self.size))
-        paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
+        environment = {**self.environment, "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size))}
         gpus = usable_gpus()
-        while len(self._alive) < min(self.size, wanted) and not self.stopping:
-            slot = next(slot for slot in itertools.count() if slot not in self._alive)
-            environment = {**self._environment, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
+        free = (slot for slot in itertools.count() if slot not in self.alive)
+        for slot in itertools.islice(free, count):
             if gpus:
-                first = slot % max(1, len(gpus) // self._devices) * self._devices
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self._devices])
-            self._alive[slot] = start_worker(self._arguments, self._devices, environment, self._log_file(slot))
+                first = slot % max(1, len(gpus) // self.devices) * self.devices
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.devices])
+            self.alive[slot] = start_worker(self.options, self.devices, environment, self._log_file(slot))
 
-    def collect(self, claims: int | None) -> int:
-        self._note_claims(claims)
-        for slot, process in list(self._alive.items()):
-            code = process.poll()
-            if code is not None:
-                del self._alive[slot]
-                file = self._log_file(slot)
-                self._note_end(f"worker {slot} (its full output is in {file})", code, last_words(file))
-        return len(self._alive)
+    def _end_of(self, name: int, worker: subprocess.Popen[bytes]) -> tuple[str, int, str] | None:
+        code, file = worker.poll(), self._log_file(name)
+        return None if code is None else (f"worker {name} (its full output is in {file})", code, last_words(file))
 
     def _log_file(self, slot: int) -> Path:
-        return self.logs / f"{self._name}-{slot}.log"
+        return self.logs / f"{self.prefix}-{slot}.log"
 
 
 def default_workers(devices: int = 1) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from ...ground.machine import usable_cores, usable_gpus
 from ...spec.errors import SpecError
-from .local import HOME, POLL_SECONDS, Pool, last_words, start_worker
+from .local import POLL_SECONDS, Pool, last_words, start_worker
 
 PROBE_SECONDS = 60.0
 
@@ -45,41 +45,25 @@ class Cluster:
 
 
 class RayPool(Pool):
-    """At most `size` workers on a cluster, placed by Ray."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        size: int | None,
-        logs: Path,
-        environment: Mapping[str, str],
-        *,
-        cluster: Cluster,
-        devices: int = 1,
-    ) -> None:
-        super().__init__(logs)
-        self._arguments, self._environment, self._devices = arguments, dict(environment), devices
-        self._cluster, self._wanted_size, self.size = cluster, size, size or 0
-        self._address = os.environ.get("RAY_ADDRESS") or "local"
-        self._ray = import_ray(self._address)
-        self._tasks: list[Any] = []
+    """Workers on a cluster, placed by Ray."""
 
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Connect to the cluster and settle the resources of each worker; ValueError if no worker fits."""
-        paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        self._ray = import_ray(address)
         options: dict[str, Any] = {
             "log_to_driver": False,
             "configure_logging": False,
-            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+            "runtime_env": {"env_vars": {"PYTHONPATH": self.environment["PYTHONPATH"]}},
         }
-        if self._address == "local":  # never on another interface than the loopback
+        if address == "local":  # never on another interface than the loopback
             options |= {"include_dashboard": False, "num_cpus": usable_cores(), "num_gpus": len(usable_gpus())}
         try:
-            self._ray.init(address=self._address, **options)
+            self._ray.init(address=address, **options)
         except (ConnectionError, ValueError) as error:
             raise SpecError(
-                f"no Ray cluster answers at '{self._address}' ({str(error).splitlines()[0]}); check RAY_ADDRESS, or "
+                f"no Ray cluster answers at '{address}' ({str(error).splitlines()[0]}); check RAY_ADDRESS, or "
                 "leave it out for a cluster on this machine"
             ) from None
         try:
@@ -91,10 +75,10 @@ class RayPool(Pool):
     def _settle(self) -> None:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
-        asked_gpus = self._cluster.num_gpus
+        asked_gpus = self.cluster.num_gpus
         if asked_gpus is None:
-            asked_gpus = self._devices if gpus else 0
-        asked = {"CPU": self._cluster.num_cpus * self._devices, "GPU": asked_gpus}
+            asked_gpus = self.devices if gpus else 0
+        asked = {"CPU": self.cluster.num_cpus * self.devices, "GPU": asked_gpus}
         room = sum(
             min((int(node.get(name, 0) / count + 1e-9) for name, count in asked.items() if count), default=1)
             for node in nodes
@@ -104,8 +88,7 @@ class RayPool(Pool):
                 f"a worker asks for {asked['CPU']:g} cores and {asked_gpus:g} GPUs of one node, and no node of the "
                 f"cluster has them (in all it has {cpus:g} and {gpus:g}); lower --cpus or --gpus"
             )
-        self.size = self._wanted_size or room
-        self._flag = self._ray.remote(num_cpus=0)(StopFlag).remote()
+        self.size = self.size or room
         self._run = self._ray.remote(num_cpus=asked["CPU"], num_gpus=asked_gpus, max_retries=0)(run_worker)
 
     def check_shared(self, runs: Path) -> None:
@@ -132,63 +115,45 @@ class RayPool(Pool):
             )
 
     def _ask_to_stop(self) -> None:
-        self._flag.set.remote()
+        for task in self.alive:
+            self._ray.cancel(task)
 
     def _kill(self) -> None:
-        for task in self._tasks:
+        for task in self.alive:
             self._ray.cancel(task, force=True)
 
-    def fill(self, wanted: int, waiting: int = 0) -> None:
-        while len(self._tasks) < min(self.size, wanted) and not self.stopping:
-            task = self._run.remote(self._arguments, self._devices, self._environment, str(self.logs), self._flag)
-            self._tasks.append(task)
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            task = self._run.remote(self.options, self.devices, self.environment, str(self.logs))
+            self.alive[task] = task
 
-    def collect(self, claims: int | None) -> int:
-        self._note_claims(claims)
-        if self._tasks:
-            ended, self._tasks = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
-            for task in ended:
-                try:
-                    code, words = self._ray.get(task)
-                except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
-                    code, words = -signal.SIGKILL, str(error).splitlines()[0]
-                self._note_end("a worker", code, words)
-        return len(self._tasks)
-
-
-class StopFlag:
-    """An actor that holds whether the study was asked to stop."""
-
-    def __init__(self) -> None:
-        self._stop = False
-
-    def set(self) -> None:
-        self._stop = True
-
-    def is_set(self) -> bool:
-        return self._stop
+    def _end_of(self, name: Any, worker: Any) -> tuple[str, int, str] | None:
+        if not self._ray.wait([worker], timeout=0)[0]:
+            return None
+        code, words = 0, ""
+        try:
+            code, words = self._ray.get(worker)
+        except self._ray.exceptions.TaskCancelledError:  # before it began
+            pass
+        except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
+            code, words = -signal.SIGKILL, str(error).splitlines()[0]
+        return "a worker", code, words
 
 
-def run_worker(
-    arguments: Sequence[str], devices: int, environment: Mapping[str, str], logs: str, flag: Any
-) -> tuple[int, str]:
+def run_worker(options: Mapping[str, Any], devices: int, environment: Mapping[str, str], logs: str) -> tuple[int, str]:
     """Run one worker process on this node to its end; returns its exit status and the last lines of its output.
 
-    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set.
+    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the task is cancelled.
     """
-    import ray
-
     file = Path(logs) / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
-    process = start_worker(arguments, devices, environment, file)
-    asked = False
+    process = start_worker(options, devices, environment, file)
     try:
         while process.poll() is None:
-            if not asked and ray.get(flag.is_set.remote()):
-                process.terminate()
-                asked = True
             time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:  # what Ray makes of `cancel`
+        process.terminate()
+        process.wait()
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
     return process.returncode, last_words(file)

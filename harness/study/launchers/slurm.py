@@ -27,7 +27,7 @@ from ...ground.stop import LEAVE
 from ...spec.errors import SpecError
 from ..work import work
 from ..worker import STORAGE
-from .local import HOME, Pool, log
+from .local import Pool, last_words, log
 
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 SIGNAL_SECONDS = 120  # before SLURM ends a job: time for a step and a checkpoint
@@ -48,23 +48,52 @@ class Slurm:
     num_gpus: int = 0
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
 
+    def check(self, runs: Path, workers: int | None) -> None:
+        """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
+        if workers is None:
+            raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
+        if missing := [command for command in COMMANDS if shutil.which(command) is None]:
+            raise SpecError(
+                f"--launcher slurm needs the commands of SLURM, '{missing[0]}' is not on PATH; start the study on a "
+                "login node of the cluster"
+            )
+        folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
+        if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
+            raise SpecError(
+                f"the jobs of --launcher slurm must share the runs folder, and '{folder}' is where each node has "
+                "files of its own; name one on a common disk with --runs"
+            )
+        if "%" in str(folder):
+            raise SpecError(
+                f"the runs folder of --launcher slurm must have no % in its path, got '{folder}', because SLURM "
+                "fills it in; name another one with --runs"
+            )
+        asked = {"time": self.minutes, "cpus-per-task": self.num_cpus,
+                 "gpus-per-node": self.num_gpus or None, **self.parameters}  # fmt: skip
+        flags = [
+            f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None
+        ]
+        tried = subprocess.run(
+            ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False
+        )
+        if tried.returncode:
+            said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
+            raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change the --slurm options")
+
 
 @dataclass(frozen=True)
 class Job:
-    """The program of a job: a worker of the study."""
+    """The program of a job: `work` with its options."""
 
-    name: str
-    runs: Path
-    execute: str
-    together: Mapping[str, int]
+    options: Mapping[str, Any]
 
     def __call__(self) -> tuple[int, str]:
         """Its exit status and last words."""
         try:
-            storage = os.environ.get(STORAGE) or None
-            _, signals = work(self.name, self.runs, storage=storage, execute=self.execute, together=self.together)
+            _, signals = work(**self.options, storage=os.environ.get(STORAGE) or None)
         except Exception as error:
-            return (EXIT_STATUS if disk_full(error, self.runs) else 1), f"{type(error).__name__}: {error}"
+            full = disk_full(error, Path(self.options["runs"]))
+            return (EXIT_STATUS if full else 1), f"{type(error).__name__}: {error}"
         if signal.SIGINT not in signals:  # else the study was asked to stop
             if set(LEAVE) & set(signals):
                 from submitit import JobEnvironment
@@ -83,47 +112,40 @@ class Job:
 
 
 class SlurmPool(Pool):
-    """At most `size` jobs, waiting ones included."""
+    """Jobs of SLURM, waiting ones included."""
 
-    def __init__(self, job: Job, size: int, logs: Path, environment: Mapping[str, str], slurm: Slurm) -> None:
-        super().__init__(logs)
-        self.size = size
-        self._job, self._slurm, self._folder = job, slurm, logs / "slurm"
-        paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
-        self._environment = {**environment, "PYTHONPATH": paths}
-        self._jobs: list[Any] = []
-        self._enough = False  # a job has ended because it found no trial to take
-        self._ending = False  # no trial remains
+    _enough = False  # a job has ended because it found no trial to take
+    _ending = False  # no trial remains
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         self._enough = self._enough and not waiting
         if not wanted and not self._ending:
             self._tell("--state=PENDING")  # they are no longer needed, and might wait for days
         self._ending = not wanted
-        missing = min(self.size, wanted) - len(self._jobs)
-        if missing > 0 and not self._enough and not self.stopping:
-            self._jobs += self._submitted(missing)
+        if not self._enough:
+            super().fill(wanted, waiting)
 
     def collect(self, claims: int | None) -> int:
-        self._note_claims(claims)
-        if self._jobs:
-            self._folder.chmod(0o700)  # makes a shared disk refresh its listing
-        for job in list(self._jobs):
-            state = job.state.partition(" ")[0]
-            if not job.paths.result_pickle.exists() and state not in ENDED:
-                continue
-            self._jobs.remove(job)
-            code, words = (0, "") if state == "CANCELLED" else _end(job, state)
-            if state == "CANCELLED" and not (self.stopping or self._ending):
-                self.size -= 1
-                log.warning("job %s was cancelled; the study continues with %d jobs", job.job_id, self.size)
-                if not self.size:
-                    self._stop.set()
-            self._enough = self._enough or not code
-            for file in (job.paths.submitted_pickle, job.paths.result_pickle):
-                file.unlink(missing_ok=True)
-            self._note_end(f"job {job.job_id} (its full output is in {job.paths.stdout})", code, words)
-        return len(self._jobs)
+        if self.alive:
+            (self.logs / "slurm").chmod(0o700)  # makes a shared disk refresh its listing
+        return super().collect(claims)
+
+    def _end_of(self, name: str, worker: Any) -> tuple[str, int, str] | None:
+        state, paths = worker.state.partition(" ")[0], worker.paths
+        if not paths.result_pickle.exists() and state not in ENDED:
+            return None
+        code, words = 0, ""
+        if state != "CANCELLED":
+            code, words = _end(worker, state)
+        elif not (self.stopping or self._ending):
+            self.size -= 1
+            log.warning("job %s was cancelled; the study continues with %d jobs", name, self.size)
+            if not self.size:
+                self._stop.set()
+        self._enough = self._enough or not code
+        for file in (paths.submitted_pickle, paths.result_pickle):
+            file.unlink(missing_ok=True)
+        return f"job {name} (its full output is in {paths.stdout})", code, words
 
     def _ask_to_stop(self) -> None:
         self._tell("--state=PENDING")
@@ -134,63 +156,33 @@ class SlurmPool(Pool):
 
     def _tell(self, *options: str) -> None:
         """Cancel the jobs, or send them a signal, or cancel those that wait."""
-        if self._jobs:
-            ids = [job.job_id for job in self._jobs]
-            subprocess.run(["scancel", *options, *ids], capture_output=True, check=False)
+        if self.alive:
+            subprocess.run(["scancel", *options, *self.alive], capture_output=True, check=False)
 
-    def _submitted(self, count: int) -> list[Any]:
-        """So many new jobs, several as an array."""
+    def _start(self, count: int) -> None:
+        """Submit so many new jobs, several as an array."""
         import submitit
         from submitit.core.utils import FailedJobError, FailedSubmissionError
         from submitit.helpers import environment_variables
 
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        slurm, jobs = self._slurm, []
+        folder, slurm = self.logs / "slurm", self.cluster
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
-        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=10**6)  # one queued again has come further
-        asked: dict[str, Any] = {} if slurm.num_gpus == 0 else {"gpus_per_node": slurm.num_gpus}
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=10**6)  # one queued again has come further
+        asked: dict[str, Any] = {"gpus_per_node": slurm.num_gpus} if slurm.num_gpus else {}
         if slurm.num_cpus is not None:  # srun does not take it from sbatch
             asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
         executor.update_parameters(
-            **asked, time=slurm.minutes, job_name=f"cohort-{self._job.name}", array_parallelism=count,
+            **asked, time=slurm.minutes, job_name=f"cohort-{self.options['name']}", array_parallelism=count,
             signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
         )  # fmt: skip
         try:
-            with environment_variables(**self._environment), executor.batch():
-                jobs = [executor.submit(self._job) for _ in range(count)]
+            with environment_variables(**self.environment), executor.batch():
+                jobs = [executor.submit(Job(self.options)) for _ in range(count)]
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             self._note_end("sbatch", 1, str(error))
-            return []
-        return jobs
-
-
-def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
-    """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
-    if workers is None:
-        raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
-    if missing := [command for command in COMMANDS if shutil.which(command) is None]:
-        raise SpecError(
-            f"--launcher slurm needs the commands of SLURM, '{missing[0]}' is not on PATH; start the study on a login "
-            "node of the cluster"
-        )
-    folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
-    if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
-        raise SpecError(
-            f"the jobs of --launcher slurm must share the runs folder, and '{folder}' is where each node has files of "
-            "its own; name one on a common disk with --runs"
-        )
-    if "%" in str(folder):
-        raise SpecError(f"the runs folder of --launcher slurm must have no % in its path, got '{folder}'; SLURM fills "
-                        "it in; name another one with --runs")  # fmt: skip
-    asked = {"time": slurm.minutes, "cpus-per-task": slurm.num_cpus,
-             "gpus-per-node": slurm.num_gpus or None, **slurm.parameters}  # fmt: skip
-    flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None]
-    tried = subprocess.run(
-        ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False
-    )
-    if tried.returncode:
-        said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
-        raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change the --slurm options")
+            return
+        self.alive |= {job.job_id: job for job in jobs}
 
 
 def time_limit(text: str) -> int:
@@ -235,7 +227,7 @@ def _end(job: Any, state: str) -> tuple[int, str]:
         except (FailedJobError, UncompletedJobError) as error:
             return 1, str(error)
     if job.paths.stderr.exists():
-        words = "\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-20:])
+        words = last_words(job.paths.stderr)
     else:
         words = f"it left no log: do all nodes share '{job.paths.folder}'?"
     job.cancel(check=False)  # SLURM may have queued it again
