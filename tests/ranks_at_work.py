@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -164,6 +165,8 @@ def group_of_two(rank: int, folder: Path, port: int) -> None:
 def command(*words: str) -> None:
     """What `cohort WORDS` does; the agent that it becomes forks its processes instead of starting pythons."""
     from cohort.harness.cli.app import main
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork would raise an error instead
 
     def again(config: Any, python: str) -> Callable[..., Any]:
         assert python == sys.executable
