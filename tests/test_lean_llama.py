@@ -17,13 +17,13 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.spec.run import LoRA
 from fakes import tiny_codec
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
 SIZES = {
-    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 40, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 
 
@@ -33,14 +33,10 @@ def config(kind, **changes):
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(config(LlamaConfig)),
-    "llama, tied, one head per key": lambda: LlamaForCausalLM(
-        config(LlamaConfig, tie_word_embeddings=True, num_key_value_heads=4)
-    ),
+    "llama, tied": lambda: LlamaForCausalLM(config(LlamaConfig, tie_word_embeddings=True)),
     "llama, wide heads, other angles": lambda: LlamaForCausalLM(
         config(LlamaConfig, head_dim=10, rope_parameters=LLAMA3, rms_norm_eps=1e-3)
     ),
-    "qwen2, biases": lambda: Qwen2ForCausalLM(config(Qwen2Config)),
-    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(config(Qwen3Config, head_dim=8)),
 }
 
 
@@ -190,9 +186,8 @@ UNKNOWN = {
     "angles that depend on the length": lambda: LlamaForCausalLM(
         config(LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     ),
-    "sliding window": lambda: Qwen2ForCausalLM(
-        config(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    ),
+    "keys that heads share": lambda: LlamaForCausalLM(config(LlamaConfig, num_key_value_heads=2)),
+    "another family": lambda: Qwen2ForCausalLM(config(Qwen2Config)),
     "bfloat16": lambda: nn.Module.to(tiny_model(0), torch.bfloat16),
 }
 

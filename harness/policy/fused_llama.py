@@ -1,9 +1,9 @@
-"""Computes plain Llama-shaped models with fused weights, for small models whose cost is the library's overhead.
+"""Computes plain Llamas with fused weights, for small models whose cost is the library's overhead.
 
-Llama, Qwen2 and Qwen3 without anything unusual (`recognised`): RMSNorm, rotary positions, grouped-query attention,
-SwiGLU. Three rewritings, all exact up to rounding: query, key and value (and gate and up) are one product; a norm's
-weight and the attention scale are multiplied into the next product; the rows of queries and keys are reordered so that
-the two numbers mixed by a rotation are adjacent, and one complex product rotates them.
+Llamas without anything unusual (`recognised`): RMSNorm, rotary positions, keys for each head, SwiGLU. Three rewritings,
+all exact up to rounding: query, key and value (and gate and up) are one product; a norm's weight and the attention
+scale are multiplied into the next product; the rows of queries and keys are reordered so that the two numbers mixed by
+a rotation are adjacent, and one complex product rotates them.
 
 A decoder over the same weights keeps the keys and values of all layers in one tensor, so that rows enter and leave it
 in one operation. Attention of a single token is two batched products, which on a CPU take a third of the library's
@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs the gain
-_FAMILIES = ("llama", "qwen2", "qwen3")
-_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
+_LLAMA = "transformers.models.llama.modeling_llama"
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _SHORT = 128  # tokens in a row, prompt included
 _ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on the length of the text
 States = tuple[Tensor, Tensor]  # keys and values of a layer
@@ -30,26 +29,19 @@ States = tuple[Tensor, Tensor]  # keys and values of a layer
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights, each [in, out]; `head_norm` is Qwen3's, [Hq + Hkv, D], queries first."""
+    """One layer's weights, each [in, out]."""
 
     qkv: Tensor
-    qkv_bias: Tensor | None
-    head_norm: Tensor | None
     out: Tensor
     gate_up: Tensor
     down: Tensor
-
-    def projected(self, x: Tensor) -> Tensor:
-        """[N, (Hq + 2 Hkv) D]: queries, keys and values of normalised rows, not yet rotated."""
-        return torch.mm(x, self.qkv) if self.qkv_bias is None else torch.addmm(self.qkv_bias, x, self.qkv)
 
 
 @dataclass(frozen=True)
 class Fused:
     """A model's fused weights; make them again after the model's parameters change."""
 
-    heads: int  # of queries
-    kv_heads: int
+    heads: int
     width: int  # of a head, D
     epsilon: float  # of the norms
     embedding: Tensor
@@ -63,8 +55,8 @@ class Fused:
         parameters when those of the leaves are sent on, once for all that was computed with them."""
         pairs: list[tuple[Tensor, Tensor]] = []
 
-        def leaf(weight: Tensor | None) -> Any:
-            if weight is None or not weight.requires_grad:
+        def leaf(weight: Tensor) -> Tensor:
+            if not weight.requires_grad:
                 return weight
             pairs.append((weight, weight.detach().requires_grad_()))
             return pairs[-1][1]
@@ -74,12 +66,11 @@ class Fused:
 
 
 def recognised(model: nn.Module) -> bool:
-    """Whether this module is known to equal a model (or backbone) of that class and configuration.
+    """Whether this module is known to equal a plain Llama (or its backbone) of that configuration.
 
     Both halves of a pair answer alike: a backbone is as large as with the head that its policy has.
     """
-    family = type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model").lower()
-    if family not in _FAMILIES or not all(_is_plain(module, family) for module in model.modules()):
+    if type(model).__name__ not in ("LlamaForCausalLM", "LlamaModel") or not all(map(_is_plain, model.modules())):
         return False
     config: Any = model.config
     decoder = _decoder(model)
@@ -90,7 +81,7 @@ def recognised(model: nn.Module) -> bool:
     return (
         config.hidden_act == "silu"
         and config.rope_parameters["rope_type"] in _ROTARY
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and config.num_key_value_heads == config.num_attention_heads
         and attention.o_proj.bias is None
         and all(p.bias is None for p in (first.mlp.gate_proj, first.mlp.up_proj, first.mlp.down_proj))
         and attention.head_dim % 2 == 0
@@ -105,14 +96,13 @@ def fuse(model: nn.Module, length: int) -> Fused:
     parameters."""
     decoder, config = _decoder(model), _decoder(model).config
     embedding, width = decoder.embed_tokens, decoder.layers[0].self_attn.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     with torch.no_grad():
         positions = torch.arange(length, device=embedding.weight.device)[None]
         angles = decoder.rotary_emb(embedding.weight, positions)
     turns = torch.complex(*(part[0, :, : width // 2].contiguous() for part in angles))
-    layers = [_layer(layer, heads, kv_heads, width) for layer in decoder.layers]
+    layers = [_layer(layer, width) for layer in decoder.layers]
     return Fused(
-        heads, kv_heads, width, config.rms_norm_eps, embedding.weight, embedding.padding_idx, layers,
+        config.num_attention_heads, width, config.rms_norm_eps, embedding.weight, embedding.padding_idx, layers,
         decoder.norm.weight, turns,
     )  # fmt: skip
 
@@ -138,19 +128,17 @@ def hidden_states(
     """([R, C, H] last hidden states, keys and values per layer), with gradients.
 
     `positions` [R or 1, C] are the tokens'. Token c of a row reads the tokens up to c and its row of `past`,
-    [R, Hkv, T, D] each, where `filled_RT` is True (None: everywhere).
+    [R, heads, T, D] each, where `filled_RT` is True (None: everywhere).
     """
     (rows, columns), turns = tokens_RC.shape, model.turns[positions]
-    heads, kv_heads, epsilon = model.heads, model.kv_heads, model.epsilon
+    heads, epsilon = model.heads, model.epsilon
     bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
     x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
     states: list[States] = []
     for i, layer in enumerate(model.layers):
-        parts = layer.projected(_Normalise.apply(x, epsilon)).view(rows, columns, -1, model.width)
-        turned, values = parts.split([heads + kv_heads, kv_heads], dim=2)
-        if layer.head_norm is not None:
-            turned = _Normalise.apply(turned, epsilon) * layer.head_norm
-        queries, keys = rotate(turned, turns[:, :, None]).transpose(1, 2).split([heads, kv_heads], dim=1)
+        parts = torch.mm(_Normalise.apply(x, epsilon), layer.qkv).view(rows, columns, -1, model.width)
+        turned, values = parts.split([2 * heads, heads], dim=2)
+        queries, keys = rotate(turned, turns[:, :, None]).transpose(1, 2).split(heads, dim=1)
         values = values.transpose(1, 2)
         states.append((keys, values))
         if past is not None:
@@ -175,21 +163,15 @@ def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """[R, Hq, C, D]; plain products for short rows: 55 to 75 % of the time of the library's kernel on a CPU."""
+    """[R, heads, C, D]; plain products for short rows: 55 to 75 % of the time of the library's kernel on a CPU."""
     rows, heads, columns, width = queries.shape
-    kv_heads, length = keys.shape[1:3]
+    length = keys.shape[2]
     if length > _SHORT:
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=bias, scale=1.0, enable_gqa=heads != kv_heads
-        )
-    group = heads // kv_heads
-    bias = bias.expand(-1, group, -1, -1).flatten(1, 2)
-    if len(bias) > 1:
-        bias = bias.repeat_interleave(kv_heads, dim=0)
-    queries = queries.reshape(rows * kv_heads, group * columns, width)
-    scores = torch.baddbmm(bias, queries, keys.reshape(-1, length, width).transpose(1, 2))
-    read = torch.bmm(torch.softmax(scores, dim=-1), values.reshape(-1, length, width))
-    return read.view(rows, heads, columns, width)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0)
+    bias = bias[:, 0] if len(bias) == 1 else bias.expand(-1, heads, -1, -1).flatten(0, 1)
+    queries, keys, values = (x.reshape(rows * heads, -1, width) for x in (queries, keys, values))
+    scores = torch.baddbmm(bias, queries, keys.transpose(1, 2))
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, columns, width)
 
 
 class _Normalise(torch.autograd.Function):
@@ -220,39 +202,28 @@ def _decoder(model: nn.Module) -> Any:
     return getattr(model, "model", model)
 
 
-def _layer(layer: Any, heads: int, kv_heads: int, width: int) -> Layer:
+def _layer(layer: Any, width: int) -> Layer:
     def paired(rows: Tensor) -> Tensor:
         """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
         return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).reshape(rows.shape)
 
-    attention, scale = layer.self_attn, width**-0.5
-    queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
-    bias = head_norm = None
-    if hasattr(attention, "q_norm"):
-        query_norm, key_norm = paired(attention.q_norm.weight) * scale, paired(attention.k_norm.weight)
-        head_norm = torch.cat([query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)])
-        scale = 1.0
-    if queries.bias is not None:
-        bias = torch.cat([paired(queries.bias) * scale, paired(keys.bias), values.bias])
-    qkv = torch.cat([paired(queries.weight) * scale, paired(keys.weight), values.weight])
+    queries, keys, values = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv")
+    qkv = torch.cat([paired(queries) * width**-0.5, paired(keys), values])
     gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
     return Layer(
         (qkv * layer.input_layernorm.weight).t(),
-        bias,
-        head_norm,
-        attention.o_proj.weight.t(),
+        layer.self_attn.o_proj.weight.t(),
         (gate_up * layer.post_attention_layernorm.weight).t(),
         layer.mlp.down_proj.weight.t(),
     )
 
 
-def _is_plain(module: nn.Module, family: str) -> bool:
+def _is_plain(module: nn.Module) -> bool:
     """Whether a module is of a class known here, and no hook changes its input or output."""
     kind = type(module)
-    own = kind.__module__ == f"transformers.models.{family}.modeling_{family}" and kind.__name__.endswith(_PARTS)
     activation = kind.__module__ == "transformers.activations" and kind.__name__ == "SiLUActivation"
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return (own or activation or kind in _PLAIN or kind is nn.SiLU) and not hooked
+    return (kind.__module__ == _LLAMA or activation or kind in _PLAIN) and not hooked
 
 
 class LeanDecoder:
@@ -261,34 +232,27 @@ class LeanDecoder:
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
         fused = fuse(model, capacity)
-        dense = [[None if x is None else x.contiguous() for x in vars(layer).values()] for layer in fused.layers]
-        self.model = replace(fused, layers=[Layer(*weights) for weights in dense])  # pyright: ignore
+        layers = [Layer(*(x.contiguous() for x in vars(layer).values())) for layer in fused.layers]
+        self.model = replace(fused, layers=layers)
         self.head = (model.get_output_embeddings().weight * self.model.norm).t().contiguous()  # pyright: ignore
         self.capacity = capacity
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
-        model, (rows, width) = self.model, tokens.shape
-        heads, kv_heads = model.heads, model.kv_heads
+        model, (rows, width), heads = self.model, tokens.shape, self.model.heads
         self.length = width
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         turns = model.turns[positions][:, None]
         allowed = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril() & mask[:, None, None, :]
         allowed |= torch.eye(width, dtype=torch.bool, device=mask.device)  # a padding token reads itself: no NaN
         x = model.embedding[tokens.flatten()]
-        self.cache = x.new_empty(len(model.layers), 2, rows, kv_heads, self.capacity, model.width)
+        self.cache = x.new_empty(len(model.layers), 2, rows, heads, self.capacity, model.width)
         for layer, cache in zip(model.layers, self.cache, strict=True):
             parts = _project(model, x, layer).view(rows, width, -1, model.width).transpose(1, 2)
-            cache[0, :, :, :width] = rotate(parts[:, heads : heads + kv_heads], turns)
-            cache[1, :, :, :width] = parts[:, heads + kv_heads :]
-            read = F.scaled_dot_product_attention(
-                rotate(parts[:, :heads], turns),
-                cache[0, :, :, :width],
-                cache[1, :, :, :width],
-                attn_mask=allowed,
-                scale=1.0,
-                enable_gqa=heads != kv_heads,
-            )
+            cache[0, :, :, :width] = rotate(parts[:, heads : 2 * heads], turns)
+            cache[1, :, :, :width] = parts[:, 2 * heads :]
+            queries, (keys, values) = rotate(parts[:, :heads], turns), cache[..., :width, :]
+            read = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, scale=1.0)
             x = _finish(model, x, read.transpose(1, 2).reshape(len(x), -1), layer)
         self.positions, self.bias = positions[:, -1], None
         if not bool(mask.all()):  # a term of every column's score, minus infinity for padding
@@ -309,19 +273,17 @@ class LeanDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
-        model, rows = self.model, len(tokens)
-        heads, kv_heads = model.heads, model.kv_heads
+        model, rows, heads = self.model, len(tokens), self.model.heads
         start, self.length = self.length, self.length + 1
         self.positions = self.positions + 1
         turns = model.turns[self.positions][:, None]
-        bias = None if self.bias is None else self.bias[:, :, :, : self.length].expand(-1, kv_heads, -1, -1)
-        bias = None if bias is None else bias.flatten(0, 1)
+        bias = None if self.bias is None else self.bias[..., : self.length].expand(-1, heads, -1, -1).flatten(0, 1)
         x = F.embedding(tokens, model.embedding)
         for layer, (keys, values) in zip(model.layers, self.cache, strict=True):
             parts = _project(model, x, layer)
-            keys[:, :, start] = rotate(parts[:, heads : heads + kv_heads], turns)
-            values[:, :, start] = parts[:, heads + kv_heads :]
-            queries = rotate(parts[:, :heads], turns).view(rows * kv_heads, -1, model.width)
+            keys[:, :, start] = rotate(parts[:, heads : 2 * heads], turns)
+            values[:, :, start] = parts[:, 2 * heads :]
+            queries = rotate(parts[:, :heads], turns).view(rows * heads, 1, model.width)
             seen = keys.flatten(0, 1)[:, : self.length].transpose(1, 2)
             scores = torch.bmm(queries, seen) if bias is None else torch.baddbmm(bias, queries, seen)
             read = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, : self.length])
@@ -344,16 +306,12 @@ class LeanDecoder:
 
 
 def _project(model: Fused, x: Tensor, layer: Layer) -> Tensor:
-    """[N, Hq + 2 Hkv, D]: queries, keys and values, not yet rotated."""
-    parts = layer.projected(normalise(x, model.epsilon)).view(len(x), -1, model.width)
-    if layer.head_norm is not None:
-        turned = parts[:, : model.heads + model.kv_heads]
-        turned.copy_(normalise(turned, model.epsilon) * layer.head_norm)
-    return parts
+    """[N, 3 heads, D]: queries, keys and values, not yet rotated."""
+    return torch.mm(normalise(x, model.epsilon), layer.qkv).view(len(x), -1, model.width)
 
 
 def _finish(model: Fused, x: Tensor, read: Tensor, layer: Layer) -> Tensor:
-    """`x` plus the output of attention, [N, Hq * D], and then of the feed-forward part, in place."""
+    """`x` plus the output of attention, [N, heads * D], and then of the feed-forward part, in place."""
     x.addmm_(read, layer.out)
     gate, up = torch.mm(normalise(x, model.epsilon), layer.gate_up).chunk(2, dim=-1)
     return x.addmm_(F.silu(gate).mul_(up), layer.down)
