@@ -14,7 +14,7 @@ from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
-from .figures import curves, grid, outcome, settings
+from .figures import curves, grid, outcome, search
 from .figures.style import Drawing, color_of, themed
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
@@ -37,7 +37,7 @@ def page_drawings(
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
-    maps = grid.heat_maps(analysis) + grid.importances(analysis)
+    maps = grid.heat_maps(analysis) + search.importances(analysis)
     num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
         "top": [*maps, *outcomes[:num_top]],
@@ -45,8 +45,8 @@ def page_drawings(
         "curves": curves.learning_curves(analysis),
         "capability": curves.capability_curves(analysis, capable),
         "scaling": curves.scaling_curves(analysis, scaled),
-        "settings": settings.best_so_far(analysis) + settings.parallel_coordinates(analysis),
-        "slices": settings.slices(analysis),
+        "settings": search.best_so_far(analysis),
+        "slices": search.slices(analysis),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
@@ -243,11 +243,13 @@ def _texts(interval: Interval | None, metric: str, signed: bool = False) -> tupl
 def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
     """Every accuracy of the test split: metric -> its name, and metric -> arm -> (mean, interval).
 
-    pass@k is in separate tables if there is a curve of it.
+    Empty if there is none but the outcome. pass@k is in separate tables if there is a curve of it.
     """
     found = held_out_accuracies(analysis)
     if capable is not None:
         found = {name: arms for name, arms in found.items() if "/pass_at_" not in name}
+    if list(found) == [analysis.outcome.name]:  # which stands in the comparison
+        found = {}
     names = {name: _ACCURACY.get(name) or name.rpartition("/")[2].replace("_at_", "@") for name in found}
     return {"names": names, "found": found}
 

@@ -36,6 +36,9 @@ DYNAMICS = (  # metric, title, unit on the y axis
     ("train/zero_variance_groups", "Groups whose rewards are all equal", "% of groups"),
     ("policy/clip_fraction", "Tokens stopped by clipping", "% of tokens"),
     ("policy/grad_norm", "Gradient norm before clipping", "norm"),
+    ("vote/margin", "Votes of the first answer minus those of the second", "% of the group"),
+    ("vote/false_positive_rate", "Wrong rollouts that agree with the majority", "%"),
+    ("vote/answered", "Rollouts with an answer to vote with", "%"),
     ("critic/explained_variance", "Variance of returns explained by the critic", "fraction"),
 )
 _CAPTION = "Line: mean over seeds; band: lowest to highest seed."
@@ -44,29 +47,12 @@ _LABELS = {  # name of a line -> its metric
     "single rollouts": "train/accuracy",
     "validation": "validation/accuracy",
 }
-_VOTES = {
-    "margin": "vote/margin",
-    "wrong, but rewarded": "vote/false_positive_rate",
-    "with an answer": "vote/answered",
-}
 _LABELS_CAPTION = (
     "A group's majority answer is its training label. Labels that stay above single rollouts can teach; falling lines "
     "under a rising reward are collapse."
 )
-_VOTES_CAPTION = (
-    "Margin: votes of the first answer minus those of the second, over the group. Wrong, but rewarded: share of wrong "
-    "completions that agree with the majority."
-)
 _CAPABILITY_CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
 _SCALING_CAPTION = "Marks: mean over seeds; line: fitted curve, dotted beyond the data; thin line: its ceiling."
-
-
-@dataclass(frozen=True)
-class Series:
-    """A metric of one arm: one row of `values_ST` per seed at the shared positions `x_T`."""
-
-    x_T: Floats
-    values_ST: Floats
 
 
 @dataclass(frozen=True)
@@ -107,22 +93,21 @@ def dynamics(analysis: Analysis) -> list[Drawing]:
 
 
 def label_quality(analysis: Analysis) -> list[Drawing]:
-    """For each arm that is paid by a majority vote: how often its labels are right, how clear the votes are."""
+    """How often the labels are right, for each arm that is paid by a majority vote."""
     shown, drawings, weight = _curve_trials(analysis), [], "rewards.majority_vote.weight"
     voting = [arm for arm, trials in shown.items() if any(setting(trial.spec, weight) for trial in trials)]
     for number, arm in enumerate(voting):
-        for name, question, caption, metrics, unit in (
-            ("labels", "Are the majority labels right?", _LABELS_CAPTION, _LABELS, "% right"),
-            ("votes", "How clear are the votes?", _VOTES_CAPTION, _VOTES, "%"),
-        ):
-            lines = {}
-            for color, (line, metric) in zip(style.PALETTE, metrics.items(), strict=False):
-                if (series := aligned(shown[arm], metric)) is not None:
-                    # the few points of a validation stay as they are
-                    lines[line] = _line(line, color, series if line == "validation" else smoothed(series), 100.0)
-            if next(iter(metrics)) in lines:
-                draw, title = _line_chart(lines.values(), "training steps", unit), f"{question} {cut(arm, 40)}"
-                drawings.append(drawn(f"{name}_{number}", title, caption, draw, style.NARROW, 2.8))
+        found = {line: aligned(shown[arm], metric) for line, metric in _LABELS.items()}
+        lines = [
+            # the few points of a validation stay as they are
+            _line(name, color, *(series if name == "validation" else smoothed(*series)), 100.0)
+            for color, (name, series) in zip(style.PALETTE, found.items(), strict=False)
+            if series is not None
+        ]
+        if found["majority label"] is not None:
+            title = f"Are the majority labels right? {cut(arm, 40)}"
+            draw = _line_chart(lines, "training steps", "% right")
+            drawings.append(drawn(f"labels_{number}", title, _LABELS_CAPTION, draw, style.NARROW, 2.8))
     return drawings
 
 
@@ -185,10 +170,11 @@ def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
     return [drawn("scaling", cut(title, 120), _SCALING_CAPTION, chart(plot, found.cost, "%"), style.WIDE, 2.9)]
 
 
-def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> Series | None:
+def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> tuple[Floats, Floats] | None:
     """A metric of several seeds at shared positions: the steps that all have, or an even grid of a cumulative cost.
 
-    Values that are not finite are left out. None if no seed has the metric or the seeds share no position.
+    The positions x_T, and one row of values_ST per seed. Values that are not finite are left out. None if no seed has
+    the metric or the seeds share no position.
     """
     curves = []
     for trial in trials:
@@ -208,16 +194,16 @@ def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None)
         start, end = max(min(curve) for curve in curves), min(max(curve) for curve in curves)
         x = np.linspace(start, end, 41) if end > start else np.array([])
         rows = [np.interp(x, list(curve), list(curve.values())) for curve in curves]
-    return Series(x, np.array(rows, dtype=float)) if x.size else None
+    return (x, np.array(rows, dtype=float)) if x.size else None
 
 
-def smoothed(series: Series) -> Series:
-    """A centred moving average over 1/40 of the steps (at least 1), shorter at the ends."""
-    reach = series.x_T.size // 80
+def smoothed(x_T: Floats, values_ST: Floats) -> tuple[Floats, Floats]:
+    """A centred moving average over 1/40 of the steps (at least 1), shorter at the ends, after its positions."""
+    reach = x_T.size // 80
     if reach == 0:
-        return series
-    window = [slice(max(0, i - reach), i + reach + 1) for i in range(series.x_T.size)]
-    return Series(series.x_T, np.stack([series.values_ST[:, part].mean(axis=1) for part in window], axis=1))
+        return x_T, values_ST
+    window = [slice(max(0, i - reach), i + reach + 1) for i in range(x_T.size)]
+    return x_T, np.stack([values_ST[:, part].mean(axis=1) for part in window], axis=1)
 
 
 def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
@@ -236,17 +222,17 @@ def _arm_lines(
     found = []
     for arm, trials in _curve_trials(analysis).items():
         if (series := aligned(trials, metric, cost)) is not None:
-            shown, marker = smoothed(series) if is_smooth else series, style.marker_of(analysis, arm)
+            shown, marker = smoothed(*series) if is_smooth else series, style.marker_of(analysis, arm)
             name, color = style.end_label(analysis, arm), color_of(analysis, arm)
-            found.append(_line(name, color, shown, scale_of(metric), marker if has_markers else ""))
+            found.append(_line(name, color, *shown, scale_of(metric), marker if has_markers else ""))
     return found
 
 
-def _line(name: str, color: str, series: Series, scale: float, marker: str = "") -> _Line:
-    values_ST = scale * series.values_ST
+def _line(name: str, color: str, x_T: Floats, values_ST: Floats, scale: float, marker: str = "") -> _Line:
+    values_ST = scale * values_ST
     ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
     band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
-    return _Line(name, color, series.x_T, values_ST.mean(axis=0), band_2T, marker)
+    return _Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker)
 
 
 def _line_chart(lines: Iterable[_Line], x_label: str, unit: str, log_ticks: Sequence[int] = ()) -> Draw:

@@ -1,4 +1,4 @@
-"""Draws the effect of settings and of difficulty: heat maps, interactions of a grid, importances."""
+"""Draws a grid: heat maps and interactions of its factors, and accuracy by difficulty."""
 
 import math
 import re
@@ -20,7 +20,6 @@ from ..trials import score
 from . import style
 from .style import Draw, Drawing, End, axis_label, chart, cut, drawn, scale_of
 
-_STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8
 _LIGHT_TEXT = 0.75  # position from which on light text on a cell has more contrast than dark text
 
@@ -43,8 +42,8 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     shade = "stronger colour is higher" if is_detected else f"{why}, so all cells have one colour"
     caption = f"Mean over seeds with its 95 % interval; {shade}."
     return [
-        drawn(f"heat_{index}", f"{title}{suffix}", caption, _heat_map(analysis, labels, factors, levels, is_detected),
-              style.WIDE, 1.1 + 0.62 * labels.shape[0])
+        drawn(f"heat_{index}", f"{title}{suffix}", caption, partial(_heat_map, analysis, labels, factors, levels,
+              is_detected), style.WIDE, 1.1 + 0.62 * labels.shape[0])
         for index, (suffix, labels) in enumerate(maps)
     ]  # fmt: skip
 
@@ -113,55 +112,28 @@ def interactions(analysis: Analysis) -> list[Drawing]:
     return drawings
 
 
-def importances(analysis: Analysis) -> list[Drawing]:
-    """The importance of each parameter for a search's first objective; empty for a search with too few arms."""
-    search = analysis.record.search
-    if search is None or "tuning" in search or not search["importances"]["values"]:
-        return []
-    found = search["importances"]
-    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
-    names, shares = [short_path(name) for name, _ in ranked], [100 * share for _, share in ranked]
-
-    def plot(axes: Axes) -> None:
-        axes.barh(range(len(shares)), shares, height=0.5, color=style.PALETTE[0])
-        axes.set_xlim(0, None)
-        for row, share in enumerate(shares):
-            style.text_beside(axes, row, f"{share:.0f}")
-        axes.set_xlabel("% of importance")
-
-    title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
-    caption = f"Importance by {found['method']}, over the arms that the search finished."
-    return [style.row_chart("importance_0", title, caption, names, plot)]
-
-
 def _heat_map(
     analysis: Analysis,
     labels: np.ndarray,
     factors: Sequence[str],
     levels: Sequence[Sequence[Any]],
     is_detected: bool,
-) -> Draw:
-    """A cell per arm; colour scale and bar appear only if an effect `is_detected`, because noise gets no colour."""
-    metric = analysis.outcome.name
-    means = [arm.mean for arm in analysis.finished_arms]
+    figure: Figure,
+) -> None:
+    """A cell per arm; colour follows the mean only if an effect `is_detected`, because noise gets no colour."""
+    metric, means = analysis.outcome.name, [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.17, 0.15, 0.68 if is_detected else 0.8, 0.69))
-        for (row, column), label in np.ndenumerate(labels):
-            arm = analysis.arm(str(label))
-            position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
-            value = "no result" if math.isnan(arm.mean) else wording.number(arm.mean, metric)
-            limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
-            _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
-        axes.set_ylim(labels.shape[0] - 0.5, -0.5)
-        axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
-        axes.set_ylabel(short_path(factors[0]))
-        _columns(axes, [cut(str(level), 12) for level in levels[1]], short_path(factors[1]))
-        if is_detected:
-            _color_bar(figure, metric, low, high)
-
-    return draw
+    axes = figure.add_axes((0.17, 0.15, 0.8, 0.69))
+    for (row, column), label in np.ndenumerate(labels):
+        arm = analysis.arm(str(label))
+        position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
+        value = "no result" if math.isnan(arm.mean) else wording.number(arm.mean, metric)
+        limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
+        _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
+    axes.set_ylim(labels.shape[0] - 0.5, -0.5)
+    axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
+    axes.set_ylabel(short_path(factors[0]))
+    _columns(axes, [cut(str(level), 12) for level in levels[1]], short_path(factors[1]))
 
 
 def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: str) -> None:
@@ -176,7 +148,9 @@ def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: 
 
 def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits: str = "") -> None:
     """A cell for a value at a position between the lowest and the highest; NaN for none."""
-    axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, **_shade(position)))
+    shade: dict[str, Any] = {"color": style.SHADE, "alpha": 0.08 + 0.84 * position}
+    shade = {"color": style.EMPTY} if math.isnan(position) else shade
+    axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, lw=0, **shade))
     ink = style.ON_SHADE if position >= _LIGHT_TEXT else style.INK
     centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
     axes.text(column, row - (0.1 if limits else 0), value, weight="bold", size=9.5 if limits else 8.5, **centred)
@@ -189,31 +163,8 @@ def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.set_xticks(range(len(names)), names)
     axes.set_xlabel(label)
-    axes.spines[:].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _shade(position: float) -> dict[str, Any]:
-    if math.isnan(position):
-        return {"color": style.EMPTY, "lw": 0}
-    return {"color": style.SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
-
-
-def _color_bar(figure: Figure, metric: str, low: float, high: float) -> None:
-    """The colours from the lowest to the highest mean, at the right of a heat map."""
-    axes = figure.add_axes((0.885, 0.15, 0.03, 0.69))
-    for step in range(_STEPS):
-        bottom = low + (high - low) * step / _STEPS
-        axes.add_patch(Rectangle((0, bottom), 1, (high - low) / _STEPS, **_shade((step + 0.5) / _STEPS)))
-    axes.set_xlim(0, 1)
-    axes.set_ylim(low, high)
-    axes.set_xticks([])
-    axes.set_yticks([low, high], [wording.number(end, metric) for end in (low, high)])
-    axes.yaxis.tick_right()
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=7)
-    if wording.is_fraction(metric):
-        axes.set_title("%", size=8, weight="normal", color=style.MUTED, loc="center", pad=4)
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:

@@ -18,10 +18,7 @@ _COSTS = (  # key of an arm's costs, label on the x axis, its unit
     ("peak_memory_bytes", "peak memory, GiB", 2.0**30),
     ("flops_train", "operations of training per run", 1.0),
 )
-_COST_CAPTION = (
-    "Mean over seeds with 95 % interval; up is more accurate, left is cheaper. Dashed: arms whose means no other arm "
-    "beats in both."
-)
+_COST_CAPTION = "Mean over seeds with 95 % interval; up is more accurate, left is cheaper."
 
 
 def estimates(analysis: Analysis) -> list[Drawing]:
@@ -43,7 +40,7 @@ def estimates(analysis: Analysis) -> list[Drawing]:
 
 
 def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
-    """Each arm's outcome against what it cost, with the front of arms that no other beats in both."""
+    """Each arm's outcome against what it cost."""
     drawings = []
     for key, label, unit in _COSTS:
         costs = [(arm, arm.costs[key] / unit) for arm in analysis.finished_arms if key in arm.costs]
@@ -54,15 +51,6 @@ def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
             draw = chart(plot, label, axis_label(analysis.outcome.name))
             drawings.append(drawn(f"cost_{key}", title, _COST_CAPTION, draw, style.NARROW, 2.8))
     return drawings
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the (cost, value) points that no other matches in both and beats in one, cheapest first."""
-    front: list[int] = []
-    for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
-        if not front or points[index][1] > points[front[-1]][1]:
-            front.append(index)
-    return front
 
 
 def _estimates(
@@ -98,9 +86,6 @@ def _mark(axes: Axes, analysis: Analysis, label: str, x: float, y: float) -> Non
 
 def _scatter(axes: Axes, analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]]) -> list[End]:
     scale, ends = scale_of(analysis.outcome.name), []
-    front = [costs[i] for i in pareto_front([(cost, arm.mean) for arm, cost in costs])]
-    steps = [(cost, scale * arm.mean) for arm, cost in front]
-    axes.step(*zip(*steps, strict=True), where="post", color=style.MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
     for arm, cost in costs:
         color = color_of(analysis, arm.label)
         if arm.interval is not None:

@@ -39,15 +39,12 @@ WIDE, NARROW = 4.1, 3.7  # inches; 72 SVG units each, so that 8.5 pt text stays 
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 8.5,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 9,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
     "axes.linewidth": 0.7,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.spines.left": False,
     "axes.axisbelow": True,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
@@ -60,8 +57,6 @@ _STYLE: dict[str, Any] = {
     "axes.unicode_minus": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "cohort",
-    "pdf.fonttype": 3,  # five times faster than 42
-    "path.simplify": True,
 }
 
 # Colour -> the variable of the page that replaces it in the dark; a paper and a file keep the colour.
@@ -75,7 +70,7 @@ _FRESH_STYLE: Any = {key: value for key, value in matplotlib.rcParamsDefault.ite
 _STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?<=: )#[0-9a-f]{6}(?=;|$)")
 
 PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
-_STEPS = [1, 2, 2.5, 5, 10]
+STEPS = [1, 2, 2.5, 5, 10]
 
 Draw = Callable[[Figure], None]
 End = tuple[float, str, str]  # of a line: its last value, its name and its colour
@@ -175,9 +170,8 @@ def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: 
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_yticks(range(len(labels)), ["\n".join(each) for each in lines])
         axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
-        axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         plot(axes)
 
     return drawn(name, title, caption, draw, WIDE, height)
@@ -193,12 +187,11 @@ def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Dra
         axes = figure.add_axes(PLOT)
         ends = plot(axes)
         axes.grid(axis="y")
-        axes.spines["left"].set_visible(False)
         if axes.dataLim.y0 == axes.dataLim.y1 == 0:
             axes.set_ylim(-0.03, 1)
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
-            axes.xaxis.set_major_locator(MaxNLocator(4, steps=_STEPS, integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(4, steps=STEPS, integer=True))
             if axes.get_xlim()[1] >= 1e4:
                 axes.xaxis.set_major_formatter(
                     lambda x, _: f"{x / 1e6:g}M" if abs(x) >= 1e6 else f"{x / 1e3:g}k" if x else "0"

@@ -7,13 +7,15 @@ from typing import Any
 from ...harness.data import short_path
 from ..statistics import ALPHA, Interval
 
-_FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
+_FRACTIONS = (
+    "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate",
+)  # fmt: skip
 
 
 def is_fraction(metric: str) -> bool:
     """Whether a metric is a fraction in [0, 1], shown in percent."""
     quantity = metric.rpartition("/")[2]
-    return quantity.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
+    return metric.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
 
 
 def number(value: float | None, metric: str, signed: bool = False) -> str:
