@@ -68,17 +68,23 @@ def prepare(comparison: str, cpu_seconds: str, wall_seconds: str) -> Callable[..
     logging.disable(logging.CRITICAL)
     if comparison == "own":
         hasten()
-    questions = {"compare": compare if comparison == "own" else compare_as_library, "is_worked_out": compare_work}
+    judge = compare if comparison == "own" else compare_as_library
 
     def answer(begin: Begin, kind: str, first: str, second: str) -> str:
+        def stage(text: int) -> None:
+            begin(text, float(cpu_seconds), float(wall_seconds))
+
         try:
-            return questions[kind](first, second, lambda text: begin(text, float(cpu_seconds), float(wall_seconds)))
+            if kind == "compare":
+                return judge(first, second, stage)
+            stage(0)
+            return "equal" if is_worked_out(_read(first), _read(second)) else "different"
         except MemoryError:
             raise
         except Exception:  # the parser and sympy raise anything on text that is no mathematics
             return UNPARSABLE
 
-    questions["compare"](*WARM_UP, lambda text: None)
+    judge(*WARM_UP, lambda text: None)
     return answer
 
 
@@ -99,12 +105,6 @@ def compare(first: str, second: str, begin: Stage) -> str:
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
     is_equal = _equal(one, other) or (roots != [one, other] and _equal(*roots))
     return "equal" if is_equal else "different"
-
-
-def compare_work(answer: str, gold: str, begin: Stage) -> str:
-    """`equal` if an answer that equals the gold answer leaves no work that this does not leave."""
-    begin(0)
-    return "equal" if is_worked_out(_read(answer), _read(gold)) else "different"
 
 
 def hasten() -> None:

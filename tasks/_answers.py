@@ -75,7 +75,8 @@ class AnswerTask(Task):
         return completion if position < 0 else completion[:position]
 
     def equivalent(self, answer: str, other: str) -> bool:
-        return answer == other or _numbers.equal(answer, other)
+        value = _numbers.number(answer)
+        return answer == other or (value is not None and value == _numbers.number(other))
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {"math_verify": math_verify}

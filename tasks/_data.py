@@ -15,7 +15,7 @@ import json
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,12 +116,10 @@ class DatasetTask(QuestionTask):
 
     def num_skipped_rows(self, split: Split) -> int:
         """The number of bad rows left out of the source of a split; train and validation have one source."""
-        part = "test" if split == "test" else "train"
-        return _read_source(self, part, _version(self, part))[1]  # pyright: ignore[reportArgumentType]
+        return _read(self, "test" if split == "test" else "train")[1]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
-        part = "test" if split == "test" else "train"
-        problems = _read_source(self, part, _version(self, part))[0]  # pyright: ignore[reportArgumentType]
+        problems = _read(self, "test" if split == "test" else "train")[0]
         if split == "test":
             return problems
         is_validation = split == "validation"
@@ -185,18 +183,25 @@ def text_field(row: Row, *names: str) -> str:
     return text
 
 
-@lru_cache(maxsize=8)
-def _read_source(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[Problem], int]:
-    """The problems of a split of a DatasetTask's source, in the order of their hashes, and the number of skipped rows.
+def _read(task: DatasetTask, split: SourceSplit) -> tuple[Sequence[Problem], int]:
+    """The problems of a split's source, in the order of their hashes, and the number of skipped rows.
 
     Repeated questions are left out, and for train those of test. ValueError for a row that may not be skipped, or if
-    the source differs from the expected one, or changes meanwhile: `version` stands for its content.
+    the source differs from the expected one, or changes meanwhile.
     """
+    known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
+    version = digest(digested(_sources(task, split)) if None in known.values() else known)
+    return _read_version(task, split, version)  # pyright: ignore[reportArgumentType] (frozen models are hashable)
+
+
+@lru_cache(maxsize=8)
+def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[Problem], int]:
+    """What `_read` gives; `version` stands for the content of the sources: the expected, or else the present one."""
     path, _ = task.source(split)
     problems: list[Problem] = []
     bad: list[str] = []
-    num_rows = 0
-    for num_rows, (where, row) in enumerate(_find(task, split)[1](), start=1):  # noqa: B007 (the count is used)
+    rows = list(_find(task, split)[1]())
+    for where, row in rows:
         try:
             if not isinstance(row, Mapping):
                 raise BadRow(f"must be an object with fields, got {row!r:.40}")
@@ -208,18 +213,18 @@ def _read_source(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[
         else:
             problems += [problem] if problem is not None else []
     if bad:
-        _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), num_rows, bad[0])
+        _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), len(rows), bad[0])
     sources = _sources(task, split)
     verify(sources)
     if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:
-        filters = "; loosen its filters" if num_rows else ""
-        raise ValueError(f"{path}: the {split} split has no usable problem among {num_rows} rows{filters}")
+        filters = "; loosen its filters" if rows else ""
+        raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
-            taken = {problem.question for problem in _read_source(task, "test", _version(task, "test"))[0]}
+            taken = {problem.question for problem in _read(task, "test")[0]}
     kept: dict[str, Problem] = {}
     for problem in problems:
         if problem.question not in taken:
@@ -229,12 +234,6 @@ def _read_source(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
     return sorted(kept.values(), key=lambda problem: stable_id(problem.question)), len(bad)
-
-
-def _version(task: DatasetTask, split: SourceSplit) -> str:
-    """A stand-in for the content of a split's sources: the expected content, or else the present one."""
-    known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
-    return digest(digested(_sources(task, split)) if None in known.values() else known)
 
 
 def _sources(task: DatasetTask, split: SourceSplit) -> Sources:
@@ -256,43 +255,32 @@ def _source_name(task: DatasetTask, split: SourceSplit) -> str:
 def _find(task: DatasetTask, split: SourceSplit) -> Found:
     """ValueError, here or from the function that reads, if there is no such source or split."""
     path, config = task.source(split)
+    words = task.train_words
     local = Path(path).expanduser()
+    if not local.exists():
+        is_hub_id = _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() not in _SUFFIXES
+        if not is_hub_id or (local.parent != Path(".") and local.parent.is_dir()):
+            raise ValueError(f"{path}: no such file or folder; give an existing {_LISTED} file, a folder or a Hub id")
+        return _on_hub(task, split)
+    folder, files = local.parent, [local]
+    is_one_split = not local.is_dir() or (local / "state.json").exists()
     if local.is_dir():
-        return _in_folder(local, config, split, task.train_words)
-    if local.exists():
-        if local.suffix.lower() not in _SUFFIXES:
-            raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
-        return _of_one_split(local, [local], split, task.train_words)
-    looks_local = path.startswith((".", "/", "~")) or local.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(path)
-    if looks_local or (local.parent != Path(".") and local.parent.is_dir()):
-        raise ValueError(f"{path}: no such file or folder; give an existing {_LISTED} file, a folder or a Hub id")
-    return _on_hub(task, split)
-
-
-def _in_folder(folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
-    root = folder / config if config and (folder / config).is_dir() else folder
-    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
-    is_one_split, is_saved = ((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
-    if is_one_split or is_saved:  # by `save_to_disk`, whose `cache-` files are other programs' results
-        files = [file for file in files if file.suffix == ".arrow" and not file.name.startswith("cache-")]
-    if is_one_split:
-        return _of_one_split(folder, files, split, train_words)
-    chosen = [file for file in files if _split_of(file.relative_to(root), train_words) == split]
-    if not chosen:
-        called = " or ".join(train_words if split == "train" else ("test",))
-        raise _missing_split(root, split, f"no {_LISTED} file, and no folder with one, is called {called}")
-    return _of_files(chosen, folder)
-
-
-def _of_one_split(path: Path, files: list[Path], split: SourceSplit, train_words: tuple[str, ...]) -> Found:
-    """The rows of a file or a folder that is one split, by its name."""
-    if (_split_of(Path(path.name), train_words) or "test") != split:
-        only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(train_words)}"
-        raise _missing_split(path, split, f"a single {'folder' if path.is_dir() else 'file'} is one split: {only}")
-    return _of_files(files, path if path.is_dir() else path.parent)
-
-
-def _of_files(files: Iterable[Path], folder: Path) -> Found:
+        folder = local
+        root = local / config if config and (local / config).is_dir() else local
+        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+        if is_one_split or (local / "dataset_dict.json").exists():
+            # By `save_to_disk`, whose `cache-` files are other programs' results.
+            files = [file for file in files if file.suffix == ".arrow" and not file.name.startswith("cache-")]
+        if not is_one_split:
+            files = [file for file in files if _split_of(file.relative_to(root), words) == split]
+            if not files:
+                called = " or ".join(words if split == "train" else ("test",))
+                raise _missing_split(root, split, f"no {_LISTED} file, and no folder with one, is called {called}")
+    elif local.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
+    if is_one_split and (_split_of(Path(local.name), words) or "test") != split:
+        only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(words)}"
+        raise _missing_split(local, split, f"a single {'folder' if local.is_dir() else 'file'} is one split: {only}")
     named = {file.relative_to(folder).as_posix(): file for file in files}
     return named, lambda: (row for file in named.values() for row in _file_rows(file))
 
@@ -314,7 +302,17 @@ def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
 
 def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
     try:
-        rows = _json_rows(file.read_text("utf-8")) if file.suffix.lower().startswith(".json") else _table_rows(file)
+        if file.suffix.lower().startswith(".json"):
+            rows = _json_rows(file.read_text("utf-8"))
+        else:
+            from pyarrow import ipc, parquet  # slow to import, and the built-in task does without
+
+            if file.suffix.lower() == ".parquet":
+                table = parquet.read_table(file)
+            else:
+                content = file.read_bytes()
+                table = (ipc.open_file if content.startswith(b"ARROW1") else ipc.open_stream)(content).read_all()
+            rows = table.to_pylist()
         json.dumps(rows, ensure_ascii=False, default=str).encode()  # ValueError for half a character
     except _READ_ERRORS as error:
         raise ValueError(f"{file}: cannot be read as {file.suffix}: {error}") from None
@@ -333,17 +331,6 @@ def _json_rows(text: str) -> list[Row]:
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
     return rows
-
-
-def _table_rows(file: Path) -> list[Row]:
-    from pyarrow import OSFile, ipc, parquet  # slow to import, and the built-in task does without
-
-    if file.suffix.lower() == ".parquet":
-        return parquet.read_table(file).to_pylist()
-    with OSFile(str(file)) as stream:
-        opened = ipc.open_file if stream.read(6) == b"ARROW1" else ipc.open_stream
-        stream.seek(0)
-        return opened(stream).read_all().to_pylist()
 
 
 def _on_hub(task: DatasetTask, split: SourceSplit) -> Found:

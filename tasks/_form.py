@@ -44,9 +44,23 @@ def _work(value: Any) -> Iterator[str]:
             if _num_factors(term) and any(f.free_symbols for f in beside):
                 yield "multiply out"
     if isinstance(value, Mul):
-        yield from _work_of_product(value)
-    if isinstance(value, Pow):
-        yield from _work_of_power(value)
+        factors = list(_factors(value))
+        over, under = ([f for f, power in factors if f.is_Rational and power == sign and f != -1] for sign in (1, -1))
+        divides = any(power < 0 for _, power in factors)
+        bases = Counter(_base(f) for f, _ in factors if not f.is_Rational)
+        if max(len([f for f in over if f != 1]), len(under), *bases.values()) > 1 or (1 in over and not divides):
+            yield "multiply"
+        if any(power < 0 and f.has(I) for f, power in factors):
+            yield "divide"
+    if isinstance(value, Pow) and not value.base.free_symbols and value.exp.is_Rational:
+        base: Any = value.base
+        if value.exp.is_Integer:
+            if value.exp != -1 and base not in (sympy.pi, sympy.E):
+                yield "raise"
+        else:
+            is_exact = base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, value.exp).is_Rational
+            if is_exact or base.has(Pow):
+                yield "root"
     is_exponential = isinstance(value, sympy.exp) and not value.has(I)
     if isinstance(value, sympy.Function) and not value.free_symbols and not is_exponential:
         is_trigonometric = isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
@@ -59,32 +73,6 @@ def _work(value: Any) -> Iterator[str]:
     for part in getattr(value, "args", ()):
         if isinstance(part, Basic):
             yield from (kind for kind in _work(part) if not (divides and kind == "multiply out"))
-
-
-def _work_of_product(value: Mul) -> Iterator[str]:
-    factors = list(_factors(value))
-    over, under = ([f for f, power in factors if f.is_Rational and power == sign and f != -1] for sign in (1, -1))
-    divides = any(power < 0 for _, power in factors)
-    if len([f for f in over if f != 1]) > 1 or len(under) > 1 or (1 in over and not divides):
-        yield "multiply"
-    bases = Counter(_base(f) for f, _ in factors if not f.is_Rational)
-    if max(bases.values(), default=0) > 1:
-        yield "multiply"
-    if any(power < 0 and f.has(I) for f, power in factors):
-        yield "divide"
-
-
-def _work_of_power(value: Pow) -> Iterator[str]:
-    base: Any = value.base
-    exponent: Any = value.exp
-    if base.free_symbols or not exponent.is_Rational:
-        return
-    if exponent.is_Integer and exponent != sympy.S.NegativeOne and base not in (sympy.pi, sympy.E):
-        yield "raise"
-    if not exponent.is_Integer:
-        is_exact = base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, exponent).is_Rational
-        if is_exact or base.has(Pow):
-            yield "root"
 
 
 def _terms(value: Any) -> Iterator[Any]:

@@ -32,12 +32,6 @@ def canonical(text: str, *, prose: bool = True) -> str | None:
     return None if value is None else spell(value)
 
 
-def equal(text: str, other: str) -> bool:
-    """Whether both texts state the same number."""
-    value = number(text)
-    return value is not None and value == number(other)
-
-
 def number(text: str, *, prose: bool = True) -> Fraction | None:
     """The number that `text` states, or None.
 

@@ -17,7 +17,6 @@ Kind = Literal["fact", "packs", "more", "less", "times", "part", "both", "gap"]
 OPERATORS: Mapping[Kind, str] = {
     "packs": "*", "more": "+", "less": "-", "times": "*", "part": "/", "both": "+", "gap": "-"
 }  # fmt: skip
-Value = int | Fraction  # whole numbers are int
 Uniform = Callable[[], float]
 
 MIN_NUMBER = 2  # of a fact or a difference
@@ -31,7 +30,7 @@ class Quantity(NamedTuple):
     kind: Kind
     sources: tuple[int, ...]
     numbers: tuple[int, ...]
-    value: Value
+    value: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
             loose.append(len(graph) - 1)
         if move == "packs":
             factor, number = between(2, _MAX_FACTOR, uniform), between(MIN_NUMBER, limits.max_number, uniform)
-            made = Quantity("packs", (), (factor, number), factor * number)
+            made = Quantity("packs", (), (factor, number), Fraction(factor * number))
         elif move in ("extend", "extend fact", "branch"):
             made = _relate(choose(used if move == "branch" else loose, uniform), graph, limits, uniform)
         else:
@@ -122,44 +121,34 @@ def choose(items: Sequence[Any], uniform: Uniform) -> Any:
 
 def _fact(limits: Limits, uniform: Uniform) -> Quantity:
     number = between(MIN_NUMBER, limits.max_number, uniform)
-    return Quantity("fact", (), (number,), number)
+    return Quantity("fact", (), (number,), Fraction(number))
 
 
 def _relate(source: int, graph: Sequence[Quantity], limits: Limits, uniform: Uniform) -> Quantity | None:
     """A quantity that depends on another and a number; each kind that stays within the limits is equally likely."""
     value = graph[source].value
     number, factor = between(MIN_NUMBER, limits.max_number, uniform), between(2, _MAX_FACTOR, uniform)
-    made: list[tuple[Kind, int, Value]] = [
-        ("more", number, value + number),
-        ("less", number, value - number),
-        ("times", factor, value * factor),
+    made: list[Quantity] = [
+        Quantity("more", (source,), (number,), value + number),
+        Quantity("less", (source,), (number,), value - number),
+        Quantity("times", (source,), (factor,), value * factor),
+        Quantity("part", (source,), (factor,), value / factor),
     ]
-    if value % factor == 0:
-        made.append(("part", factor, value // factor))
-    elif limits.fractions:  # making one is slow
-        made.append(("part", factor, Fraction(value, factor)))
-    within = [one for one in made if _is_within(one[2], limits)]
-    if not within:
-        return None
-    kind, number, value = choose(within, uniform)
-    return Quantity(kind, (source,), (number,), _whole(value))
+    within = [one for one in made if _is_within(one.value, limits)]
+    return choose(within, uniform) if within else None
 
 
 def _combine(first: int, second: int, graph: Sequence[Quantity], uniform: Uniform) -> Quantity:
     """The sum of two quantities, or the larger one less the other."""
     if uniform() < 0.5:
-        return Quantity("both", (first, second), (), _whole(graph[first].value + graph[second].value))
+        return Quantity("both", (first, second), (), graph[first].value + graph[second].value)
     if graph[first].value < graph[second].value:
         first, second = second, first
-    return Quantity("gap", (first, second), (), _whole(graph[first].value - graph[second].value))
+    return Quantity("gap", (first, second), (), graph[first].value - graph[second].value)
 
 
-def _is_within(value: Value, limits: Limits) -> bool:
+def _is_within(value: Fraction, limits: Limits) -> bool:
     return 0 < value <= limits.max_value and value.denominator <= (_MAX_DENOMINATOR if limits.fractions else 1)
-
-
-def _whole(value: Value) -> Value:
-    return value.numerator if value.denominator == 1 else value
 
 
 FamilyName = Literal["things", "prices", "animals", "cooking", "trips"]

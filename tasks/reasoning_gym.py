@@ -24,6 +24,7 @@ from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
@@ -210,23 +211,30 @@ def gym() -> Children:
 
 
 def prepare() -> Callable[..., Any]:
-    """The function that answers what `make` or `score` is asked, in the child process."""
+    """The function that makes problems and scores answers, in the child process."""
     importlib.import_module(PACKAGE)  # an extra, and slow, so only here
-    questions = {"make": make, "score": score}
 
-    def answer(begin: Begin, name: str, *arguments: Any) -> Any:
-        def limit(cpu_seconds: float) -> None:
-            begin(0, cpu_seconds, PATIENCE * cpu_seconds)
-
-        limit(MAKE_SECONDS)
-        return questions[name](limit, *arguments)
+    def answer(begin: Begin, name: str, part: Part, *arguments: Any) -> Any:
+        begin(0, MAKE_SECONDS, PATIENCE * MAKE_SECONDS)
+        if name == "make":
+            return make(part, *arguments)
+        index, stated, cpu_seconds = arguments
+        if why_evaluated(part[0]) and not is_plain(stated):
+            return 0.0
+        generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
+        begin(0, cpu_seconds, PATIENCE * cpu_seconds)
+        try:
+            value = float(generator.score_answer(stated, item))
+        except MemoryError:
+            raise
+        except Exception:  # a verifier raises anything on text that is no answer
+            return 0.0
+        return min(max(value, 0.0), 1.0) if value == value else 0.0
 
     return answer
 
 
-def make(
-    limit: Callable[[float], None], part: list[Any], first: int, last: int, keys: list[str]
-) -> list[list[Any]] | str:
+def make(part: Part, first: int, last: int, keys: list[str]) -> list[list[Any]] | str:
     """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or a
     sentence with the reason that there are none."""
     dataset, *_ = part
@@ -262,23 +270,10 @@ def make(
                 f"{why}, which may evaluate an answer as code, and its own answers are more than plain arithmetic, "
                 f"such as {repr(answer)[:60]}; take another generator"
             )
-        rows.append([item["question"], answer, [_spelled(fields[key]) for key in keys]])
+        values = (fields[key] for key in keys)
+        told = [" ".join(map(str, value)) if isinstance(value, list | tuple) else str(value) for value in values]
+        rows.append([item["question"], answer, told])
     return rows
-
-
-def score(limit: Callable[[float], None], part: list[Any], index: int, answer: str, cpu_seconds: float) -> float:
-    """The verifier's score from 0 to 1 for an answer to the item `index` of a part."""
-    if why_evaluated(part[0]) and not is_plain(answer):
-        return 0.0
-    generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
-    limit(cpu_seconds)
-    try:
-        value = float(generator.score_answer(answer, item))
-    except MemoryError:
-        raise
-    except Exception:  # a verifier raises anything on text that is no answer
-        return 0.0
-    return min(max(value, 0.0), 1.0) if value == value else 0.0
 
 
 def is_plain(answer: str) -> bool:
@@ -288,7 +283,7 @@ def is_plain(answer: str) -> bool:
 
 @cache
 def why_evaluated(dataset: str) -> str:
-    """The call or import in the source of a generator that could evaluate an answer; empty if there is none.
+    """The name in the source of a generator that could evaluate an answer; empty if there is none.
 
     Every function of sympy evaluates text, so importing it is enough.
     """
@@ -299,31 +294,19 @@ def why_evaluated(dataset: str) -> str:
             continue
         seen.add(module)
         with open(str(sys.modules[module].__file__), encoding="utf-8") as file:
-            tree = ast.parse(file.read())
-        names = list(_imported(module, tree))
-        called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        calls = {function.id for function in called if isinstance(function, ast.Name)} & _CALLS
+            nodes = list(ast.walk(ast.parse(file.read())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):  # what it names may be modules or attributes of one
+                base = resolve_name("." * node.level + (node.module or ""), sys.modules[module].__package__)
+                names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} & _CALLS
         # `re.compile` is no `compile`, and the built-in one is no attribute.
-        calls |= {function.attr for function in called if isinstance(function, ast.Attribute)} & (_CALLS - {"compile"})
-        imports = {name.partition(".")[0] for name in names} & _IMPORTS
-        if calls or imports:
-            return f"{module} {'calls ' + min(calls) if calls else 'imports ' + min(imports)}"
+        used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} & (_CALLS - {"compile"})
+        if used := sorted(used) + sorted({name.partition(".")[0] for name in names} & _IMPORTS):
+            return f"{module} uses {used[0]}"
         waiting += [name for name in names if name.startswith(f"{PACKAGE}.") and name in sys.modules]
     return ""
-
-
-def _imported(module: str, tree: ast.Module) -> list[str]:
-    """Every module that the imports of a module may name; some are attributes of modules instead."""
-    is_package = str(sys.modules[module].__file__).endswith("__init__.py")
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
 
 
 def _registered() -> dict[str, Any]:
@@ -341,7 +324,3 @@ def _generator(dataset: str, settings: str, seed: int, size: int) -> Any:
 @lru_cache(maxsize=1024)
 def _item(dataset: str, settings: str, seed: int, size: int, index: int) -> Any:
     return _generator(dataset, settings, seed, size)[index]
-
-
-def _spelled(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -5,13 +5,17 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import get_args
 
 import datasets
 import pytest
+from cohort.tasks._answers import AnswerFormat
+from cohort.tasks._answers import write as written
 from cohort.tasks.gsm8k import GSM8K
 from real_data import ROOT, real_data
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
+FORMATS = get_args(AnswerFormat)
 ROW = {"question": "How many legs have 3 dogs?", "answer": "3*4 = <<3*4=12>>12 legs.\n#### 12"}
 
 
@@ -27,13 +31,6 @@ def write(path: Path, *rows: object) -> Path:
 
 def rows_like(count: int) -> list[dict[str, str]]:
     return [{**ROW, "question": f"{ROW['question']} ({number})"} for number in range(count)]
-
-
-def test_train_and_validation_share_the_training_rows_and_test_has_its_own():
-    train, validation, test = (task().prompts(split) for split in ("train", "validation", "test"))
-    assert len(train) + len(validation) == 12
-    assert len(validation) in (2, 3, 4)
-    assert {prompt.gold for prompt in test} == {"168", "12", "15"}
 
 
 def test_a_prompt_is_the_question_in_the_template(tmp_path):
@@ -53,32 +50,8 @@ def test_gold_is_canonical_and_the_solution_ends_in_it_without_calculator_marks(
     assert GSM8K().parse_row({**ROW, "answer": "#### 12"}).solution is None
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("#### 41\nno: #### $42.00", "42"),
-        (r"\boxed{41} but #### 42", "42"),
-        (r"$\boxed{41}$ or $\boxed{42}$", None),
-        (r"\boxed{41}, or rather \boxed{42}", "42"),
-        ("#### Answer\n" + r"\boxed{42}", "42"),
-        ("the answer is 42", None),
-        ("#### many", None),
-        ("", None),
-    ],
-)
-def test_the_answer_follows_the_marker_or_else_stands_in_the_box(completion, answer):
-    assert task().extract(completion) == answer
-
-
-WRITE = {
-    "hash": "20-2=18\n#### {}",
-    "boxed": "20-2=18\n\\boxed{{{}}}",
-    "think_answer": "<think>20-2=18</think>\n<answer>{}</answer>",
-}
-
-
 def test_the_format_alone_changes_the_prompt_and_a_template_of_ones_own_stays():
-    templates = {name: GSM8K(answer_format=name).template for name in WRITE}
+    templates = {name: GSM8K(answer_format=name).template for name in FORMATS}
     assert templates["hash"] == "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n"
     assert r"\boxed{}" in templates["boxed"]
     assert "<answer>" in templates["think_answer"]
@@ -303,17 +276,13 @@ def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
     for file in ("train.jsonl", "test.jsonl"):
         for line in (Path(gsm8k.path) / file).read_text("utf-8").splitlines():
             row = json.loads(line)
-            stated = gsm8k.extract(row["answer"])
-            assert stated is not None
-            assert gsm8k.equivalent(stated, gold[gsm8k.template.replace("{question}", row["question"])])
-    for name, text in WRITE.items():
-        reader = GSM8K(path=gsm8k.path, answer_format=name)
+            assert gsm8k.extract(row["answer"]) == gold[gsm8k.fill(row["question"])]
+    for name in FORMATS:
+        reader = GSM8K(answer_format=name)
         for prompt in splits["test"]:
-            completion = text.format(prompt.gold)
+            completion = written(name, "20-2=18", prompt.gold)
             assert reader.extract(completion) == reader.extract_lenient(completion) == prompt.gold
             assert reader.format_score(completion) == 1.0
     demonstrations = gsm8k.demonstrations()
     assert len(demonstrations) == len(splits["train"])
-    for demonstration in demonstrations:
-        assert gsm8k.extract(demonstration.completion) == gold[demonstration.prompt]
-        assert gsm8k.format_score(demonstration.completion) == 1.0
+    assert all(gsm8k.extract(d.completion) == gold[d.prompt] for d in demonstrations)
