@@ -10,7 +10,7 @@ from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.harness.study.sharing import sharing_key
+from cohort.harness.study.plan import sharing_key
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 BASE = {

@@ -22,10 +22,10 @@ from cohort.harness.run.together import Together
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import LoRA, parse_run
 from cohort.harness.spec.study import parse_study
-from cohort.harness.study.plan import Plan
+from cohort.harness.study.checks import trials_together
+from cohort.harness.study.plan import Plan, sharing_key
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import dry_run, run_study
-from cohort.harness.study.sharing import check_together, shared, sharing_key
 from fakes import MemoryLog, StopAfter, tiny_codec
 from safetensors.torch import load_file
 from test_train import BASE
@@ -231,8 +231,8 @@ def a_study(tmp_path, **changes):
 
 def test_a_study_says_which_trials_share(tmp_path, capsys):
     plan = Plan(a_study(tmp_path), tmp_path)
-    (found,) = shared(plan, workers=2, copies=1).values()
-    assert found.trials == tuple(plan.keys) and found.at_once == 2  # 4 trials for 2 workers
+    (found,) = trials_together(plan, 2, None).values()
+    assert found == {"trials": plan.keys, "at_once": 2}  # 4 trials for 2 workers
     spec = plan.spec(plan.keys[0])
     parts = [estimate(spec, model_config("tiny"), 12, torch.device("cpu"), together=n) for n in (1, 3)]
     trainable = parts[0]["gradients"]  # float32; weight, gradient and two moments of each
@@ -254,7 +254,7 @@ def test_a_study_says_which_trials_share(tmp_path, capsys):
 )
 def test_together_is_refused_where_nothing_can_be_shared(tmp_path, changes, words):
     with pytest.raises(SpecError, match=words):
-        check_together(Plan(a_study(tmp_path, **changes), tmp_path))
+        trials_together(Plan(a_study(tmp_path, **changes), tmp_path), 2, True)
 
 
 def test_a_worker_takes_trials_that_share_but_none_along_with_one_that_kills_its_workers(tmp_path):

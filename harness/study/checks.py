@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
@@ -14,9 +17,8 @@ from ..spec.run import RunSpec
 from ..spec.study import StudySpec
 from .estimates import planned
 from .launchers.local import default_workers
-from .plan import Plan
+from .plan import SHARED, Key, Plan, sharing_key
 from .queue import Queue
-from .sharing import Shared, check_together, shared
 from .storage.base import Storage
 from .storage.files import LocalStorage
 from .worker import EXECUTE
@@ -81,16 +83,39 @@ def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int
     return -(-at_once // groups)
 
 
-def trials_together(plan: Plan, workers: int | None, together: bool | None, *, here: bool = True) -> dict[str, Shared]:
-    """The trials that train together on one model; none if the user refused, or if a cluster places an unknown number
-    of workers. SpecError if the user asked for it and it is impossible."""
-    if together:
-        check_together(plan)
+def trials_together(
+    plan: Plan, workers: int | None, together: bool | None, *, here: bool = True
+) -> dict[str, dict[str, Any]]:
+    """The sets of `trials` that train on one model, by `sharing_key`, and how many of each train `at_once`: each
+    worker's share, as far as memory holds them.
+
+    There are none if the user refused, or if a cluster places an unknown number of workers. SpecError if the user asked
+    for it and no two trials can share.
+    """
+    from ..checks.memory import check_memory
+
+    sets: dict[str, list[Key]] = defaultdict(list)
+    for key in plan.keys:
+        if (common := sharing_key(plan.spec(key))) is not None:
+            sets[common].append(key)
+    if together and all(len(keys) == 1 for keys in sets.values()):
+        why = "they must have lora, devices=1, staleness=0 and an engine that serves adapters (transformers, vllm)"
+        if len(sets) > 1:
+            why = f"all differ in one of {', '.join(SHARED)}, lora.rank and lora.targets"
+        raise SpecError(f"--together needs two trials that can share a model, but {why}; leave it out")
     count = workers or (default_workers(plan.study.devices) if here else None)
     if together is False or count is None:
         return {}
     copies = max((num_copies(plan.study, arm.spec, workers, len(plan.keys)) for arm in plan.arms.values()), default=1)
-    return shared(plan, count, copies if here else 1)
+    found: dict[str, dict[str, Any]] = {}
+    for common, keys in sets.items():
+        for at_once in range(-(-len(keys) // count), 1, -1):
+            with suppress(SpecError):
+                for spec in {key[0]: plan.spec(key) for key in keys}.values():
+                    check_memory(spec, copies if here else 1, at_once)
+                found[common] = {"trials": keys, "at_once": at_once}
+                break
+    return found
 
 
 def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[str, int] | None:

@@ -5,14 +5,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from .. import plugins
 from ..data import GREY
-from ..ground.inputs import NO_INPUTS, Inputs
+from ..ground.inputs import NO_INPUTS, Inputs, digest
+from ..interfaces import RolloutEngine
 from ..spec.run import RunSpec
 from ..spec.study import Arm, StudySpec
 
 Key = tuple[str, int]  # arm label, seed
+SHARED = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device", "dtype", "autocast")
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,12 @@ class Plan:
             "cohort.trial": self.directory(key).name,
             "cohort.group": arm.short_label, "mlflow.runColor": self.study.arm_colors().get(key[0], GREY),
         }  # fmt: skip
+
+
+def sharing_key(spec: RunSpec) -> str | None:
+    """A hash that is equal for runs which can share a model and an engine (`harness.run.together`); None for a run that
+    cannot share."""
+    serves = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name)).serves_adapters
+    if spec.lora is None or spec.devices > 1 or spec.staleness or not spec.steps or not serves:
+        return None
+    return digest([spec.model_dump_json(include=set(SHARED)), spec.lora.rank, list(spec.lora.targets)])

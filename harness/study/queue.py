@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +36,8 @@ from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.study import TwoStage, parse_study
 from .attempts import Attempts
-from .plan import Clone, Key, Plan
+from .plan import Clone, Key, Plan, sharing_key
 from .search import ArmSearch
-from .sharing import sharing_key
 from .storage.base import Lease, Storage
 from .storage.files import LocalStorage
 from .two_stage import decide, on_test_split
@@ -125,9 +125,11 @@ class Queue:
             self._advance(self._read())
 
     def report(self, key: Key, step: int, value: float) -> str | None:
-        """Record a validation of a running trial; returns why a search gives its arm up now, or None."""
-        with self.storage.lock():
-            return next(filter(None, (search.report(key, step, value) for search in self._searches)), None)
+        """Record a validation of a running trial for searches that prune; returns why one gives its arm up now, or
+        None."""
+        pruning = [search for search in self._searches if search.plan.search.pruner != "none"]
+        with self.storage.lock() if pruning else nullcontext():
+            return next(filter(None, (search.report(key, step, value) for search in pruning)), None)
 
     def is_held(self, arm: str) -> bool:
         """Whether an arm was asked to stop; cheap enough for every step."""
@@ -152,11 +154,6 @@ class Queue:
         """Let a clone's trials be claimed. The caller holds the lock."""
         self._study.set_user_attr(CLONES, [*self._attributes().get(CLONES, ()), asdict(clone)])
         self._read()
-
-    @property
-    def prunes(self) -> bool:
-        """Whether `report` may ever give an arm up."""
-        return any(search.plan.search.pruner != "none" for search in self._searches)
 
     def search_record(self) -> dict[str, Any]:
         """The content of `search.json` (see `ArmSearch.record`); of a tuned comparison `{"tuning": {cell: record}}`."""
@@ -324,21 +321,19 @@ class Queue:
         return attempts.state(key) == "lost" and attempts.num_stuck(key, attempts.step(key)) > 1
 
     def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> Claim:
+        """The claim of a new attempt at a trial. The caller holds the lock."""
         stuck = self._is_stuck(key, attempts)
         sweep(self.plan.directory(key))
         try:
-            return Claim(key, self._begin(key), lease, stuck)
+            on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
+            attributes = {"arm": key[0], "seed": key[1], "gpu": on_gpu}
+            trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
+            storage, study = self._study._storage, self._study._study_id
+            number = storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
+            return Claim(key, number, lease, stuck)
         except BaseException:
             lease.release()
             raise
-
-    def _begin(self, key: Key) -> int:
-        """The number of a new attempt at a trial. The caller holds the lock."""
-        on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
-        attributes = {"arm": key[0], "seed": key[1], "gpu": on_gpu}
-        trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
-        storage, study = self._study._storage, self._study._study_id
-        return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
 
     def _dead(self, attempts: Attempts) -> set[int]:
         """Numbers of the plan's running attempts whose worker is gone."""

@@ -6,7 +6,6 @@ it writes anything.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Slurm, SlurmPool
 from .plan import Plan
 from .queue import Queue, open_storage
-from .sharing import Shared
 from .work import watch
 from .worker import EXECUTE, STORAGE
 
@@ -56,7 +54,7 @@ def run_study(
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
-    at_once = {key: found.at_once for key, found in sets.items()}
+    at_once = {key: found["at_once"] for key, found in sets.items()}
     with _pool(study.name, plan, execute, workers, storage, cluster, at_once) as pool:
         _opened(queue, command, inputs)
 
@@ -85,13 +83,13 @@ def start_study(
 
 def _checked(
     queue: Queue, workers: int | None, execute: str, *, here: bool, together: bool | None
-) -> tuple[Inputs, dict[str, Shared]]:
+) -> tuple[Inputs, dict[str, dict[str, Any]]]:
     """The study's inputs, and its trials that share a model; ValueError for a study that cannot run."""
     study, runs = queue.plan.study, queue.plan.runs
     known = check_unchanged(study, queue.storage)
     with expecting(known):
         check_study(study, runs, workers, execute, here=here)
-        sets: dict[str, Shared] = {}
+        sets: dict[str, dict[str, Any]] = {}
         if execute == EXECUTE:
             check_room(queue, workers, here=here)
             sets = trials_together(queue.plan, workers, together, here=here)
@@ -167,7 +165,7 @@ def dry_run(
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,
         "disk": disk,
-        "together": [asdict(found) for found in sets.values()],
+        "together": list(sets.values()),
         "not_checked": not_checked,
     }
 

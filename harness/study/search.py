@@ -120,7 +120,7 @@ class ArmSearch:
     def report(self, key: Key, step: int, value: float) -> str | None:
         """Record a validation of an arm; returns why the arm is given up now, or None."""
         trial = next((t for t in self._unended() if t.user_attrs.get("arm") == key[0]), None)
-        if trial is None or self.plan.search.pruner == "none" or "behind" in trial.user_attrs:
+        if trial is None or "behind" in trial.user_attrs:
             return trial and trial.user_attrs.get("behind")
         position = trial.user_attrs["seeds"].index(key[1])
         values = [trial.user_attrs[f"seed {i}"][str(step)] for i in range(position)] + [value]

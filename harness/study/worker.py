@@ -27,9 +27,8 @@ from ..ground.stop import StopRequest, stop_on_signals
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
 from ..record.run import RunLog, read_result
-from .plan import Key
+from .plan import Key, sharing_key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
-from .sharing import sharing_key
 from .storage.base import StorageUnavailable
 
 EXECUTE = "cohort.harness.run.loop:train"
@@ -231,7 +230,7 @@ class _TrialLog(RunLog):
     def _falls_behind(self) -> bool:
         """Whether the search gives the trial's arm up; `reason` says why."""
         new, self._validation = self._validation, None
-        if new is not None and self._queue.prunes:
+        if new is not None:
             with suppress(StorageUnavailable):  # asked to stop meanwhile
                 self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)
         return self.reason is not None

@@ -4,8 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,6 @@ GRACE_SECONDS = 60.0  # how long a worker on another machine may be watched with
 LOOK_SECONDS = 15.0  # most seconds that count between two looks: a watcher that slept has watched nothing
 
 
-@dataclass
-class _Watch:
-    """The heartbeats of one worker as this process has seen them."""
-
-    mark: tuple[int, int]  # of the last heartbeat
-    looked: float  # seconds, on this process's clock
-    silence: float = 0.0  # seconds watched without a new heartbeat
-
-
 class LocalStorage(Storage):
     """Files in the study's folder, for the processes of one machine or of one shared disk.
 
@@ -39,7 +29,8 @@ class LocalStorage(Storage):
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._watched: dict[Path, _Watch] = {}
+        # Folder -> the last heartbeat of its worker, when this process looked, seconds watched without a new heartbeat.
+        self._watched: dict[Path, tuple[tuple[int, int], float, float]] = {}
         self._journal, self._lock = folder / "optuna.journal", folder / "lock"
         self._document = folder / "study.json"
         self.place = f"'{folder}'"
@@ -77,9 +68,11 @@ class LocalStorage(Storage):
         On this machine the process decides (a suspended one is alive). The heartbeats that this process sees decide for
         another machine, for a process id that now belongs to another process, and for a lease that cannot be read.
         """
-        file = directory / "lease"
+        file, alive = directory / "lease", None
         try:
-            alive = _holder_lives(file)
+            with suppress(ValueError, KeyError, TypeError):  # torn
+                holder = read_json(file)
+                alive = is_alive(holder["host"], holder["pid"], holder["started"])
             stat = file.stat()  # after the file was opened: a shared disk is asked then, and not a cache
         except FileNotFoundError:
             alive, stat = False, None
@@ -87,13 +80,10 @@ class LocalStorage(Storage):
             self._watched.pop(directory, None)
             return bool(alive)
         now, mark = self._clock(), (stat.st_ino, stat.st_mtime_ns)
-        watch = self._watched.setdefault(directory, _Watch(mark, now))
-        watch.silence += min(now - watch.looked, LOOK_SECONDS)
-        watch.looked = now
-        if watch.mark != mark:
-            self._watched[directory] = _Watch(mark, now)
-            return True
-        return watch.silence < GRACE_SECONDS
+        before, looked, silence = self._watched.get(directory, (mark, now, 0.0))
+        silence = silence + min(now - looked, LOOK_SECONDS) if mark == before else 0.0
+        self._watched[directory] = mark, now, silence
+        return silence < GRACE_SECONDS
 
 
 class FileLease(Lease):
@@ -122,15 +112,6 @@ class FileLease(Lease):
             return False
         except (ValueError, KeyError):  # torn by the disk, because a worker who takes over writes a complete one
             return True
-
-
-def _holder_lives(file: Path) -> bool | None:
-    """Whether the process that a lease names is alive; None if only its heartbeats can tell."""
-    try:
-        holder = read_json(file)
-        return is_alive(holder["host"], holder["pid"], holder["started"])
-    except (ValueError, KeyError, TypeError):  # torn
-        return None
 
 
 class _JournalLock(JournalFileOpenLock):
