@@ -11,8 +11,10 @@ from pathlib import Path
 import fake_trials
 import pytest
 from cohort.harness.cli import app
+from cohort.harness.mirror.follow import catch_up
 from cohort.harness.mirror.store import check_runs_folder
 from cohort.harness.mirror.ui import serve_ui
+from cohort.harness.mirror.writer import Place
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import study_status
@@ -85,8 +87,8 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
 
 @pytest.mark.long
 @pytest.mark.attack("A copied runs folder")
-def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_original_alone(
-    tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture
+def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_from_its_records(
+    tmp_path: Path, empty_store: Path
 ):
     original = new_runs(tmp_path / "original", empty_store)
     folder = begin_study(original, a_study())
@@ -94,37 +96,23 @@ def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_origina
     (folder / "report").mkdir()
     (folder / "report" / "index.html").write_text("<p>yes")
     write_evidence(folder, read_study(original, "sizes"), "Yes.")
-    run_id, parent = in_mlflow(original, log.directory), in_mlflow(original, folder)
+    catch_up(original)
     copy = tmp_path / AWKWARD
     shutil.copytree(original, copy)
-    kept = f"mlartifacts/sizes/{run_id}/artifacts"
-    (copy / kept / "config.yaml").write_text("seed: 17\n")  # so that the two can be told apart
-    before = contents(original)
+    before, written = contents(original), contents(copy)
     assert repr(read_study(copy, "sizes")) == repr(read_study(original, "sizes"))
+    catch_up(copy)
+    with pytest.raises(ValueError, match=r"moved or copied; move it back, or delete mlflow.db and mlartifacts"):
+        check_runs_folder(copy)
+    assert contents(copy) == written
+    shutil.rmtree(copy / "mlartifacts")
+    shutil.copy(empty_store, copy / "mlflow.db")
+    catch_up(copy)
     address = f"http://127.0.0.1:{(port := free_port())}"
     with serve_ui(copy, port):
-        assert fetched(address, run_id, "config.yaml") == b"seed: 17\n"
-        assert fetched(address, parent, "report/index.html") == b"<p>yes"
-    assert "is a copy: its pages show it as it is now" in caplog.text
+        for place, name, content in (
+            (log.directory.relative_to(original), "config.yaml", b"seed: 0\n"),
+            (folder.relative_to(original), "report/index.html", b"<p>yes"),
+        ):
+            assert content in fetched(address, Place.load(copy / place).run_id, name)
     assert contents(original) == before
-    with pytest.raises(ValueError, match=r"was moved; move it back"):
-        check_runs_folder(copy)
-
-
-@pytest.mark.attack("Deleted MLflow artifacts")
-def test_deleted_artifacts_are_copied_again(
-    tmp_path: Path, empty_store: Path, record_property: Callable[[str, object], None]
-):
-    runs = new_runs(tmp_path / "runs", empty_store)
-    begin_study(runs, a_study())
-    log = log_trial(runs, "group_size=2", 0, "complete")
-    run_id, artifacts = in_mlflow(runs, log.directory), contents(runs / "mlartifacts")
-    for tried, lost in enumerate(["", f"sizes/{run_id}", f"sizes/{run_id}/artifacts/config.yaml"], start=1):
-        place = runs / "mlartifacts" / lost
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-        assert in_mlflow(runs, log.directory) == run_id
-        assert contents(runs / "mlartifacts") == artifacts
-        record_property("tried", tried)
-    written = (runs / "mlflow.db").read_bytes()
-    assert in_mlflow(runs, log.directory) == run_id
-    assert (runs / "mlflow.db").read_bytes() == written

@@ -275,7 +275,6 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(mlflow_address, "ANSWER_SECONDS", 0.4)
     monkeypatch.setattr(follow, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(follow, "DRAIN_SECONDS", 1.0)
-    monkeypatch.setattr(mlflow_address, "_chosen", None)  # which a command sets
     with socket.create_server(("127.0.0.1", 0)) as place:
         uri = f"http://127.0.0.1:{place.getsockname()[1]}"
         monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)

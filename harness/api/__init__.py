@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..ground.addresses import hides
-    from ..mirror.address import use_store
     from ..mirror.ui import browse
     from ..policy.bradley_terry import train_reward_model
     from ..record.finished import model_folder
@@ -49,7 +48,6 @@ __all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "gr
            "report", "run", "train", "verify"]  # fmt: skip
 _NAMES = {
     "..ground.addresses": "hides",
-    "..mirror.address": "use_store",
     "..mirror.ui": "browse",
     "..policy.bradley_terry": "train_reward_model",
     "..record.finished": "model_folder",

@@ -5,25 +5,9 @@ COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and e
 libraries inside their functions, so that `cohort --help` answers at once.
 """
 
-import atexit
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-
-_statuses: list[int] = []  # with which this process ends, once that is known
-
-
-@atexit.register  # before the libraries below register theirs, so that it runs after them
-def _leave() -> None:
-    """End now that all is done: taking PyTorch or MLflow apart object by object would take 1 to 2 s."""
-    if _statuses:
-        with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody is left to tell
-            for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()
-            os._exit(_statuses[-1])
-
 
 # Each module registers its commands; `cohort --help` lists them in this order.
 try:
@@ -44,7 +28,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="cohort")
     except KeyboardInterrupt:  # before a command began
         raise SystemExit(130) from None
-    except SystemExit as ended:
-        if arguments is None and isinstance(ended.code, int):
-            _statuses.append(ended.code)
-        raise

@@ -73,8 +73,6 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
             except KeyboardInterrupt:
                 terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
                 raise typer.Exit(130) from None
-            finally:
-                terminal.hush()
 
         about = (" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))  # terminals vary in width
         epilog = "\n\n".join(["[bold]Examples[/]", *map(escape, examples)])

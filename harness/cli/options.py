@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,9 @@ RUNS = Path("runs")
 
 
 def _use_store(uri: str | None) -> str | None:
-    """Keep the results of this command in that MLflow store; by default in that of the runs folder."""
-    api.use_store(uri)
+    """Keep the results of this command and its workers in that MLflow store; by default in that of the runs folder."""
+    if uri:
+        os.environ["COHORT_TRACKING_URI"] = uri
     return uri
 
 

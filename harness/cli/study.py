@@ -82,7 +82,6 @@ def study_run(
     Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.
     """
-    terminal.say_if_slow("Checking the study's settings, models, data, memory and disk ...")
     given = list(sets or ())
     given += [] if seeds is None else [f"seeds={options.integers(seeds)}"]
     found = api.study_of(study, given + ([] if name is None else [f"name={json.dumps(name)}"]), runs)
@@ -96,6 +95,7 @@ def study_run(
         placed = {"--launcher": launcher, "--cpus": cpus, "--gpus": gpus, "--slurm-set": slurm_set} if cluster else {}
         how = {None: "", True: " --together", False: " --apart"}[together]
         found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
+    terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)
     if dry_run or workers != "0":
         return _run(found, runs, count, as_json, dry_run, storage, cluster, together)
     work = api.start(found, runs, storage)

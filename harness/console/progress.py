@@ -16,38 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ..data import ENDED
-from .terminal import console, duration, hush, percent, plain, say_if_slow
+from .terminal import console, duration, percent, plain
 
 if TYPE_CHECKING:
     from ..record.status import StudyStatus, TrialStatus
 
-
-class Pace:
-    """Estimates the time left from the growth of a done fraction since it was first above 0.
-
-    The time before the first progress (loading, a cold start) says nothing about the speed afterwards.
-    """
-
-    def __init__(self) -> None:
-        self._start: tuple[float, float] | None = None
-
-    def remaining(self, now: float, fraction: float) -> float | None:
-        """Seconds left at time `now` (seconds), or None before any growth was seen."""
-        if fraction > 0 and (self._start is None or fraction < self._start[1]):
-            self._start = (now, fraction)
-        if self._start is None or fraction <= self._start[1]:
-            return None
-        began, at = self._start
-        return (now - began) * (1 - fraction) / (fraction - at)
+HEARTBEAT_SECONDS = 30.0  # between two lines of a log file where nothing else is said
 
 
 class StudyTracker:
-    """Remembers the progress of each trial across phases, so that an evaluation does not hide the training steps."""
+    """Remembers the progress of each trial across phases, so that an evaluation does not hide the training steps.
+
+    The time left follows from the growth of a done fraction since it was first above 0: the time before (loading, a
+    cold start) says nothing about the speed afterwards.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._bars: dict[tuple[str, int], tuple[str, int, int]] = {}
-        self._paces: dict[object, Pace] = {}
+        self._starts: dict[object, tuple[float, float]] = {}  # time, fraction
 
     def bar(self, trial: TrialStatus) -> tuple[str, int, int]:
         """(phase, done, total) of the trial's last phase that counts steps."""
@@ -76,7 +63,12 @@ class StudyTracker:
         return self._remaining("study", self.study_fraction(status))
 
     def _remaining(self, key: object, fraction: float) -> float | None:
-        return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
+        """None before any growth was seen."""
+        now = self._clock()
+        if fraction > 0:
+            self._starts[key] = min(self._starts.get(key, (now, fraction)), (now, fraction), key=lambda start: start[1])
+        began, at = self._starts.get(key, (now, fraction))
+        return (now - began) * (1 - fraction) / (fraction - at) if fraction > at else None
 
 
 @contextmanager
@@ -127,12 +119,10 @@ class LiveView:
 
 
 class LineView:
-    """One line for each change of a trial's state, and a heartbeat at most every `heartbeat` seconds."""
+    """One line for each change of a trial's state, and a heartbeat at most every HEARTBEAT_SECONDS."""
 
-    def __init__(self, screen: Console, heartbeat: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._screen = screen
-        self._heartbeat, self._clock = heartbeat, clock
-        self._tracker = StudyTracker(clock)
+    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen, self._clock, self._tracker = screen, clock, StudyTracker(clock)
         self._states: dict[tuple[str, int], str] = {}
         self._last = clock()
 
@@ -149,7 +139,7 @@ class LineView:
                 self._print(f"{_title(trial)}: {trial.state}{reason}{accuracy}; {_counts(status)}")
             self._states[key] = trial.state
         running = [t for t in status.trials if t.state == "running"]
-        if running and self._clock() - self._last >= self._heartbeat:
+        if running and self._clock() - self._last >= HEARTBEAT_SECONDS:
             self._print(f"{_counts(status)}, {duration(left)} left")
             for trial in running:
                 self._print(f"  {_title(trial)}: {_line(trial, self._tracker)}")
@@ -187,9 +177,9 @@ def _counts(status: StudyStatus) -> str:
 
 
 @contextmanager
-def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, `first` if
-    it lasts, and one every `heartbeat` seconds."""
+def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, and some
+    more."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
@@ -198,20 +188,13 @@ def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> It
 
         def update(phase: str, done: int, total: int) -> None:
             nonlocal shown
-            hush()
             words, count = plain(f"{title}: {phase}"), f" {done}/{total}" if total else ""
-            if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= heartbeat):
+            if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= HEARTBEAT_SECONDS):
                 screen.print(words + count, soft_wrap=True)
                 shown = time.monotonic()
             if phase not in tasks:
                 tasks[phase] = progress.add_task(str(words), total=total or None)
             progress.update(tasks[phase], completed=done, total=total or None)
 
-        if screen.is_terminal:
-            update(first, 0, 0)
-        else:
-            say_if_slow(f"{title}: {first}")
-        try:
-            yield update
-        finally:
-            hush()
+        update(first, 0, 0)
+        yield update

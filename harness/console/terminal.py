@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,15 +13,12 @@ from rich.text import Text
 from ..ground.words import duration
 
 LOG_WIDTH = 120
-SLOW_SECONDS = 1.5
-_soon: list[threading.Timer] = []
 _STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan", "invalid": "red", "failed": "red",
           "problem": "red", "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console on the current stdout or stderr; a pipe, a file or a notebook gets lines of a fixed, wide width."""
-    hush()
     screen = Console(stderr=stderr, highlight=False)
     if screen.is_terminal:
         return screen
@@ -40,22 +36,6 @@ def say(text: object, *, style: str = "", stderr: bool = False) -> None:
     for line in str(text).splitlines() or [""]:
         indent = " " * (len(line) - len(line.lstrip(" ")))
         console(stderr=stderr).print(Text(indent) + plain(line), style=style, soft_wrap=True)
-
-
-def say_if_slow(words: str) -> None:
-    """Print on stderr what is being done, unless something else (such as a quick error) is printed within
-    `SLOW_SECONDS`."""
-    hush()
-    timer = threading.Timer(SLOW_SECONDS, say, [words], {"stderr": True})
-    timer.daemon = True
-    _soon.append(timer)
-    timer.start()
-
-
-def hush() -> None:
-    """Cancel the text of `say_if_slow`."""
-    while _soon:
-        _soon.pop().cancel()
 
 
 def fail(message: object) -> None:

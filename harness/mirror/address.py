@@ -1,7 +1,7 @@
 """Finds the address of the MLflow store, and says why a server cannot be used.
 
-By default the store is a file in the runs folder. `use_store` or COHORT_TRACKING_URI (`use_store` wins) names an
-`mlflow server` instead: `http(s)://host:port`. Worker processes inherit the variable.
+By default the store is a file in the runs folder. COHORT_TRACKING_URI names an `mlflow server` instead:
+`http(s)://host:port`. Worker processes inherit the variable.
 """
 
 import os
@@ -16,13 +16,6 @@ from ..ground.addresses import shown, split_url
 
 TRACKING_URI = "COHORT_TRACKING_URI"
 ANSWER_SECONDS = 10.0  # after which a server counts as silent
-_chosen: str | None = None
-
-
-def use_store(uri: str | None) -> None:
-    """Make `uri` the store of this process; None leaves the choice to COHORT_TRACKING_URI."""
-    global _chosen
-    _chosen = uri
 
 
 def tracking_uri(runs: Path) -> str:
@@ -45,11 +38,9 @@ def tracking_uri(runs: Path) -> str:
 
 
 def remote_uri() -> str | None:
-    """The MLflow server that `use_store` or COHORT_TRACKING_URI names; None if the store is a file of the runs folder.
-
-    A server keeps the artifacts too.
-    """
-    uri = (_chosen or os.environ.get(TRACKING_URI, "")).strip()
+    """The MLflow server that COHORT_TRACKING_URI names, which keeps the artifacts too; None if the store is a file of
+    the runs folder."""
+    uri = os.environ.get(TRACKING_URI, "").strip()
     if not uri:
         return None
     parts = split_url(uri)

@@ -20,12 +20,12 @@ from ..ground.files import file_lock
 from ..record.run import INFO
 from ..record.study import STUDY
 from .address import is_outage, remote_uri, store_name
-from .store import connect, import_mlflow, moved_places
+from .store import connect, import_mlflow, moved_from
 from .studies import StudyMirror
 from .writer import RunMirror
 
 FOLLOW_SECONDS = 1.0  # between two looks at a live record
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 20.0
+RETRY_SECONDS = 5.0
 DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for the store
 SILENT_SECONDS = 2.0  # after which it says so
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def mirrored(runs: Path, folder: Path) -> Iterator[None]:
 
 def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.Event, errors: list[Exception]) -> None:
     """Copy a record until all is copied after `stop`, or until `give_up`."""
-    lock, retry, mirror = file_lock(folder / "mlflow.lock"), RETRY_SECONDS, None
+    lock, mirror = file_lock(folder / "mlflow.lock"), None
     while not give_up.is_set():
         last = stop.is_set()
         try:
@@ -113,11 +113,9 @@ def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.
             errors[:] = [error]
             if last and disk_full(error, folder) is not None:
                 break
-            (give_up if last else stop).wait(retry)
-            retry = min(2 * retry, LONGEST_RETRY_SECONDS)
+            (give_up if last else stop).wait(RETRY_SECONDS)
             continue
         errors.clear()
-        retry = RETRY_SECONDS
         if last:
             break
         stop.wait(FOLLOW_SECONDS)
@@ -128,7 +126,7 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
     """Copy all records of a runs folder, or the one in `folder`, that nobody is copying now; warns of what fails."""
     runs = runs.resolve()
     try:
-        if moved_places(runs):  # MLflow would write to the paths in the store
+        if moved_from(runs) is not None:  # MLflow would write there
             return
     except sqlite3.DatabaseError as error:
         log.warning("%s cannot be read (%s); the records are whole without it", store_name(runs), error)

@@ -49,17 +49,13 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_PLACES = (  # of artifacts and registered policies
-    ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"),
-    ("model_versions", "source"), ("model_versions", "storage_location"),
-)  # fmt: skip
 _KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
 
 
-def check_runs_folder(runs: Path, *, only_read: bool = False) -> None:
+def check_runs_folder(runs: Path) -> None:
     """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
 
-    Leaves nothing behind; the folder need not exist yet. With `only_read` it may be a copied runs folder.
+    Leaves nothing behind; the folder need not exist yet.
     """
     tracking_uri(runs)
     folder = runs.resolve()
@@ -85,7 +81,7 @@ def check_runs_folder(runs: Path, *, only_read: bool = False) -> None:
         read_json(file)
     traces_per_split()
     if remote_uri() is None:
-        _check_file(runs, only_read)
+        _check_file(runs)
     else:
         check_server()
 
@@ -134,30 +130,6 @@ def connect(runs: Path) -> MlflowClient:
     return MlflowClient(uri)
 
 
-def own_store(runs: Path, scratch: Path) -> str:
-    """The address of a store whose paths are in this runs folder: its own, or a corrected copy in `scratch`.
-
-    The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
-    one mounted under another name, with a study running in it.
-    """
-    store, here = runs.resolve() / "mlflow.db", runs.resolve().as_uri()
-    if not (moved := {place.rsplit("/", 2)[0] for place in moved_places(runs)}):
-        return tracking_uri(runs)
-    with (
-        closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database,
-        closing(sqlite3.connect(scratch / "mlflow.db")) as copy,
-        copy,
-    ):
-        database.backup(copy)
-        for old in moved:
-            for table, column in _PLACES:
-                copy.execute(
-                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                    (here, len(old) + 1, len(old) + 1, f"{old}/"),
-                )
-    return f"sqlite:///{scratch / 'mlflow.db'}"
-
-
 def source_tags(about: Mapping[str, Any]) -> dict[str, str]:
     """Tags for the code (MLflow's own), the versions and the inputs of a run or a study, cut where a store refuses."""
     versions, inputs = about["versions"], json.dumps(short(about["inputs"]))[:5000]
@@ -167,12 +139,10 @@ def source_tags(about: Mapping[str, Any]) -> dict[str, str]:
     return tags | ({"cohort.inputs": inputs} if about["inputs"] else {})
 
 
-def moved_places(runs: Path) -> list[str]:
-    """The artifact folders in the file of a runs folder that lie elsewhere, because the folder was copied or moved."""
+def moved_from(runs: Path) -> Path | None:
+    """The runs folder in which the store was made, if it is not this one: artifacts would go there."""
     store = runs.resolve() / "mlflow.db"
-    if remote_uri() is not None or not store.exists():
-        return []
-    return [place for place in _look_into(store)[1] if _elsewhere(place, runs)]
+    return None if remote_uri() is not None or not store.exists() else _look_into(store)[1]
 
 
 def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
@@ -206,12 +176,6 @@ def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
             raise
         return None
     return run if run.info.lifecycle_stage == "active" else None
-
-
-def artifacts_of(run: Run) -> set[str] | None:
-    """The names of a run's artifacts in the runs folder; None if a server keeps them."""
-    place = urlsplit(run.info.artifact_uri or "")
-    return {file.name for file in Path(unquote(place.path)).glob("*")} if place.scheme in ("", "file") else None
 
 
 def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
@@ -249,13 +213,13 @@ def as_stored(value: float) -> float:
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
-def _check_file(runs: Path, only_read: bool) -> None:
+def _check_file(runs: Path) -> None:
     """ValueError if mlflow.db is not a store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         return
     try:
-        revision, places = _look_into(store)
+        revision, moved = _look_into(store)
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise ValueError(
@@ -271,16 +235,16 @@ def _check_file(runs: Path, only_read: bool) -> None:
             f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}; another version wrote "
             f"it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
         )
-    for place in places:
-        if not only_read and (old := _elsewhere(place, runs)):
-            raise ValueError(
-                f"{store} keeps its artifacts in '{old}', which is not beside it: the runs folder was moved; "
-                "move it back to go on, or use another folder with --runs (reports and pages can be read from here)"
-            )
+    if moved is not None:
+        raise ValueError(
+            f"{store} was made in '{moved}': this runs folder was moved or copied; move it back, or delete mlflow.db "
+            "and mlartifacts in it: they are made again from the records, without the registered policies"
+        )
 
 
-def _look_into(store: Path) -> tuple[str, list[str]]:
-    """The schema revision and the artifact folders of a store; waits LOCK_SECONDS while it is locked.
+def _look_into(store: Path) -> tuple[str, Path | None]:
+    """The schema revision of a store, and the runs folder in which it was made if that is another one; waits
+    LOCK_SECONDS while it is locked.
 
     sqlite3.DatabaseError for a file that is not a store, or is still locked.
     """
@@ -288,13 +252,9 @@ def _look_into(store: Path) -> tuple[str, list[str]]:
     with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=LOCK_SECONDS, uri=True)) as database:
         revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
         places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-        return ", ".join(revisions) or "none", places
-
-
-def _elsewhere(place: str, runs: Path) -> Path | None:
-    """The artifact folder of the runs folder in which the store was made, if `place` is not in this runs folder."""
-    folder = Path(unquote(urlsplit(place).path)).parent
-    return folder if folder.name == "mlartifacts" and folder != runs.resolve() / "mlartifacts" else None
+    folders = [Path(unquote(urlsplit(place).path)).parent for place in places]
+    others = [one.parent for one in folders if one.name == "mlartifacts" and one.parent != store.parent]
+    return ", ".join(revisions) or "none", next(iter(others), None)
 
 
 def _schema_version() -> str:

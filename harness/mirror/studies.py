@@ -23,7 +23,6 @@ from .address import is_outage, remote_uri
 from .store import (
     NOTE,
     active_run,
-    artifacts_of,
     connect,
     experiment_of,
     log_params,
@@ -95,8 +94,7 @@ class StudyMirror:
             experiment = experiment_of(client, self.runs, spec["name"])
             tags = {"cohort.kind": "study", "cohort.study": spec["name"], "cohort.token": document["id"]}
             run = client.create_run(experiment.experiment_id, tags=tags, run_name=spec["name"])
-        kept = artifacts_of(run)
-        if run.info.run_id != self.place.run_id or (kept is not None and STUDY not in kept):
+        if run.info.run_id != self.place.run_id:
             self.place.run_id, self.place.copied = run.info.run_id, {}
             self.place.save(self.folder)
             changed = self._changed()

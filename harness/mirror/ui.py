@@ -1,6 +1,5 @@
 """Serves the MLflow pages of a runs folder on this machine only."""
 
-import logging
 import os
 import signal
 import socket
@@ -10,15 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..ground.stop import stop_on_signals
 from .address import health, remote_uri, tracking_uri
 from .follow import catch_up
-from .store import check_runs_folder, connect, own_store, search_runs
+from .store import check_runs_folder, connect, search_runs
 
-log = logging.getLogger(__name__)
 APP = "cohort"  # the entry point of `page.py`
 TRAINING_PAGES = "workflowType=machine_learning"  # MLflow has others, for chat agents
 START_SECONDS = 120.0  # how long a server may take to start
@@ -58,8 +55,8 @@ def serve_ui(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server of the MLflow pages of `runs` on 127.0.0.1, once it answers; creates an empty store if needed.
 
-    For a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
-    with the end of the server's output if it does not start, KeyboardInterrupt if `should_stop()` turns true first.
+    ValueError if the port is in use, RuntimeError with the end of the server's output if it does not start,
+    KeyboardInterrupt if `should_stop()` turns true first.
     """
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,18 +66,15 @@ def serve_ui(
             raise ValueError(
                 f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
             ) from None
-    check_runs_folder(runs, only_read=True)
+    check_runs_folder(runs)
     connect(runs)
     place = (runs / "mlartifacts").resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", place, "--artifacts-destination", place]
-    if entry_points(group="mlflow.app", name=APP):  # an editable install may predate the entry point
-        command += ["--app-name", APP]
-    with tempfile.TemporaryDirectory(prefix="cohort-ui-") as scratch, tempfile.TemporaryFile() as output:
-        uri = own_store(runs, Path(scratch))
-        if uri != tracking_uri(runs):
-            log.warning("'%s' is a copy: its pages show it as it is now, and changes made there are lost", runs)
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_BACKEND_STORE_URI": uri}
+    command += ["--app-name", APP]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
+    with tempfile.TemporaryFile() as output:
         deadline = time.monotonic() + START_SECONDS
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

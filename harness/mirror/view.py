@@ -21,11 +21,9 @@ NAME_COLUMN = "attributes.`Run Name`"
 
 
 def color_tag(colors: Mapping[str, str]) -> tuple[str, str]:
-    """The experiment's tag with the colours; arms whose colours do not fit get MLflow's own colours."""
-    found = {STUDY_GROUP: GREY, **colors}
-    while len(text := json.dumps(found)) > MAX_TAG:
-        found = dict(list(found.items())[: len(found) // 2])
-    return COLORS, text
+    """The experiment's tag with the colours; if they do not fit, arms get MLflow's own."""
+    text = json.dumps({STUDY_GROUP: GREY, **colors})
+    return COLORS, text if len(text) <= MAX_TAG else json.dumps({STUDY_GROUP: GREY})
 
 
 def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] | None:

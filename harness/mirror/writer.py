@@ -25,7 +25,6 @@ from .store import (
     STATUS,
     SUMMARY,
     active_run,
-    artifacts_of,
     as_stored,
     experiment_of,
     log_params,
@@ -123,9 +122,7 @@ class RunMirror:
     def _is_there(self, client: MlflowClient, parent: str | None) -> bool:
         """Whether the run that was copied whole is still in this store, below the same parent."""
         if not self._known and (run := active_run(client, self.place.run_id)) is not None:
-            kept = artifacts_of(run)
-            whole = kept is None or kept >= {*self.place.copied.get("artifacts", ())}
-            self._known = whole and run.data.tags.get("mlflow.parentRunId") == parent
+            self._known = run.data.tags.get("mlflow.parentRunId") == parent
         return self._known
 
     def _copy(self, size: int) -> None:
@@ -138,8 +135,7 @@ class RunMirror:
         self._copy_traces(info)
         self._copy_state(client, info, finish)
         if finish is not None:
-            kept = artifacts_of(client.get_run(self._run_id))
-            self.place.copied = {EVENTS: size, "artifacts": sorted(kept or ())}
+            self.place.copied = {EVENTS: size}
             self.place.save(self.directory)
             self._known = True
 
