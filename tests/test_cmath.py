@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
+import datasets
 import pytest
 from cohort.tasks._data import BadRow
 from cohort.tasks.cmath import CMATH
@@ -46,21 +46,12 @@ def test_other_tasks_know_no_development_part(tmp_path):
         task(FIXTURE.parent / "math_answers").prompts("train")
 
 
-class FakeHub:
-    """Stands for the `datasets` module: CMATH's two splits."""
-
-    def get_dataset_config_names(self, path):
-        return ["default"]
-
-    def load_dataset(self, path, config):
-        rows = [{**ROW, "question": f"{ROW['question']} {number}"} for number in range(21)]
-        return {"validation": rows[:20], "test": rows[20:]}
-
-
 def test_the_hub_calls_the_training_source_validation(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", FakeHub())
-    assert num_train(CMATH(path="some/cmath", validation_fraction=0.25)) == 20
-    assert len(CMATH(path="some/cmath", validation_fraction=0.25).prompts("test")) == 1
+    rows = [{**ROW, "question": f"{ROW['question']} {number}"} for number in range(21)]
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["default"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, config: {"validation": rows[:20], "test": rows[20:]})
+    cmath = CMATH(path="some/cmath", validation_fraction=0.25)
+    assert (num_train(cmath), len(cmath.prompts("test"))) == (20, 1)
 
 
 def test_the_grade_is_a_tag_and_there_are_no_demonstrations():

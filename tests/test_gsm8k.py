@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -233,19 +232,13 @@ def test_a_path_that_holds_no_data_is_an_error_and_no_hub_id(path, message, monk
         GSM8K(path=path).prompts("test")
 
 
-class FakeHub:
-    """Stands for the `datasets` module: one data set with two configurations, the second without a train split."""
-
-    def get_dataset_config_names(self, path):
-        return ["easy", "hard"]
-
-    def load_dataset(self, path, config):
+def test_a_hub_source_gives_one_configuration_or_all_of_them(monkeypatch):
+    def load_dataset(path, config):
         test = {"test": [{**ROW, "question": f"{path} {config}?"}]}
         return test if config == "hard" else {**test, "train": rows_like(4)}
 
-
-def test_a_hub_source_gives_one_configuration_or_all_of_them(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", FakeHub())
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["easy", "hard"])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     one, every = GSM8K(path="some/problems", config="hard"), GSM8K(path="some/problems", config=None)
     assert [p.text.splitlines()[0] for p in one.prompts("test")] == ["Question: some/problems hard?"]
     assert {p.text.splitlines()[0][-5:] for p in every.prompts("test")} == {"easy?", "hard?"}
