@@ -117,24 +117,18 @@ class Comparison:
         return statistics.minimum_detectable_difference(self.interval.error, self.interval.df, ALPHA / self.family)
 
     @cached_property
-    def seeds_needed(self) -> int | None:
-        """Seeds per arm to find the observed difference with that probability; None if 200 are too few, or unknown."""
-        return None if math.isnan(self.detectable) else self._seeds_to_find(self.estimate)
-
-    @cached_property
     def seeds_for(self) -> dict[float, int | None]:
-        """The same for each of the planned differences (fractions); empty without a known variance."""
+        """Seeds per arm that find each planned difference (fractions) with that probability; None for more than 200.
+
+        Empty without a known variance.
+        """
         if math.isnan(self.detectable) or not self.outcome.is_fraction:
             return {}
-        return {size: self._seeds_to_find(size) for size in PLANNED_DIFFERENCES}
-
-    def _seeds_to_find(self, difference: float) -> int | None:
+        variance, problems = CrossedVariance(float(np.var(self.values, ddof=1)), 0.0, 0.0), 1
         if self.cells is not None:
             variance, problems = statistics.crossed_variance(self.cells), self.cells.shape[1]
-        else:
-            variance = CrossedVariance(float(np.var(self.values, ddof=1)), 0.0, 0.0)
-            problems = 1
-        return statistics.seeds_needed(difference, variance, problems, ALPHA / self.family)
+        level = ALPHA / self.family
+        return {size: statistics.seeds_needed(size, variance, problems, level) for size in PLANNED_DIFFERENCES}
 
 
 @dataclass(frozen=True)

@@ -268,12 +268,9 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
 
 
 def _plan(one: Comparison) -> list[str]:
-    """The detectable difference, and the seeds needed for the one seen and for each planned one, as text."""
-    if math.isnan(one.detectable):
-        return ["n/a"] * (2 + len(PLANNED_DIFFERENCES))
-    seeds = ["> 200" if count is None else str(count) for count in (one.seeds_needed, *one.seeds_for.values())]
-    unknown = ["n/a"] * (1 + len(PLANNED_DIFFERENCES) - len(seeds))
-    return [wording.points(one.detectable, one.outcome.name), *seeds, *unknown]
+    """The detectable difference, and the seeds needed for each planned one, as text."""
+    found = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)
+    return [found, *(str(one.seeds_for.get(size, "n/a") or "> 200") for size in PLANNED_DIFFERENCES)]
 
 
 def _rollouts(analysis: Analysis) -> dict[str, Any]:

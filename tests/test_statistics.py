@@ -122,7 +122,7 @@ def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() ->
         for alpha in (0.05, 0.05 / 9, 0.05 / 45):
             critical = float(stats.t.isf(alpha / 2, df))
             powers = [ours._power(shift, critical, df) for shift in np.linspace(0, 4 * critical, 60)]
-            assert powers[0] == pytest.approx(alpha, rel=1e-6)
+            assert powers[0] == pytest.approx(alpha / 2, rel=1e-6)
             assert np.all(np.diff(powers) > -1e-12)
             assert powers[-1] > 0.95
 
