@@ -1,6 +1,7 @@
 """Before the first step engine and learner give the model's own log-probs, or the run ends; lengths that end refuse."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_a_learner_that_computes_something_else_ends_the_run():
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
     run.learner.off_if_shared = False
     with pytest.raises(InvalidRun, match=r"the learner and the model's own forward pass differ by 0.01 nats"):
+        check_agreement(run, PROMPTS, 0)
+
+
+def test_an_engine_whose_logprobs_are_no_numbers_ends_the_run():
+    run, nan = make_run(), float("nan")
+    generate = run.engine.generate
+
+    def unmeasured(*given, **keys):
+        groups = generate(*given, **keys)
+        return [
+            replace(g, rollouts=tuple(replace(r, logprobs=(nan,) * len(r.logprobs)) for r in g.rollouts))
+            for g in groups
+        ]
+
+    run.engine.generate = unmeasured
+    with pytest.raises(InvalidRun, match="engine transformers and the model's own forward pass differ by nan nats"):
         check_agreement(run, PROMPTS, 0)
 
 

@@ -172,6 +172,12 @@ def test_a_plugin_that_raises_is_named_without_a_traceback(
     assert "Traceback" not in cohort.err
 
 
+@pytest.mark.usefixtures("store")
+def test_an_invalid_run_says_why_and_ends_with_exit_code_1(cohort: Shell):
+    assert cohort(*TRAIN, *sets(*QUICK, "engine=scripted", "gates.mismatch_kl=1e-12"), "--json") == 1
+    assert cohort.json()["state"] == "invalid" and "mismatch/kl was above 1e-12" in cohort.json()["reason"]
+
+
 def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]):
     with progress.phase_bar("tiny on arithmetic") as show:
         for done in (1, 2, 3):

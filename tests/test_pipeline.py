@@ -5,6 +5,7 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.mirror.store import connect
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import pipeline
+from cohort.harness.run.cold_start import start_policy
 from cohort.harness.run.pipeline import (
     Rejection,
     Stage,
@@ -109,6 +111,10 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
     assert sorted(children) == ["r1/distil", "r1/polish", "r1/reason"]
     assert {tags["mlflow.parentRunId"] for tags in children.values()} == {parent.info.run_id}
     assert {tags["cohort.state"] for tags in children.values()} == {"complete"}
+    # A run with the same cold start takes the pipeline's, and trains none.
+    told: list[Any] = []
+    start_policy(stages[0].spec, runs / "cache", lambda *said: told.append(said))
+    assert told == []
     # The same command again runs nothing.
     before = (polish / "events.jsonl").read_bytes()
     again, _ = train_pipeline(stages, runs, "r1")

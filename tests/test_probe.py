@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from architectures import small_run
 from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import sync
+from cohort.harness.run.step import train_step
 from cohort.harness.run.sync import check_sync, probe
 from fakes import tiny_codec
 
@@ -83,6 +85,20 @@ def test_stale_weights_and_scores_that_are_no_numbers_make_the_run_invalid(dtype
     policy = tiny_model(0).to(getattr(torch, dtype))
     with pytest.raises(InvalidRun, match=words):
         update_and_check(EngineWithACopy(policy, **engine), policy, size)
+
+
+def test_a_step_whose_engine_keeps_its_old_weights_makes_the_run_invalid():
+    algorithm = {"name": "grpo", "group_size": 4}
+    for engine in ({}, STALE):
+        run = small_run(tiny_model(0), algorithm=algorithm, rollouts_per_step=8, control="random")  # paid by coins
+        run.engine = EngineWithACopy(run.learner.policy, **engine)
+        run.engine.exact_logprobs = run.learner.sampler_is_exact = False
+        prompts = run.spec.task.prompts("train")
+        if not engine:
+            assert train_step(run, prompts, 0)[0]["mismatch/after_sync"] < 1e-4
+            continue
+        with pytest.raises(InvalidRun, match="stale weights: after they were loaded"):
+            train_step(run, prompts, 0)
 
 
 def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_groups(monkeypatch):

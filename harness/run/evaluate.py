@@ -29,7 +29,7 @@ from ..interfaces import RolloutEngine, RunLogger, Task
 from ..policy.flops import Lengths, lengths
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
-from .grading import completion_rows, grade, groups_of, sample_rows
+from .grading import completion_row, grade, groups_of, sample_rows
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
@@ -102,7 +102,8 @@ def evaluate_run(
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with kept.open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(row)}\n" for row in completion_rows(groups, greedy_groups))
+                for both in zip(groups, greedy_groups, strict=True):
+                    file.write(f"{json.dumps(completion_row(*both))}\n")
                 file.flush()
                 os.fsync(file.fileno())
             sync(kept.parent)
@@ -115,10 +116,10 @@ def evaluate_run(
 
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
     """The result of `evaluate_run`, from its kept completions graded again; without samples."""
-    groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
-    graded, greedy = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
-    scores = [problem_score(*both) for both in zip(graded, greedy, strict=True)]
-    return _result(split, [group.prompt for group in groups], scores)
+    both = [groups_of(row) for row in rows]
+    graded, greedy = (grade(task, part, NO_LIMIT) for part in zip(*both, strict=True))
+    scores = [problem_score(*marked) for marked in zip(graded, greedy, strict=True)]
+    return _result(split, [samples.prompt for samples, _ in both], scores)
 
 
 def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> EvaluationResult:
@@ -257,8 +258,7 @@ def kept_problems(file: Path) -> Iterator[tuple[Group, Group]]:
                 return
             whole += len(line)
             try:
-                row = json.loads(line)
-                (samples,), (greedy,) = groups_of([row], "samples"), groups_of([row], "greedy")
+                samples, greedy = groups_of(json.loads(line))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{file} has no problem of an evaluation in line {number} ({type(error).__name__}: "

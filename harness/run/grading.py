@@ -175,28 +175,24 @@ def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
 
 
-def completion_rows(groups: Sequence[Group], greedy: Sequence[Group]) -> list[dict[str, Any]]:
-    """Each problem with its samples and its greedy completion, as `groups_of` reads them."""
-    return [
-        {
-            "id": group.prompt.id, "prompt": group.prompt.text, "gold": group.prompt.gold, "tags": group.prompt.tags,
-            "samples": _written(group), "greedy": _written(first),
-        }
-        for group, first in zip(groups, greedy, strict=True)
-    ]  # fmt: skip
+def completion_row(group: Group, greedy: Group) -> dict[str, Any]:
+    """A problem with its samples and its greedy completion, as `groups_of` reads it."""
+    prompt = group.prompt
+    row: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "gold": prompt.gold, "tags": prompt.tags}
+    for name, one in (("samples", group), ("greedy", greedy)):
+        row[name] = [(rollout.text, len(rollout.token_ids), rollout.finish_reason) for rollout in one.rollouts]
+    return row
 
 
-def groups_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
-    """The groups that `completion_rows` wrote under `name`, with the right number of tokens but unknown token ids.
+def groups_of(row: Mapping[str, Any]) -> tuple[Group, Group]:
+    """Samples and greedy completion that `completion_row` wrote, with the right number of tokens but unknown token ids.
 
     ValueError, KeyError or TypeError for a row that it did not write.
     """
-    groups = []
-    for row in rows:
-        tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
-        prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags)
-        groups.append(Group(prompt, (), tuple(_read(*written) for written in row[name])))
-    return groups
+    tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
+    prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags)
+    samples, greedy = (Group(prompt, (), tuple(_read(*one) for one in row[name])) for name in ("samples", "greedy"))
+    return samples, greedy
 
 
 def group_of(rows: Sequence[Mapping[str, Any]]) -> Group:
@@ -208,10 +204,6 @@ def group_of(rows: Sequence[Mapping[str, Any]]) -> Group:
 def _read(text: Any, length: Any, end: Any) -> Rollout:
     token_ids: Any = range(int(length))  # takes no memory, whatever length the file states
     return Rollout(str(text), token_ids, (), end)
-
-
-def _written(group: Group) -> list[tuple[str, int, str]]:
-    return [(rollout.text, len(rollout.token_ids), rollout.finish_reason) for rollout in group.rollouts]
 
 
 def sample_rows(
@@ -237,20 +229,12 @@ def sample_rows(
     for p, i in places:
         prompt, rollout, correct = groups[p].prompt, groups[p].rollouts[i], graded[p].correct
         assert correct is not None, "sample_rows needs correctness"
-        rows.append(
-            SampleRow(
-                step=step,
-                split=split,
-                prompt_id=prompt.id,
-                prompt=prompt.text,
-                completion=rollout.text,
-                gold=prompt.gold,
-                answer=graded[p].answers[i],
-                correct=correct[i],
-                reward=None if scores is None else scores[p].totals[i],
-                num_tokens=len(rollout.token_ids),
-                finish_reason=rollout.finish_reason,
-                rewards={} if scores is None else {name: values[i] for name, values in scores[p].parts.items()},
-            )
-        )
+        row = SampleRow(
+            step=step, split=split, prompt_id=prompt.id, prompt=prompt.text, completion=rollout.text,
+            gold=prompt.gold, answer=graded[p].answers[i], correct=correct[i],
+            reward=None if scores is None else scores[p].totals[i],
+            num_tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason,
+            rewards={} if scores is None else {name: values[i] for name, values in scores[p].parts.items()},
+        )  # fmt: skip
+        rows.append(row)
     return rows

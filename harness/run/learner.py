@@ -42,10 +42,9 @@ SAMPLED = 4096  # weights of each tensor that show whether an update changed it
 class Learner:
     """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
 
-    def __init__(self, spec: RunSpec, policy: nn.Module, *, sampler_is_exact: bool = False):
-        """With `sampler_is_exact` the engine's log-probs are those of the policy before the step, to the rounding."""
+    def __init__(self, spec: RunSpec, policy: nn.Module):
         self.spec = spec
-        self.sampler_is_exact = sampler_is_exact
+        self.sampler_is_exact = False  # whether the engine's log-probs are the policy's before the step, to rounding
         self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
         self.policy = policy
         self.adapted = has_adapter(policy)
@@ -82,13 +81,14 @@ class Learner:
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.critic is not None:
-            critic, trunk = self.critic, self._trunks()[-1]
+            critic = self.critic
 
-            def values(part: Batch, prompts: PromptStates | None) -> Tensor:
-                mask = part.completion_mask_BT
-                return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
+            def values(
+                trunk: nn.Module, tokens: Tensor, mask: Tensor, _: float, prompts: PromptStates | None
+            ) -> Tensor:
+                return critic(mask, completion_states(trunk, tokens, mask, prompts))
 
-            batch = batch.replace(values_BT=self._forward_rows(batch, values, trunk))
+            batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
         return batch
 
     @property
@@ -274,54 +274,39 @@ class Learner:
         """Scores of a micro-batch, given its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
         hidden = completion_states(self.policy, tokens, mask, prompts[0])
+        wants_gradient, temperature = self.spec.algorithm.entropy_needs_gradient, self.spec.sampling.temperature
         logprobs, entropy = token_logprobs(
-            self.policy,
-            tokens,
-            mask,
-            self.spec.sampling.temperature,
-            hidden=hidden,
-            entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
+            self.policy, tokens, mask, temperature, hidden=hidden, entropy_gradient=wants_gradient
         )
         if self.critic is None:
             return PolicyOutput(logprobs, entropy)
         if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now
             hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
-        values = self.critic(mask, hidden)
-        return PolicyOutput(logprobs, entropy, values)
+        return PolicyOutput(logprobs, entropy, self.critic(mask, hidden))
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
-        temperature = self.spec.sampling.temperature
-
-        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
-            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=prompts)[0]
-
-        return self._forward_rows(batch, forward, model)
+        return self._forward_rows(batch, model, lambda *given, prompts: token_logprobs(*given, prompts=prompts)[0])
 
     @torch.no_grad()
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
         """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
-        temperature = self.spec.sampling.temperature
-
-        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
-            given = (self.policy, part.tokens_BT, part.completion_mask_BT, temperature)
-            if distribution == "uniform_kl":
-                return token_uniform_kls(*given, prompts=prompts)
-            return token_logprobs(*given, prompts=prompts)[1]
-
-        values_BT = self._forward_rows(batch, forward, self.policy)
+        measures: dict[Distribution, Callable[..., Tensor]] = {
+            "uniform_kl": token_uniform_kls,
+            "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
+        }
+        values_BT = self._forward_rows(batch, self.policy, measures[distribution])
         return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
 
-    def _forward_rows(
-        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
-    ) -> Tensor:
-        """[B, T] in the batch's row order, from a function of (micro-batch, its prompts as `model` reads them)."""
-        prompts = self._prompt_states(model, batch)
+    def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[..., Tensor]) -> Tensor:
+        """[B, T] in the batch's row order, from a function of a micro-batch with the arguments of `token_logprobs`."""
+        prompts, temperature = self._prompt_states(model, batch), self.spec.sampling.temperature
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
             with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                values = forward(part, prompts and prompts.rows(rows))
+                own = prompts and prompts.rows(rows)
+                values = measure(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=own)
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
@@ -364,13 +349,8 @@ class Learner:
 
     def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
         settings = self.spec.optimizer
-        return torch.optim.AdamW(
-            [p for p in module.parameters() if p.requires_grad],
-            lr=learning_rate,
-            betas=(0.9, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        trained, betas = [p for p in module.parameters() if p.requires_grad], (0.9, settings.beta2)
+        return torch.optim.AdamW(trained, lr=learning_rate, betas=betas, weight_decay=settings.weight_decay, fused=True)
 
 
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:

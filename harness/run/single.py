@@ -96,7 +96,8 @@ def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
 
     Deletes the checkpoints that a killed attempt had no time to delete.
     """
-    if not has_ended(directory) or (ended := read_result(directory)) is None:
+    ended = read_result(directory)
+    if ended is None or ended["state"] not in FINAL:
         return None
     drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return RunResult(ended["state"], ended["reason"], ended["summary"])

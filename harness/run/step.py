@@ -237,13 +237,9 @@ def score_rollouts(
 ) -> list[Score]:
     """The groups' rewards, or in a control arm those of the control; `prompts` is the whole split, `first` the number
     of a group's first sample among all of its prompt."""
-    instead = None
-    if spec.control not in (None, "frozen"):
-        pairs = list(zip(groups, graded, strict=True))
-        instead = ranks.shared(
-            pairs, lambda part: control_rewards(spec, prompts, [g for g, _ in part], [g for _, g in part], step, first)
-        )
-    return ranks.same(lambda: score(spec.rewards, graded, instead))
+    is_controlled = spec.control not in (None, "frozen")
+    args = (spec, prompts, groups, graded, step, first)
+    return ranks.same(lambda: score(spec.rewards, graded, control_rewards(*args) if is_controlled else None))
 
 
 def collate(

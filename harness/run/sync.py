@@ -7,12 +7,8 @@ The learner scores without autocast and TF32, because their rounding would hide 
 engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
 that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
 
-Measured with vLLM on a CPU beside a float32 learner (docs/lab-notes.md, "Is a stale vLLM noticed in each precision"):
-at rates of 1e-4 and 1e-6 an engine one update behind was noticed in every step, and one in step passed all. At 1e-8 one
-update moves no token by `SEEN`; the probe then continues over further steps, and a stale engine was noticed 3 to 11
-updates later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step
-move 0.02 times as far. With weights in bfloat16 (without a float32 copy) a missed update is noticed if it moved a token
-by 0.1 nats.
+Where an update moves no token by `SEEN`, the probe continues over further steps. How soon a stale vLLM is noticed in
+each precision is measured in docs/lab-notes.md ("Is a stale vLLM noticed in each precision").
 """
 
 from collections.abc import Sequence
