@@ -37,7 +37,6 @@ class Pool:
 @dataclass
 class SamplingParams:
     temperature: float = 1.0
-    top_p: float = 1.0
     max_tokens: int = 16
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()

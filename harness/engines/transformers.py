@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -109,18 +110,10 @@ class TransformersEngine(RolloutEngine):
 
 def _chunks(calls: Sequence[Call], max_rows: int) -> Iterator[list[tuple[int, Call]]]:
     """The calls with their places, cut between prompts so that a chunk has `max_rows` rows or one prompt at most."""
-    chunk: list[tuple[int, Call]] = []
-    rows = 0
-    for number, call in enumerate(calls):
-        start = 0
-        while start < len(call.prompts):
-            fit = max((max_rows - rows) // call.group_size, int(not chunk))
-            if fit:
-                part = call.prompts[start : start + fit]
-                chunk.append((number, replace(call, prompts=part)))
-                start, rows = start + len(part), rows + len(part) * call.group_size
-            if start < len(call.prompts):
-                yield chunk
-                chunk, rows = [], 0
-    if chunk:
-        yield chunk
+    places = [(number, prompt) for number, call in enumerate(calls) for prompt in call.prompts]
+    while places:
+        rows = accumulate(calls[number].group_size for number, _ in places)
+        count = max(1, sum(end <= max_rows for end in rows))
+        parts = groupby(places[:count], key=lambda place: place[0])
+        yield [(number, replace(calls[number], prompts=[prompt for _, prompt in part])) for number, part in parts]
+        places = places[count:]

@@ -9,8 +9,7 @@ common part of a group's prompts. The seeds are not the noise of the transformer
 only among arms with this engine.
 
 Departure from vLLM's own defaults: log-probs are those of the whole tempered distribution. vLLM can state them before
-temperature and cuts or after both; after both is the same thing without a cut, and at temperature 1 a second pass
-scores the completions. A cut at another temperature is refused.
+temperature and cuts or after both, which is the same thing without a cut: so a cut is refused.
 """
 
 from __future__ import annotations
@@ -146,51 +145,41 @@ class VLLMEngine(RolloutEngine):
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
         assert sampling.max_tokens is not None
         _check_sampling(sampling)
-        if not any(call.prompts for call in calls):
-            return [[] for _ in calls]
         encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
-        longest = max(len(tokens) for part in encoded for tokens in part)
-        limit = self.llm.llm_engine.model_config.max_model_len
+        requests = [
+            (tokens, call.policy, request_seed(call.seed, call.step, prompt.id, k))
+            for call, part in zip(calls, encoded, strict=True)
+            for prompt, tokens in zip(call.prompts, part, strict=True)
+            for k in range(call.group_size)
+        ]
+        if not requests:
+            return [[] for _ in calls]
+        rows = [tokens for tokens, _, _ in requests]
+        longest, limit = max(map(len, rows)), self.llm.llm_engine.model_config.max_model_len
         if longest + sampling.max_tokens >= limit:
             raise ValueError(
                 f"engine.max_model_len must exceed prompt plus completion tokens ({longest} + {sampling.max_tokens}), "
                 f"got {limit}; raise engine.max_model_len as far as the model allows, or lower sampling.max_tokens"
             )
-        seeds = [
-            request_seed(call.seed, call.step, prompt.id, k)
-            for call in calls
-            for prompt in call.prompts
-            for k in range(call.group_size)
+        parameters = [
+            _vllm().SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                seed=seed,
+                stop_token_ids=self.end_ids,
+                ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, those of every model
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for _, _, seed in requests
         ]
-        sizes = [(call, part, len(part) * call.group_size) for call, part in zip(calls, encoded, strict=True)]
-        rows = [tokens for call, part, _ in sizes for tokens in part for _ in range(call.group_size)]
-        policies = [call.policy for call, _, size in sizes for _ in range(size)]
-        outputs = self._run(
-            rows,
-            [
-                _vllm().SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    max_tokens=sampling.max_tokens,
-                    seed=seed,
-                    stop_token_ids=self.end_ids,
-                    ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, those of every model
-                    logprobs=0,  # of the sampled token alone
-                    flat_logprobs=True,
-                    detokenize=False,
-                )
-                for seed in seeds
-            ],
-            policies,
-        )
-        completions = [tuple(output.outputs[0].token_ids) for output in outputs]
-        logprobs = [tuple(output.outputs[0].logprobs.logprobs) for output in outputs]
-        if sampling.temperature and sampling.top_p < 1:
-            whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
-            logprobs = [tuple(row) for row in self._score(whole, policies)]
-        ended = [ids[-1] in self.end_ids for ids in completions]
-        found = zip(completions, logprobs, ended, strict=True)
-        return [as_groups(call.prompts, part, islice(found, size), self.codec) for call, part, size in sizes]
+        outputs = (output.outputs[0] for output in self._run(rows, parameters, [policy for _, policy, _ in requests]))
+        found = ((tuple(o.token_ids), tuple(o.logprobs.logprobs), o.token_ids[-1] in self.end_ids) for o in outputs)
+        return [
+            as_groups(call.prompts, part, islice(found, len(part) * call.group_size), self.codec)
+            for call, part in zip(calls, encoded, strict=True)
+        ]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
@@ -220,13 +209,10 @@ class VLLMEngine(RolloutEngine):
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of the tokens after the first n >= 1 of each row, under vLLM's weights."""
-        return self._score(rows, [policy] * len(rows))
-
-    def _score(self, rows: Sequence[tuple[Sequence[int], int]], policies: Sequence[int]) -> list[list[float]]:
         parameters = _vllm().SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )  # prompt log-probs make vLLM compute the whole row: it reads no cached prefix
-        outputs = self._run([tuple(tokens) for tokens, _ in rows], [parameters] * len(rows), policies)
+        outputs = self._run([tokens for tokens, _ in rows], [parameters] * len(rows), [policy] * len(rows))
         return [
             list(output.prompt_logprobs.logprobs[n - 1 :]) for output, (_, n) in zip(outputs, rows, strict=True)
         ]  # the first token has none
@@ -256,13 +242,12 @@ class VLLMEngine(RolloutEngine):
         gc.collect()
         UNMAPPED.set(0)
 
-    def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
+    def _run(self, rows: Sequence[Sequence[int]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
         assert not self.asleep, "a slept engine has no weights before load_weights"
         more = {"lora_request": [self._adapter(n, "loaded") for n in policies]} if self.adapters else {}
         with _process_state_kept():
-            return self.llm.generate(
-                [{"prompt_token_ids": list(tokens)} for tokens in rows], list(parameters), use_tqdm=False, **more
-            )
+            prompts = [{"prompt_token_ids": list(tokens)} for tokens in rows]
+            return self.llm.generate(prompts, parameters, use_tqdm=False, **more)
 
     def _adapter(self, policy: int, folder: str, *, load_inplace: bool = False) -> Any:
         """vLLM's name for the adapter of a policy; the folder is read with `load_inplace` alone."""
@@ -297,10 +282,10 @@ def _check_sampling(sampling: Sampling) -> None:
             f"sampling.temperature must be 0 or in [0.01, 2] for engine vllm, got {temperature}; "
             "or use engine=transformers"
         )
-    if temperature not in (0, 1) and sampling.top_p < 1:
+    if temperature != 0 and sampling.top_p < 1:
         raise ValueError(
-            "sampling.top_p must be 1 for engine vllm at a temperature other than 1 (vLLM has no log-probs before the "
-            f"cut there), got {sampling.top_p} at {temperature}; or use engine=transformers"
+            f"sampling.top_p must be 1 for engine vllm (its log-probs are those after the cut), got {sampling.top_p}; "
+            "or use engine=transformers"
         )
 
 
