@@ -24,9 +24,7 @@ class Clip(Algorithm):
     clip_epsilon: float = Field(
         default=0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
     )
-    clip_epsilon_high: float | None = Field(
-        default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
-    )
+    clip_epsilon_high: float | None = Field(default=None, gt=0, description="ratio's rise above 1; null: clip_epsilon")
     ratio_bound: float | None = Field(
         default=None,
         gt=1,
@@ -54,9 +52,7 @@ class Clip(Algorithm):
 class RewardKL(Algorithm):
     """A KL penalty in the reward, before advantages (Ouyang et al. 2022, arXiv:2203.02155)."""
 
-    kl_beta: float = Field(
-        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
-    )
+    kl_beta: float = Field(default=0.01, ge=0, description="weight of the KL to the reference, in the reward; 0: none")
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -107,9 +103,7 @@ class GroupStandardised(LossKL):
     min_group_size = 2
     objective = {"advantage": "(r - mean) / (std + std_floor) in the group"}
 
-    std_floor: float = Field(
-        default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
-    )
+    std_floor: float = Field(default=1e-4, gt=0, description="constant added to the deviation in the denominator")
 
     def advantages(self, batch: Batch) -> Batch:
         return group_advantages(batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask))

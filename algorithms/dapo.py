@@ -23,6 +23,4 @@ class DAPO(ClippedLoss, GroupStandardised, TokenMean):
     default_rewards = {"accuracy": 1.0, "overlong": 0.5}
 
     name: Literal["dapo"] = "dapo"
-    clip_epsilon_high: float | None = Field(
-        default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
-    )
+    clip_epsilon_high: float | None = Field(default=0.28, gt=0, description="ratio's rise above 1; null: clip_epsilon")

@@ -34,15 +34,9 @@ class DPPO(SummedLoss):
     }
 
     name: Literal["dppo"] = "dppo"
-    divergence: Literal["tv", "kl"] = Field(
-        default="tv", description="divergence of the token's own probability: |p - old| (tv), or KL (kl)"
-    )
-    divergence_bound: float = Field(
-        default=0.15, gt=0, description="largest divergence (for kl in nats, where the paper has 0.05)"
-    )
-    weight_max: float | None = Field(
-        default=None, ge=1, description="upper bound of the ratio as weight; null: no bound"
-    )
+    divergence: Literal["tv", "kl"] = Field(default="tv", description="of a token's own probability: |p - old|, or KL")
+    divergence_bound: float = Field(default=0.15, gt=0, description="largest divergence (kl: nats; the paper has 0.05)")
+    weight_max: float | None = Field(default=None, ge=1, description="bound of the ratio as weight; null: no bound")
 
     def advantages(self, batch: Batch) -> Batch:
         return group_advantages(batch, group_centred)

@@ -24,9 +24,7 @@ class GMPO(GroupStandardised):
     }
 
     name: Literal["gmpo"] = "gmpo"
-    clip_log_ratio: float = Field(
-        default=0.4, gt=0, description="nats by which a token may move from its old log-prob; binds from the 2nd update"
-    )
+    clip_log_ratio: float = Field(default=0.4, gt=0, description="nats by which a token's log-prob may move")
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None

@@ -26,12 +26,8 @@ class GSPO(Clip, GroupStandardised):
     }
 
     name: Literal["gspo"] = "gspo"
-    clip_epsilon: float = Field(
-        default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1; binds from the 2nd update"
-    )
-    clip_epsilon_high: float | None = Field(
-        default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
-    )
+    clip_epsilon: float = Field(default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1")
+    clip_epsilon_high: float | None = Field(default=4e-4, gt=0, description="ratio's rise above 1; null: clip_epsilon")
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

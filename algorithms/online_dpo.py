@@ -36,11 +36,7 @@ class OnlineDPO(Algorithm):
     }
 
     name: Literal["online_dpo"] = "online_dpo"
-    kl_beta: float = Field(
-        default=0.1,
-        gt=0,
-        description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves",
-    )
+    kl_beta: float = Field(default=0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference")
 
     @property
     def needs_reference(self) -> bool:

@@ -33,18 +33,10 @@ class PPO(RewardKL, Clip, TokenMean):
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
     whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
-    value_clip: float = Field(
-        default=0.2, gt=0, description="how far a value may move from the rollout's in the value loss"
-    )
-    entropy_bonus: float = Field(
-        default=0.0, ge=0, description="weight of the mean token entropy, added to the objective"
-    )
-    critic: Literal["separate", "shared"] = Field(
-        default="separate", description="own network, or a head on the policy"
-    )
-    value_loss_weight: float = Field(
-        default=1.0, gt=0, description="weight of half the squared error, for critic=shared"
-    )
+    value_clip: float = Field(default=0.2, gt=0, description="how far a value may move from the rollout's")
+    entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the mean token entropy in the objective")
+    critic: Literal["separate", "shared"] = Field(default="separate", description="own network, or head on the policy")
+    value_loss_weight: float = Field(default=1.0, gt=0, description="weight of half the squared error if shared")
 
     @property
     def entropy_needs_gradient(self) -> bool:

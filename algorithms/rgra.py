@@ -22,9 +22,7 @@ class RGRA(GroupStandardised):
     objective = {"clip": "none"}
 
     name: Literal["rgra"] = "rgra"
-    kl_beta: float = Field(
-        default=0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None

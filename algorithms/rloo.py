@@ -33,9 +33,7 @@ class RLOO(RewardKL):
     }
 
     name: Literal["rloo"] = "rloo"
-    clip_epsilon: float | None = Field(
-        default=None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
-    )
+    clip_epsilon: float | None = Field(default=None, gt=0, description="how far a row's ratio may leave 1; null: any")
 
     def advantages(self, batch: Batch) -> Batch:
         rewards_B, mask = batch.rewards_B, batch.completion_mask_BT

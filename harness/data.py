@@ -43,15 +43,8 @@ class Sampling(Section):
     """
 
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="nucleus sampling; 1: all tokens; less biases training, because log-probs ignore the cut",
-    )
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="limit of a completion in tokens; by default the task's"
-    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1: all tokens; less biases training")
+    max_tokens: int | None = Field(default=None, ge=1, description="tokens of a completion; by default the task's")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="texts that end a completion, also in evaluations; the completion keeps them"
     )

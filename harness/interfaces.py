@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
-from .data import Batch, Call, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, SampleRow, Section, Split
-from .ground.inputs import Inputs, Sources
+from .data import Batch, Call, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, Section, Split
+from .ground.inputs import Sources
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -350,39 +350,3 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release everything that the engine holds; it is not used again."""
-
-
-class RunLogger(Protocol):
-    """Receives the reports of a training run; the implementation is `harness.record.run.RunLog`."""
-
-    def inputs(self, inputs: Inputs) -> None:
-        """Record the files and commits that the run reads; call before `resume`."""
-
-    def prompt(self, text: str) -> None:
-        """Record the run's first prompt exactly as the policy reads it; call before `resume`."""
-
-    def resume(self, step: int) -> None:
-        """Forget everything logged for training steps after `step`: the run continues from there."""
-
-    def sync(self) -> int:
-        """Write everything logged to disk; returns its amount, for `holds`. Call it before a step's checkpoint."""
-        ...
-
-    def holds(self, step: int, num_events: int) -> bool:
-        """Whether everything that `sync` had counted at `step` is still there; if not, no run continues from there."""
-        ...
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Report the progress of a phase ("cold start", "train", "validation", "test")."""
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics (`area/quantity`, finite or NaN) of a training step."""
-
-    def samples(self, rows: Sequence[SampleRow]) -> None:
-        """Record rollouts for the reader."""
-
-    def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
-        """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""
-
-    def kept(self, step: int, file: str, digest: str) -> None:
-        """Record that the run has kept a file in its folder (`folder/name`), and the file's SHA-256."""

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 from cohort.harness.ground.files import read_json, sync, write_json
-from cohort.harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
+from cohort.harness.interfaces import Algorithm, RolloutEngine, Task
 from cohort.harness.mirror.follow import Mirror
 from cohort.harness.mirror.store import connect
 from cohort.harness.mirror.writer import Place
+from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
@@ -167,9 +168,7 @@ def sample(step: int, text: str = "2#### 2") -> SampleRow:
     return SampleRow(step, "validation", "p1", "1+1=", text, "2", "2", True, None, 7, "stop")
 
 
-def train(
-    spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool]
-) -> FakeResult:
+def train(spec: RunSpec, directory: Path, log: RunLog, *, cache: Path, should_stop: Callable[[], bool]) -> FakeResult:
     """Run or continue the fake, as cohort.harness.run.loop.train does."""
     runs, ending = cache.parent, spec.optimizer.weight_decay
     with (runs / "executions.log").open("a") as file:

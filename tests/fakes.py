@@ -31,7 +31,7 @@ def graded_group(classes, correct=None, **changes):
 
 
 class MemoryLog:
-    """A RunLogger that keeps everything in lists."""
+    """A RunLog that keeps everything in lists."""
 
     def __init__(self):
         self.events: list[tuple[int, dict[str, float]]] = []

@@ -34,8 +34,8 @@ from ..data import InvalidRun
 from ..ground import stop
 from ..ground.inputs import InputsChanged, all_expected, expecting
 from ..ground.machine import SECRET, in_group, interface, usable_gpus
-from ..interfaces import RunLogger
 from ..record.provenance import versions
+from ..record.run import RunLog
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec, parse_run
 from .device import resolve_device
@@ -90,7 +90,7 @@ class Group:
                     return told["attempt"], told["refusal"]
             time.sleep(POLL_SECONDS)
 
-    def lead(self, execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLogger, **how: Any) -> Any:
+    def lead(self, execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
         """The result of `execute(spec, directory, log, **how)` on the first `spec.devices` ranks, this one the first.
 
         Raises the first error of any; ChildProcessError if one of them is gone.
@@ -197,7 +197,7 @@ class Group:
 
 
 class _Silent:
-    """The `RunLogger` of ranks other than 0."""
+    """The `RunLog` of ranks other than 0."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *given: None
@@ -253,7 +253,7 @@ def join() -> Group | None:
     return _own
 
 
-def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLogger, **how: Any) -> Any:
+def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
     """The result of `execute(spec, directory, log, **how)`, on `spec.devices` processes of the group that this one
     leads."""
     if spec.devices == 1:

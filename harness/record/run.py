@@ -96,7 +96,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 class RunLog:
-    """The `RunLogger` of one run. Each event is flushed at once."""
+    """Receives the reports of a training run. Each event is flushed at once."""
 
     def __init__(
         self,
@@ -177,20 +177,24 @@ class RunLog:
         self.resumed_at = self.step
 
     def sync(self) -> int:
+        """Write everything logged to disk; returns its amount, for `holds`. Call it before a step's checkpoint."""
         assert self._file is not None, "sync() comes after resume()"
         os.fsync(self._file.fileno())
         sync(self.directory)
         return self._num_events
 
     def holds(self, step: int, num_events: int) -> bool:
+        """Whether everything that `sync` had counted at `step` is still there; if not, no run continues from there."""
         return _num_events(e for e in read_events(self._path) if e.get("step", math.inf) <= step) >= num_events
 
     def progress(self, phase: str, done: int, total: int) -> None:
+        """Report the progress of a phase ("cold start", "train", "validation", "test")."""
         self._progress |= {"phase": phase, "done": done, "total": total}
         self._write_progress(now=done >= total)
         self._on_progress(self._progress)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metrics (`area/quantity`, finite or NaN) of a training step."""
         numbers, system = {key: float(value) for key, value in values.items()}, {}
         if time.monotonic() - self._sampled >= SYSTEM_SECONDS:
             system, self._sampled = self._system.sample(), time.monotonic()
@@ -206,10 +210,12 @@ class RunLog:
             self._append({"type": "samples", "step": max(row.step for row in rows), "rows": dicts})
 
     def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
+        """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""
         step = self._progress["step"]
         self._append({"type": "per_problem", "step": step, "area": area, "fractions": dict(fractions)})
 
     def kept(self, step: int, file: str, digest: str) -> None:
+        """Record that the run has kept a file in its folder (`folder/name`), and the file's SHA-256."""
         self._append({"type": "kept", "step": step, "file": file, "sha256": digest})
 
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:

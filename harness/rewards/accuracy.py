@@ -15,9 +15,7 @@ class Accuracy(Reward):
 
     sees_gold = True
 
-    partial: bool = Field(
-        default=False, description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)"
-    )
+    partial: bool = Field(default=False, description="pay the score of the verifier, 0 to 1 (with partial credit)")
 
     @property
     def needs_partial_credit(self) -> bool:

@@ -20,12 +20,8 @@ from .majority_vote import votes
 class AnswerEntropy(Reward):
     """ln(share of the group that gives the same answer), whose mean is minus the entropy of the answers (EMPO)."""
 
-    min_entropy: float = Field(
-        default=0.0, ge=0, description="a group whose answers have a lower entropy (nats) earns 0"
-    )
-    max_entropy: float | None = Field(
-        default=None, gt=0, description="a group whose answers have a higher entropy (nats) earns 0"
-    )
+    min_entropy: float = Field(default=0.0, ge=0, description="a group of answers of lower entropy (nats) earns 0")
+    max_entropy: float | None = Field(default=None, gt=0, description="a group of higher answer entropy earns 0")
 
     def score(self, group: GradedGroup) -> list[float]:
         counts = votes(group.classes)

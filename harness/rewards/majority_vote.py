@@ -29,9 +29,7 @@ class MajorityVote(Reward):
     """1 for an answer with the most votes, -0.1 for every other completion (TTRL)."""
 
     soft: bool = Field(default=False, description="pay by the share of the votes, from -0.1 to 1")
-    min_share: float = Field(
-        default=0.0, ge=0, le=1, description="least share of the votes for a majority; below it none wins"
-    )
+    min_share: float = Field(default=0.0, ge=0, le=1, description="least share of the votes that wins")
     held_out: bool = Field(default=False, description="judge each half of the group by the votes of the other half")
 
     def score(self, group: GradedGroup) -> list[float]:

@@ -16,12 +16,10 @@ class Overlong(Reward):
 
     weight: float = Field(
         default=0.5,
-        description="factor in the sum of all rewards; 0.5 with accuracy's 1 / 0 equals 1 with the paper's 1 / -1; 0: "
+        description="factor in the sum of rewards; 0.5 with accuracy's 1 / 0 equals 1 with the paper's 1 / -1; 0: "
         "measured, never rewarded",
     )
-    buffer_fraction: float = Field(
-        default=0.2, gt=0, le=1, description="share of the token limit over which the penalty grows"
-    )
+    buffer_fraction: float = Field(default=0.2, gt=0, le=1, description="share of the limit over which it grows")
 
     def score(self, group: GradedGroup) -> list[float]:
         buffer = self.buffer_fraction * group.max_tokens

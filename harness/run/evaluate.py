@@ -25,8 +25,9 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.files import sha256, sync
 from ..ground.streams import generator
-from ..interfaces import RolloutEngine, RunLogger, Task
+from ..interfaces import RolloutEngine, Task
 from ..policy.flops import Lengths, lengths
+from ..record.run import RunLog
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
 from .grading import completion_row, grade, groups_of, sample_rows
@@ -276,7 +277,7 @@ def logged_evaluation(
     spec: RunSpec,
     engine: RolloutEngine,
     directory: Path,
-    log: RunLogger,
+    log: RunLog,
     split: Split,
     step: int,
     charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},

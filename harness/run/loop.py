@@ -16,10 +16,10 @@ from ..devices import ranks
 from ..devices.device import peak_memory, resolve_device
 from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import expecting
-from ..interfaces import RunLogger
 from ..policy import flops
 from ..policy.forward import microbatch_tokens
 from ..record.finished import CHECKPOINTS
+from ..record.run import RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
@@ -32,7 +32,7 @@ from .step import Drawn, merged, train_step
 def train(
     spec: RunSpec,
     directory: Path,
-    log: RunLogger,
+    log: RunLog,
     *,
     cache: Path,
     should_stop: Callable[[], bool] = lambda: False,
@@ -135,7 +135,7 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
     }
 
 
-def keep_rollouts(directory: Path, log: RunLogger, step: int, rows: Sequence[SampleRow]) -> None:
+def keep_rollouts(directory: Path, log: RunLog, step: int, rows: Sequence[SampleRow]) -> None:
     """Write the batch of a training step to `rollouts/` in the run's folder, one rollout per line; the file is on disk
     before the event with its hash."""
     name = f"rollouts/step-{step:06d}.jsonl"

@@ -29,7 +29,7 @@ from ..devices.device import mixed_precision, peak_memory, resolve_device
 from ..ground.files import publish_folder, read_json, write_json, write_text
 from ..ground.inputs import expecting
 from ..ground.stop import stop_on_signals
-from ..interfaces import RolloutEngine, RunLogger
+from ..interfaces import RolloutEngine
 from ..mirror.follow import mirrored
 from ..policy.model import save_model
 from ..record.run import RunLog
@@ -206,7 +206,7 @@ def train_pipeline(
 def rejection_sampling(
     spec: RunSpec,
     directory: Path,
-    log: RunLogger,
+    log: RunLog,
     *,
     stage: Stage,
     start: RunSpec,

@@ -18,13 +18,14 @@ from ..data import Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..ground.inputs import Inputs
-from ..interfaces import RolloutEngine, RunLogger
+from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.lora import add_adapter
 from ..policy.model import saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.finished import CHECKPOINTS
+from ..record.run import RunLog
 from ..spec.run import RunSpec
 from .checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
@@ -88,7 +89,7 @@ class Run:
     spec: RunSpec
     engine: RolloutEngine
     learner: Learner
-    log: RunLogger
+    log: RunLog
     directory: Path
     codec: TextCodec
     models: Models = OWN_MODELS
@@ -191,7 +192,7 @@ def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
 def prepare(
     spec: RunSpec,
     directory: Path,
-    log: RunLogger,
+    log: RunLog,
     cache: Path,
     should_stop: Callable[[], bool],
     models: Models = OWN_MODELS,

@@ -15,27 +15,25 @@ def settings(model: type[Section], raw: Mapping[str, Any] | None = None) -> Iter
 
     A plugin (task, algorithm, engine) that `raw` names counts with its settings, otherwise as one setting.
     """
+    key: Any
     for key, field in model.model_fields.items():
         node = raw.get(key) if isinstance(raw, Mapping) else None
+        kind: Any = field.annotation
         if key in getattr(model, "plugin_fields", ()):
-            owner = _named_plugin(key, node)
-        else:  # `seeds`, a list or a section, is one setting
-            owner = None if isinstance(field.default, list) else section_of(field.annotation)
-        if owner is None:
-            yield key, field
-        else:
-            yield from ((f"{key}.{path}", inner) for path, inner in settings(owner, node))
+            name = node.get("name") if isinstance(node, Mapping) else node
+            kind = plugins.settings_class(key, name) if name in plugins.names(key) else None
+        elif isinstance(field.default, list) and not isinstance(node, Mapping):
+            kind = None  # `seeds`, a list or a section, is one setting
+        inside = [(f"{key}.{path}", inner) for path, inner in _inside(kind, node)]
+        yield from inside or [(key, field)]
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field with this annotation holds, or None; `LoRA | None` holds a LoRA."""
-    if get_origin(annotation) in (UnionType, Union):
-        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-def _named_plugin(kind: Any, node: Any) -> type[Section] | None:
-    name = node.get("name") if isinstance(node, Mapping) else node
-    return plugins.settings_class(kind, name) if isinstance(name, str) and name in plugins.names(kind) else None
+def _inside(kind: Any, node: Any) -> Iterator[tuple[str, FieldInfo]]:
+    """The settings inside a value of this type; `LoRA | None` holds those of LoRA."""
+    while get_origin(kind) in (UnionType, Union, Annotated):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is dict and isinstance(node, Mapping):  # by names that the user chose
+        for name, value in node.items():
+            yield from ((f"{name}.{path}", inner) for path, inner in _inside(get_args(kind)[1], value))
+    elif isinstance(kind, type) and issubclass(kind, Section):
+        yield from settings(kind, node)

@@ -34,18 +34,14 @@ class ColdStart(Section):
 
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
     learning_rate: float = Field(default=3e-3, gt=0, description="learning rate of AdamW, constant")
-    seed: int = Field(
-        default=0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
-    )
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="seed of data order and of `tiny`'s initial weights")
 
 
 class Optimizer(Section):
     """AdamW for the policy (and separately for the critic), and the number of updates per batch."""
 
     learning_rate: float = Field(default=1e-4, gt=0, description="learning rate of the policy")
-    critic_learning_rate: float = Field(
-        default=3e-4, gt=0, description="learning rate of the critic, if the algorithm has one"
-    )
+    critic_learning_rate: float = Field(default=3e-4, gt=0, description="learning rate of the critic, if there is one")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="course of both learning rates after the warm-up; linear and cosine end at 0"
     )
@@ -70,12 +66,8 @@ class KLControl(Section):
         description="course of algorithm.kl_beta; cosine: falls to 0 between 10 % and 80 % of the steps; "
         "adaptive: follows a target KL",
     )
-    target: float | None = Field(
-        default=None, gt=0, description="adaptive: target KL to the reference, in nats per token"
-    )
-    refresh_reference_every: int = Field(
-        default=0, ge=0, description="copy the policy to the reference every N training steps; 0: never"
-    )
+    target: float | None = Field(default=None, gt=0, description="adaptive: target KL to the reference, nats per token")
+    refresh_reference_every: int = Field(default=0, ge=0, description="copy the policy there every N steps; 0: never")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -101,30 +93,21 @@ class LoRA(Section):
 
     rank: int = Field(default=16, ge=1, description="rank of each adapter's two matrices")
     alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
-    targets: tuple[str, ...] = Field(
-        default=(), description="names of the adapted layers; by default all linear layers except the head"
-    )
+    targets: tuple[str, ...] = Field(default=(), description="layers to adapt; by default all linear ones but the head")
 
 
 class Evaluation(Section):
     """Held-out accuracy during training (validation split) and once at the end (test split)."""
 
-    every: int = Field(
-        default=20, ge=1, description="training steps between evaluations; the first and last always happen"
-    )
+    every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
     num_samples: int = Field(default=4, ge=1, description="samples per problem (k) for accuracy, pass@k and maj@k")
     num_test_samples: int | None = Field(
         default=None, ge=1, description="samples per test problem; by default num_samples"
     )
-    test_at_start: bool = Field(
-        default=False,
-        description="also evaluate the test problems before training, for curves of pass@k before and after",
-    )
-    temperature: float = Field(
-        default=1.0, gt=0, description="sampling temperature of the k samples; the greedy completion has none"
-    )
+    test_at_start: bool = Field(default=False, description="also evaluate the test problems before training")
+    temperature: float = Field(default=1.0, gt=0, description="temperature of the k samples; the greedy one has none")
 
     def samples_of(self, split: str) -> int:
         """Samples per problem of a split."""
@@ -142,20 +125,14 @@ class Checkpoints(Section):
         default=None,
         description="nothing or weights: kept when the run has ended; by default nothing in a study, else the weights",
     )
-    rollouts_every: int = Field(
-        default=20,
-        ge=0,
-        description="training steps between batches kept in rollouts/, from the first step on; 0: none",
-    )
+    rollouts_every: int = Field(default=20, ge=0, description="steps between batches kept in rollouts/; 0: none")
 
 
 class Gates(Section):
     """Bounds on the metrics of every step: a run that breaks a bound ends INVALID; null turns a bound off. A non-finite
     loss or gradient always ends a run."""
 
-    mismatch_kl: float | None = Field(
-        default=0.1, gt=0, description="highest KL between engine and learner, in nats per token, in any step"
-    )
+    mismatch_kl: float | None = Field(default=0.1, gt=0, description="highest KL of engine and learner, nats per token")
     stuck_groups: float | None = Field(
         default=0.98,
         ge=0,
@@ -227,9 +204,7 @@ class RunSpec(Section):
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
     mismatch: Mismatch = Mismatch()
-    lora: LoRA | None = Field(
-        default=None, description="low-rank adapters; by default none, and all weights are trained"
-    )
+    lora: LoRA | None = Field(default=None, description="low-rank adapters; by default none: all weights are trained")
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
@@ -257,21 +232,15 @@ class RunSpec(Section):
         description="training operations after which the run ends, even before `steps`; operations of "
         "evaluations and the cold start do not count; by default no limit",
     )
-    seed: int = Field(
-        default=0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it from its `seeds`"
-    )
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available, otherwise cpu")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="precision of weights and optimiser; bfloat16 saves memory but loses small updates",
     )
     autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
-    gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, more time"
-    )
-    devices: int = Field(
-        default=1, ge=1, description="GPUs (on a CPU: processes) over which the run's weights and rows are split"
-    )
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+    devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
 
@@ -317,7 +286,7 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _fits_the_algorithm(self) -> Self:
+    def _settings_agree(self) -> Self:
         if self.kl.schedule != "constant" and not self.algorithm.kl_beta:
             raise ValueError(
                 f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
@@ -343,10 +312,6 @@ class RunSpec(Section):
             raise ValueError(
                 "kl.refresh_reference_every must be 0 with lora, whose reference is the model without adapter"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_stale(self) -> Self:
         if self.staleness and self.devices > 1:
             raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
         if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:

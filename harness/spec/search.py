@@ -71,9 +71,7 @@ class Search(Section):
     """
 
     space: Space = Field(default_factory=dict)
-    spaces: dict[str, Space] = Field(
-        default_factory=dict, description="comparison: algorithm -> dimensions of its search, in addition to space"
-    )
+    spaces: dict[str, Space] = Field(default_factory=dict, description="comparison: algorithm -> further dimensions")
     trials: int = Field(ge=1, description="number of arms; each runs with every seed; a search alone may gain more")
     seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
         default_factory=list, description="comparison: seeds of the searched arms; must differ from the study's seeds"

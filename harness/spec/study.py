@@ -75,9 +75,7 @@ class SearchPlan:
 class Comparison(Section):
     """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override those of the run."""
 
-    algorithms: list[str | dict[str, Any]] = Field(
-        min_length=1, description="names, or mappings of a name and settings"
-    )
+    algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of name and settings")
     tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
     controls: list[Control] = Field(
         default_factory=list,
@@ -137,11 +135,7 @@ class StudySpec(Section):
 
     dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "components", "search.space")  # their keys have dots
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=80,
-        description="name of the study; by default that of the file",
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80, description="by default that of the file")
     question: str = Field(min_length=1, description="the question that the study answers, in one sentence")
     run: dict[str, Any] = Field(description="settings of the run that all arms share; see `cohort list settings`")
     factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
@@ -167,9 +161,7 @@ class StudySpec(Section):
         description="training steps after which a trial pauses for one with fewer steps done; by default never",
     )
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
-    baseline: str | None = Field(
-        default=None, description="label of the arm that the others are compared with; by default the first arm"
-    )
+    baseline: str | None = Field(default=None, description="label of the arm to compare with; by default the first")
 
     @field_validator("factors", mode="before")
     @classmethod
