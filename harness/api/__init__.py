@@ -4,7 +4,9 @@ Names load on first use. `import cohort` hands on those that are documented; the
 """
 
 # ruff: noqa: F401
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,29 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
            "report", "run", "train", "verify"]  # fmt: skip
-_NAMES = {
-    "..ground.addresses": "hides",
-    "..mirror.ui": "browse",
-    "..policy.bradley_terry": "train_reward_model",
-    "..record.finished": "model_folder",
-    "..spec.raw": "parse_overrides",
-    "..study.steering": "clone_arm resume_arm stop_arm",
-    "..study.estimates": "cost remaining_seconds",
-    "..study.queue": "study_status",
-    "..study.work": "work",
-    ".capsule": "export_capsule verify",
-    ".catalog": "describe_plugins describe_settings describe_task",
-    ".machine": "check_machine",
-    ".planner": "plan",
-    ".regrade": "grade",
-    ".reporting": "report",
-    ".result": "Report Result",
-    ".runs": "Evaluation estimate_runs evaluate probe register train",
-    ".settings": "shell",
-    ".study": "Study compare comparison dry_run launcher list_studies load_study open_result run run_to_report show "
-    "say_without_result start study_of watch",
+_HOME = {  # name -> its module, as the imports above say, which only type checkers run
+    alias.name: "." * node.level + str(node.module)
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and node.level
+    for alias in node.names
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:  # on first use, because results load pandas

@@ -246,17 +246,12 @@ def within(
 ) -> Option | None:
     """The most seeds within the hours or operations, or the fewest that detect a difference of `power` with
     probability 0.8; None if not even two seeds fit, or if `MOST_SEEDS` are too few."""
-    best = None
-    for seeds in range(2, MOST_SEEDS + 1):
-        one = option(study, measured, seeds, spread)
-        if power is not None:
-            if one.detectable is not None and one.detectable <= power:
-                return one
-        elif one.seconds <= 3600 * (hours or math.inf) and (flops is None or (one.flops or math.inf) <= flops):
-            best = one
-        else:
-            break
-    return best
+    options = (option(study, measured, seeds, spread) for seeds in range(2, MOST_SEEDS + 1))
+    if power is not None:
+        return next((one for one in options if one.detectable is not None and one.detectable <= power), None)
+    longest, most = 3600 * (hours or math.inf), flops or math.inf
+    fit = itertools.takewhile(lambda one: one.seconds <= longest and (one.flops or math.inf) <= most, options)
+    return max(fit, key=lambda one: one.seeds, default=None)
 
 
 def spread_of(study: StudySpec, runs: Path) -> float | None:

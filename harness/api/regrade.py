@@ -8,27 +8,28 @@ marked as final; a task may add graders of other libraries. A row has `gold` and
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import AliasChoices, Field
+
+from ..data import Section
 from ..interfaces import Task
+from ..spec.errors import parsed
 from ..spec.load import load_run
 from .settings import Settings, as_texts
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
-_LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(Section, extra="ignore", coerce_numbers_to_str=True):
     """A completion and its gold answer; `label` says whether it is right, None if unknown."""
 
-    expected: str
+    expected: str = Field(validation_alias="gold")
     completion: str
-    label: bool | None
+    label: bool | None = Field(None, validation_alias=AliasChoices("label", "correct"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +82,14 @@ def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
 def read_cases(file: Path) -> list[Case]:
     """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is not a case."""
     cases: list[Case] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
             where = f"{file}, line {number}"
             try:
-                row: Any = json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{where}: not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-            for key in ("gold", "completion"):
-                if not isinstance(row.get(key), str | int | float):
-                    got = f"{row.get(key)!r} (fields: {', '.join(row)})"
-                    raise ValueError(f"{where}: field '{key}' must be text, got {got}")
-            label = row.get("label", row.get("correct"))
-            key = label.lower() if isinstance(label, str) else label
-            if label is not None and key not in _LABELS:
-                raise ValueError(f"{where}: field 'label' must be true or false, got {label!r}")
-            cases.append(Case(str(row["gold"]), str(row["completion"]), None if label is None else _LABELS[key]))
+            cases.append(parsed(Case, row, where))
     if not cases:
         raise ValueError(f"{file} has no rows; write one JSON object per line with 'gold' and 'completion'")
     return cases
@@ -114,45 +103,40 @@ def grade(
     workers: int = 1,
     settings: Settings = (),
 ) -> Regraded:
-    """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file."""
-    found = load_run(None, as_texts(settings), {"task": task, "algorithm": "grpo"}).task
-    names = list(graders(found)) if grader == "all" else [grader]
-    return regrade(found, read_cases(Path(cases)), names, workers)
+    """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file.
 
-
-def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: int = 1) -> Regraded:
-    """The verdicts of every named grader on every case. ValueError for a grader that the task does not have."""
-    known = graders(task)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--grader must be one of {', '.join(known)} or all, got '{name}'")
-    golds = [task.extract(case.expected) or case.expected for case in cases]
+    ValueError for a grader that the task does not have, and for a row that is no case.
+    """
+    judge = load_run(None, as_texts(settings), {"task": task, "algorithm": "grpo"}).task
+    known = graders(judge)
+    if grader not in (*known, "all"):
+        raise ValueError(f"--grader must be one of {', '.join(known)} or all, got '{grader}'")
+    rows = read_cases(Path(cases))
+    golds = [judge.extract(case.expected) or case.expected for case in rows]
     grades: dict[str, list[Grade]] = {}
-    seconds: dict[str, float] = {}
+    summaries: dict[str, Summary] = {}
     with ThreadPoolExecutor(workers) as pool:
-        for name in names:
+        for name in known if grader == "all" else [grader]:
             # A grader may have to start a process for each thread before its first verdict.
-            list(pool.map(known[name], [cases[0].completion] * workers, [golds[0]] * workers))
+            list(pool.map(known[name], [rows[0].completion] * workers, [golds[0]] * workers))
             start = time.perf_counter()
-            grades[name] = list(pool.map(known[name], [case.completion for case in cases], golds))
-            seconds[name] = time.perf_counter() - start
+            grades[name] = list(pool.map(known[name], [case.completion for case in rows], golds))
+            summaries[name] = _summary(rows, grades[name], time.perf_counter() - start)
     verdicts = []
-    for i, case in enumerate(cases):
-        answers = {name: grades[name][i][0] for name in names}
-        correct = {name: grades[name][i][1] for name in names}
+    for i, case in enumerate(rows):
+        answers = {name: found[i][0] for name, found in grades.items()}
+        correct = {name: found[i][1] for name, found in grades.items()}
         verdicts.append(Verdict(i + 1, case.expected, case.label, answers, correct))
-    summaries = {name: _summary(cases, grades[name], seconds[name]) for name in names}
     return Regraded(verdicts, summaries, [v.row for v in verdicts if len(set(v.correct.values())) > 1])
 
 
-def _summary(cases: Sequence[Case], grades: Iterable[Grade], seconds: float) -> Summary:
-    pairs = list(zip(cases, grades, strict=True))
-    labelled = [(case.label, correct) for case, (_, correct) in pairs if case.label is not None]
+def _summary(cases: Sequence[Case], grades: Sequence[Grade], seconds: float) -> Summary:
+    labelled = [(case.label, right) for case, (_, right) in zip(cases, grades, strict=True) if case.label is not None]
     return Summary(
-        correct=sum(correct for _, (_, correct) in pairs) / len(pairs),
-        answered=sum(answer is not None for _, (answer, _) in pairs) / len(pairs),
-        agreement=sum(label == correct for label, correct in labelled) / len(labelled) if labelled else None,
-        false_positives=sum(correct and not label for label, correct in labelled),
-        false_negatives=sum(label and not correct for label, correct in labelled),
-        rows_per_second=len(pairs) / max(seconds, 1e-9),
+        correct=sum(right for _, right in grades) / len(grades),
+        answered=sum(answer is not None for answer, _ in grades) / len(grades),
+        agreement=sum(label == right for label, right in labelled) / len(labelled) if labelled else None,
+        false_positives=sum(right and not label for label, right in labelled),
+        false_negatives=sum(label and not right for label, right in labelled),
+        rows_per_second=len(grades) / max(seconds, 1e-9),
     )

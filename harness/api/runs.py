@@ -174,15 +174,12 @@ def evaluate(
     from ..console.progress import phase_bar
 
     part, folder = checked_split(split), runs_folder(runs)
-    texts = as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
+    texts = [] if path is None else [f"task.path={json.dumps(str(path))}"]
+    texts += as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
-        from ..record.finished import model_folder
         from ..run.single import evaluate_once
-        from ..spec.load import load_run
 
-        defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
-        scale = scale_settings(defaults["model"], texts, trains=False)
-        spec = load_run(None, [*scale, *data_path(path), *texts], defaults)
+        spec = _evaluated(model, task, texts)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
         return Evaluation(spec, evaluate_once(spec, part, folder, name, show), folder / "evaluate" / name)
 
@@ -200,18 +197,23 @@ def probe(
 ) -> dict[str, Any]:
     """What a model knows of a benchmark's questions beyond those of `reference`; shows progress."""
     from ..console.progress import phase_bar
-    from ..record.finished import model_folder
-    from ..spec.load import load_run
     from .contamination import probe_contamination
 
-    defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
-    texts = as_texts(settings)
-    spec = load_run(None, [*texts, *scale_settings(defaults["model"], texts, trains=False)], defaults)
+    spec = _evaluated(model, task, as_texts(settings))
     part, name = checked_split(split), name and checked_name(name)
     with phase_bar(f"{spec.model} on {spec.task.name}") as show:
         return probe_contamination(
             spec, runs_folder(runs), name, split=part, reference=reference, num_problems=num_problems, on_progress=show
         )
+
+
+def _evaluated(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:
+    """The settings with which a model, or the policy of a run's folder, is evaluated."""
+    from ..record.finished import model_folder
+    from ..spec.load import load_run
+
+    defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
+    return load_run(None, [*scale_settings(defaults["model"], texts, trains=False), *texts], defaults)
 
 
 def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:
@@ -243,11 +245,6 @@ def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | No
             told["problem"] = told["problem"] or str(error)
         found.append(told)
     return found
-
-
-def data_path(path: str | Path | None) -> list[str]:
-    """Where the task's data are, as a setting."""
-    return [] if path is None else [f"task.path={json.dumps(str(path))}"]
 
 
 def checked_name(name: str) -> str:
