@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
 from cohort.tasks import arithmetic
 from cohort.tasks.arithmetic import Arithmetic
+from factories import make_spec
 
 SMALL = Arithmetic(num_train=40)
 
@@ -58,44 +58,10 @@ def test_a_cap_shortens_a_split_without_changing_any_problem():
     assert SMALL.prompts("test") == Arithmetic().prompts("test")
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("4+4=8;8+5=13#### 13", "13"),
-        ("#### 1#### 2", "2"),
-        ("#### -0", "0"),
-        ("#### 07", "7"),
-        ("####13", "13"),
-        ("4+4=8", None),
-        ("#### ", None),
-        ("#### 1;3", None),
-        ("", None),
-    ],
-)
-def test_the_answer_is_the_number_after_the_last_marker(completion, answer):
-    assert SMALL.extract(completion) == answer
-
-
-@pytest.mark.parametrize(
-    ("answer_format", "completion", "max_tokens"),
-    [
-        # The longest solution is 9+9=18;18+9=27;27+9=36;36+9=45, 30 characters, and its answer; then 1 + 4 more.
-        ("hash", "{steps}#### {answer}", 30 + 7 + 5),
-        ("boxed", "{steps}\\boxed{{{answer}}}", 30 + 10 + 5),
-        ("think_answer", "<think>{steps}</think><answer>{answer}</answer>", 30 + 15 + 19 + 5),
-    ],
-)
-def test_worked_solutions_follow_the_answer_format(answer_format, completion, max_tokens):
-    task = SMALL.model_copy(update={"answer_format": answer_format})
-    assert task.max_completion_tokens == max_tokens
-    for demonstration, plain in zip(task.demonstrations()[:100], SMALL.demonstrations()[:100], strict=True):
-        steps, _, answer = plain.completion.partition("#### ")
-        assert demonstration.prompt == plain.prompt
-        assert demonstration.completion == completion.format(steps=steps, answer=answer)
-        assert task.extract(demonstration.completion) == answer
-        assert task.format_score(demonstration.completion) == 1.0
-        assert task.reasoning(demonstration.completion) == steps
-    assert [p.text for p in task.prompts("test")] == [p.text for p in SMALL.prompts("test")]
+def test_the_token_limit_is_that_of_the_longest_solution():
+    # 9+9=18;18+9=27;27+9=36;36+9=45 has 30 characters, then come marker and answer, the end and 4 more.
+    limits = {name: Arithmetic(answer_format=name).max_completion_tokens for name in ("hash", "boxed", "think_answer")}
+    assert limits == {"hash": 30 + 7 + 5, "boxed": 30 + 10 + 5, "think_answer": 30 + 15 + 19 + 5}
 
 
 def test_the_fewest_problems_fill_every_split():
@@ -104,6 +70,5 @@ def test_the_fewest_problems_fill_every_split():
 
 
 def test_min_operands_above_max_operands_is_an_error_of_the_spec():
-    task = {"name": "arithmetic", "min_operands": 6}
     with pytest.raises(SpecError, match=r"min_operands must not exceed max_operands \(5\), got 6"):
-        parse_run({"task": task, "algorithm": "grpo"}, where="here")
+        make_spec(task={"name": "arithmetic", "min_operands": 6})

@@ -1,7 +1,5 @@
 """What a policy reads and where its completions end: chat templates, good and hostile, and plain text."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from chats import SHORT, chat_folder, chat_model, chat_tokenizer
@@ -16,12 +14,9 @@ from cohort.harness.run.grading import grade
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import ColdStart
-from cohort.tasks.gsm8k import GSM8K
 from factories import make_spec
 from fakes import MemoryLog
 from tokenizers.processors import TemplateProcessing
-
-FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 
 
 def shown(tokenizer, text="1+1=", **settings):
@@ -162,11 +157,3 @@ def test_a_template_that_cannot_be_used_is_one_error_before_weights_load(templat
             use()
     plain = load_codec(model, PromptFormat(format="plain"))
     assert plain.decode(plain.encode("1+1=")) == "1+1="
-
-
-def test_worked_examples_are_the_same_text_in_every_format():
-    for shots in (0, 2):
-        (prompt, *_) = GSM8K(path=str(FIXTURE), shots=shots).prompts("test")
-        plain, chat = (shown(chat_tokenizer(), prompt.text, format=form) for form in ("plain", "chat"))
-        assert chat == f"<|im_start|>user:{plain}<|im_end|><|im_start|>assistant:"
-        assert plain.count("#### ") == prompt.text.count("#### ") >= shots

@@ -10,10 +10,10 @@ from itertools import islice
 
 import pytest
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
 from cohort.tasks._data import Problem
 from cohort.tasks._stories import FAMILIES
 from cohort.tasks.word_problems import WordProblems, draw
+from factories import make_spec
 
 SPLITS = ("train", "validation", "test")
 SMALL = {"num_train": 300}
@@ -138,22 +138,21 @@ def solve(problem: Problem) -> Fraction:
     return known(words["x"]) if kind == "ask" else meaning(kind.removeprefix("ask "), words)
 
 
-@pytest.mark.parametrize(
-    ("family", "gap", "less"),
-    [
-        ("things", "as many as P has more than Q", "N fewer than P"),
-        ("prices", "the difference between the P and the cheaper Q", "N T cheaper than the P"),
-        ("animals", "as many X as there are P in excess of Q", "N fewer X than P"),
-        ("cooking", "what the P dish takes beyond the Q dish", "N T less than the P dish"),
-        ("trips", "as long as the P trip goes on after the end of the Q trip", "N T shorter than the P trip"),
-    ],
-)
-def test_differences_are_told_as_they_are_meant(family, gap, less):
+DIFFERENCES = {
+    "things": ("as many as P has more than Q", "N fewer than P"),
+    "prices": ("the difference between the P and the cheaper Q", "N T cheaper than the P"),
+    "animals": ("as many X as there are P in excess of Q", "N fewer X than P"),
+    "cooking": ("what the P dish takes beyond the Q dish", "N T less than the P dish"),
+    "trips": ("as long as the P trip goes on after the end of the Q trip", "N T shorter than the P trip"),
+}
+
+
+def test_differences_are_told_as_they_are_meant():
     # P - Q and P - N: what the places of a template mean, its words have to mean too.
-    told = FAMILIES[family].told
-    words = {"x": "X", "y": "P", "z": "Q", "n": "N", "things": "T"}
-    assert gap in told["gap"].format(**words)
-    assert less in told["less"].format(**words)
+    assert DIFFERENCES.keys() == FAMILIES.keys()
+    for family, phrases in DIFFERENCES.items():
+        for kind, phrase in zip(("gap", "less"), phrases, strict=True):
+            assert phrase in FAMILIES[family].told[kind].format(x="X", y="P", z="Q", n="N", things="T")
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -188,23 +187,13 @@ def test_the_stated_facts_of_no_use_are_there_and_no_others():
 def test_no_two_splits_share_a_calculation_with_its_numbers():
     # So small that two tasks draw the same calculations again and again: luck cannot keep the splits apart.
     small = {"min_depth": 1, "max_depth": 2, "max_number": 9}
-    tasks = [WordProblems(**small), WordProblems(**small, families=["trips"])]
-    seen, drawn = {}, 0
-    for task in tasks:
+    seen = {}
+    for task in (WordProblems(**small), WordProblems(**small, families=["trips"])):
         for split in SPLITS:
-            for problem in islice(draw(task, split), 100):
-                assert seen.setdefault(follow(problem.solution).calculation, split) == split
-                drawn += 1
-    assert len(seen) < 0.9 * drawn
-
-
-def test_sums_that_differ_in_order_are_one_calculation_and_differences_are_not():
-    assert follow("A: B+3=4+3=7").calculation == follow("A: C+4=3+4=7").calculation
-    assert follow("A: B-3=4-3=1").calculation != follow("A: B-4=3-4=-1").calculation
-    for split in SPLITS:  # and a split holds none twice
-        task = WordProblems(min_depth=1, max_depth=1, max_number=99)
-        found = [follow(problem.solution).calculation for problem in islice(draw(task, split), 60)]
-        assert len(set(found)) == 60
+            found = [follow(problem.solution).calculation for problem in islice(draw(task, split), 100)]
+            assert len(set(found)) == 100  # and a split holds none twice
+            assert all(seen.setdefault(one, split) == split for one in found)
+    assert len(seen) < 0.9 * 600
 
 
 def test_the_test_split_may_be_deeper():
@@ -244,7 +233,7 @@ def test_the_longest_solutions_stay_within_the_token_limit():
 )
 def test_an_empty_range_is_an_error_of_the_spec_in_one_sentence(settings, message):
     with pytest.raises(SpecError, match=message):
-        parse_run({"task": {"name": "word_problems", **settings}, "algorithm": "grpo"}, where="here")
+        make_spec(task={"name": "word_problems", **settings})
 
 
 def test_settings_with_too_few_problems_say_so():
