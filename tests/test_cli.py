@@ -23,9 +23,8 @@ import typer
 from cohort.harness.api.machine import check_machine
 from cohort.harness.api.study import comparison, ran_elsewhere
 from cohort.harness.cli import app
-from cohort.harness.cli.views.answers import show_samples
 from cohort.harness.console import progress, terminal
-from cohort.harness.data import SampleRow, TrialState
+from cohort.harness.data import TrialState
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
 from cohort.harness.record.status import StudyStatus, TrialStatus
@@ -479,29 +478,14 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 18
 
 
 @pytest.mark.attack("Hostile text in a terminal")
-def test_foreign_text_is_one_plain_line():
-    hostile = "[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end"
-    assert terminal.plain(hostile).plain == "[bold red]x[/][31m a btxt 2J end"
-    assert terminal.plain(hostile).spans == []
-
-
-@pytest.mark.attack("Hostile text in a terminal")
-def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
-    row = SampleRow(
-        step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
-        gold="4", answer="4", correct=True, reward=None, num_tokens=3, finish_reason="stop",
-    )  # fmt: skip
-    show_samples([row])
-    out = capsys.readouterr().out
-    assert "[link=http://x]4[/link]]0;owned" in out
-    assert "\x1b" not in out
-    assert "\x07" not in out
-
-
-@pytest.mark.attack("Hostile text in a terminal")
-def test_an_error_message_keeps_its_lines_and_loses_its_control_characters(capsys: pytest.CaptureFixture[str]):
+def test_foreign_text_reaches_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
+    hostile = terminal.plain("[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end")
+    assert (hostile.plain, hostile.spans) == ("[bold red]x[/][31m a btxt 2J end", [])
+    terminal.show_table("", ["completion"], [["[link=http://x]4[/link]\x1b]0;owned\x07"]])
     terminal.fail("first [red]\n  second \x1b[2J")
-    assert capsys.readouterr().err == "Error: first [red]\n  second [2J\n"
+    out, err = capsys.readouterr()
+    assert "[link=http://x]4[/link]]0;owned" in out and not {"\x1b", "\x07"} & {*out}
+    assert err == "Error: first [red]\n  second [2J\n"
 
 
 def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]):

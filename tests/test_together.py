@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cohort.harness.checks.memory import estimate
-from cohort.harness.cli.views.studies import show_dry_run
+from cohort.harness.cli.views import show_dry_run
 from cohort.harness.data import Call, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.files import read_json

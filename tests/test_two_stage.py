@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from cohort.harness.cli.views.studies import show_dry_run
+from cohort.harness.cli.views import show_dry_run
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, TwoStage, parse_study

@@ -26,9 +26,8 @@ from ..ground.files import sha256
 from ..interfaces import Task
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
 from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
-from ..record.run import RESULT, RunInfo, read_result
+from ..record.run import RESULT, SYSTEM, RunInfo, read_result
 from ..record.study import STUDY, StudyRecord, TrialRecord, read_folder
-from ..record.system import SYSTEM
 from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
 from ..run.step import rollout_metrics

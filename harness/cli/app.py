@@ -14,7 +14,7 @@ try:
     from .commands import app
 
     # isort: off
-    from . import runs, study, plan, results, doctor, lists  # noqa: F401
+    from . import runs, study, plan, results, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

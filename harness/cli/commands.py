@@ -58,12 +58,14 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
             try:
                 function(*args, **kwargs)
             except Exception as error:
+                from ..data import InvalidRun
                 from ..ground.disk import damaged_store, disk_full
                 from ..plugins import raised_by
 
                 runs = Path(kwargs.get("runs", "."))
                 shown = disk_full(error, runs) or damaged_store(error, runs) or error
-                bad = isinstance(shown, ValueError | OSError)  # input, or a model, disk or network out of reach
+                # Input, a model, disk or network out of reach, or a result that must not be used.
+                bad = isinstance(shown, ValueError | OSError | InvalidRun)
                 plugin = raised_by(shown)
                 if not (bad or plugin) or os.environ.get("COHORT_TRACEBACK"):
                     raise

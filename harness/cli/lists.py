@@ -9,9 +9,9 @@ import typer
 
 from .. import api
 from ..console import terminal
+from ..console.terminal import percent, shortened, yes
 from .commands import command
 from .options import DataPath, Json, Sets, Split, with_path
-from .views import answers
 
 if TYPE_CHECKING:
     from ..plugins import Kind
@@ -99,7 +99,30 @@ def grade(
     if as_json:
         terminal.print_json({"task": task, "cases": cases, **vars(result)})
         return
-    answers.show_grades(f"{cases} as {task}", result, show)
+    verdicts, summaries, disagree = result.verdicts, result.summaries, {*result.disagreements}
+    labelled = any(summary.agreement is not None for summary in summaries.values())
+    headers = ["grader", "correct", "answered"]
+    headers += ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
+    headers += ["rows/s"]
+    rows = []
+    for name, s in summaries.items():
+        against = [percent(s.agreement), s.false_positives, s.false_negatives] if labelled else []
+        rows.append([name, percent(s.correct), percent(s.answered), *against, f"{s.rows_per_second:,.0f}"])
+    terminal.show_table(f"{cases} as {task}: {len(verdicts):,} rows", headers, rows, numeric=headers[1:])
+    if len(summaries) > 1:
+        terminal.say(f"Graders disagree on {len(disagree):,} of {len(verdicts):,} rows.")
+    wrong = {v.row for v in verdicts if v.label is not None and {*v.correct.values()} != {v.label}}
+    order = sorted(verdicts, key=lambda v: (v.row not in disagree, v.row not in wrong, v.row))
+    cells = [
+        [v.row, shortened(v.gold), "" if v.label is None else yes(v.label)]
+        + [part for name in summaries for part in (shortened(v.answers[name] or "-"), yes(v.correct[name]))]
+        for v in order[:show]
+    ]
+    if cells:
+        columns = [part for name in summaries for part in (f"{name} answer", f"{name} right")]
+        terminal.show_table("Verdicts", ["row", "gold", "label", *columns], cells, numeric=["row"])
+    if len(order) > show:
+        terminal.say(f"{len(order) - show:,} more rows; --show N or --json shows them")
 
 
 @command(
@@ -121,6 +144,21 @@ def task_show(
     """Show a task's settings, sizes and problems exactly as a policy reads them."""
     document = api.describe_task(task, with_path(sets, path), split=split, count=count, model=model)
     if as_json:
-        terminal.print_json(document)
-    else:
-        answers.show_task(document)
+        return terminal.print_json(document)
+    settings = [(key, repr(value)) for key, value in document["settings"].items()]
+    terminal.show_table(f"Task {document['task']}", ["setting", "value"], settings)
+    terminal.show_table("", ["split", "problems"], list(document["sizes"].items()))
+    terminal.say(f"Completion limit: {document['max_completion_tokens']} tokens")
+    if "completion_ends" in document:
+        terminal.say(f"A completion ends at {' or '.join(document['completion_ends'])}")
+    if document["skipped_rows"]:
+        terminal.say(f"Bad rows skipped in the {split} split: {document['skipped_rows']:,}", style="yellow")
+    for number, problem in enumerate(document["problems"], start=1):
+        tokens = f", {problem['prompt_tokens']} tokens" if "prompt_tokens" in problem else ""
+        tags = "".join(f", {name} {value}" for name, value in problem["tags"].items())
+        terminal.say(f"\nProblem {number} ({split}{tags}{tokens})", style="bold")
+        terminal.say(shortened(problem["prompt"], 4000))
+        terminal.say(f"gold: {problem['gold']}", style="green")
+    if solution := document["worked_solution"]:
+        terminal.say("\nA worked solution (cold start)", style="bold")
+        terminal.say(solution["prompt"] + solution["completion"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from .. import api
 from ..console import terminal
 from .commands import command
 from .options import RUNS, Json, Runs, Started, TrackingUri
-
-if TYPE_CHECKING:
-    from ..api.verification import Findings
-    from ..record.study import StudyRecord
 
 _SHOWN = 50
 
@@ -58,11 +54,34 @@ def verify(
     It needs only the study's folder, not the MLflow store or the machine that ran the study, and changes nothing.
     """
     record, findings = api.verify(study, runs=runs)
+    code = 0 if findings.is_verified else 1
     if as_json:
         terminal.print_json({"study": record.name, "verified": findings.is_verified, **vars(findings)})
+        raise typer.Exit(code)
+    numbers = findings.numbers
+    for line in (
+        f"{record.name}: {len(record.trials)} trials",
+        f"{findings.completions:,} completions graded again; {numbers['completions']:,} accuracies, verdicts and "
+        "lengths compared with them",
+        f"{numbers['events']:,} numbers of results compared with the events",
+        f"{numbers['report']:,} cells and pages of the report written again and compared",
+        "Values that cannot be recomputed (losses, rewards, seconds, memory): their lines compared with checksums",
+        f"{findings.files:,} files compared with their SHA-256",
+        *(f"Note: {note}" for note in findings.notes),
+    ):
+        terminal.say(line)
+    for words in findings.lacks:
+        terminal.say(f"Lacks: {words}", style="yellow")
+    for mismatch in findings.mismatches[:_SHOWN]:
+        terminal.say(f"Mismatch: {mismatch}", style="red")
+    if (more := len(findings.mismatches) - _SHOWN) > 0:
+        terminal.say(f"and {more:,} more mismatches; --json has all")
+    if findings.is_verified:
+        terminal.say("Verified. Hashes and checksums reveal damage, not intent: a forger could recompute them.")
     else:
-        _show(record, findings)
-    raise typer.Exit(0 if findings.is_verified else 1)
+        counts = f"{len(findings.mismatches):,} mismatches, {len(findings.lacks):,} lacks"
+        terminal.say(f"Not verified: {counts}.", style="bold red")
+    raise typer.Exit(code)
 
 
 @command("study export", "cohort study export quickstart quickstart.zip")
@@ -100,29 +119,3 @@ def ui(
     if (ending := api.browse(runs, port, show)) is not None:
         terminal.fail(ending)
         raise typer.Exit(1)
-
-
-def _show(record: StudyRecord, findings: Findings) -> None:
-    """Print the comparisons that were made, and every mismatch."""
-    numbers = findings.numbers
-    terminal.say(f"{record.name}: {len(record.trials)} trials")
-    terminal.say(f"{findings.completions:,} completions graded again; {numbers['completions']:,} accuracies, verdicts "
-                 "and lengths compared with them")  # fmt: skip
-    terminal.say(f"{numbers['events']:,} numbers of results compared with the events")
-    terminal.say(f"{numbers['report']:,} cells and pages of the report written again and compared")
-    terminal.say("Values that cannot be recomputed (losses, rewards, seconds, memory): their lines compared with "
-                 "checksums")  # fmt: skip
-    terminal.say(f"{findings.files:,} files compared with their SHA-256")
-    for note in findings.notes:
-        terminal.say(f"Note: {note}")
-    for words in findings.lacks:
-        terminal.say(f"Lacks: {words}", style="yellow")
-    for mismatch in findings.mismatches[:_SHOWN]:
-        terminal.say(f"Mismatch: {mismatch}", style="red")
-    if (more := len(findings.mismatches) - _SHOWN) > 0:
-        terminal.say(f"and {more:,} more mismatches; --json has all")
-    if findings.is_verified:
-        terminal.say("Verified. Hashes and checksums reveal damage, not intent: a forger could recompute them.")
-    else:
-        counts = f"{len(findings.mismatches):,} mismatches, {len(findings.lacks):,} lacks"
-        terminal.say(f"Not verified: {counts}.", style="bold red")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,9 @@ from .. import api
 from ..console import terminal
 from . import options
 from .commands import command
-from .views.answers import show_evaluation
+
+if TYPE_CHECKING:
+    from ..data import EvaluationResult
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
 
@@ -84,19 +86,13 @@ def evaluate(
     same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
     installed, the engine vllm; a line lists these settings, and --set overrides them.
     """
-    from ..data import InvalidRun
-
-    try:
-        found = api.evaluate(
-            model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
-        )
-    except InvalidRun as error:
-        terminal.fail(error)
-        raise typer.Exit(1) from None
+    found = api.evaluate(
+        model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
+    )
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
-    show_evaluation(f"{model} on {task} ({split})", found.result)
+    _show_evaluation(f"{model} on {task} ({split})", found.result)
     terminal.say(f"Files: {found.folder}")
 
 
@@ -148,16 +144,10 @@ def contamination(
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
-    from ..data import InvalidRun
-
-    try:
-        found = api.probe(
-            model, task, split=split, reference=reference, num_problems=problems,
-            settings=options.with_path(sets, path), name=name, runs=runs,
-        )  # fmt: skip
-    except InvalidRun as error:
-        terminal.fail(error)
-        raise typer.Exit(1) from None
+    found = api.probe(
+        model, task, split=split, reference=reference, num_problems=problems,
+        settings=options.with_path(sets, path), name=name, runs=runs,
+    )  # fmt: skip
     said, directory = found.pop("said"), runs / "probes" / found["name"]
     if as_json:
         terminal.print_json({**found, "verdict": said["verdict"], "directory": directory})
@@ -213,3 +203,34 @@ def reward_model_train(
     groups, were = ("group", "was") if count == 1 else ("groups", "were")
     terminal.say(f"{count:,} {groups} had equal {equal} throughout and {were} skipped; last mean loss {fit.loss:.4f}")
     terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")
+
+
+def _show_evaluation(title: str, result: EvaluationResult) -> None:
+    """Print held-out accuracies with their intervals, then a few of the completions."""
+    from ..run.evaluate import intervals, wilson_interval
+
+    percent, metrics, count = terminal.percent, result.metrics, int(result.metrics["num_prompts"])
+    names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}
+    rows = [
+        [names.get(key, key.replace("_at_", "@")), percent(metrics[key]), f"{percent(low)} to {percent(high)}"]
+        for key, (low, high) in intervals(result).items()
+    ]
+    headers = ["measure", "accuracy", "95 % interval"]
+    terminal.show_table(f"{title}, {count:,} problems", headers, rows, numeric=["accuracy"])
+    terminal.say(
+        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
+        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
+    )
+    for tag, parts in result.breakdown.items():
+        headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
+        rows = []
+        for value, part in parts.items():
+            low, high = wilson_interval(part["accuracy"], int(part["num_prompts"]))
+            accuracies = [percent(part["greedy_accuracy"]), percent(part["accuracy"])]
+            rows.append([value, f"{part['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
+        terminal.show_table("", headers, rows, numeric=headers[1:4])
+    samples = [
+        (terminal.shortened(r.prompt), terminal.shortened(r.completion), r.answer, r.gold, terminal.yes(r.correct))
+        for r in result.samples[:3]
+    ]
+    terminal.show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], samples)

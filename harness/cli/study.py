@@ -13,9 +13,8 @@ import typer
 
 from .. import api
 from ..console import terminal
-from . import options
+from . import options, views
 from .commands import command
-from .views import studies
 
 if TYPE_CHECKING:
     from ..study.launchers.ray import Cluster
@@ -170,7 +169,7 @@ def study_show(
     if as_json:
         terminal.print_json(document)
     else:
-        studies.show_study(found.spec, document)
+        views.show_study(found.spec, document)
 
 
 @command("study status", "cohort study status quickstart", "cohort study status quickstart --json")
@@ -191,7 +190,7 @@ def study_status(
         estimates = {"cost": spent, "remaining_seconds": remaining}
         terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
-        studies.show_status(status, runs)
+        views.show_status(status, runs)
         gpu = f", {terminal.duration(spent['gpu_seconds'])} of them with a GPU" if spent["gpu_seconds"] else ""
         tokens = f"{spent['generated_tokens']:,.0f} tokens in ended trials"
         terminal.say(f"Cost so far: {terminal.duration(spent['trial_seconds'])} of trials{gpu}; {tokens}")
@@ -319,7 +318,7 @@ def _run(
         document = api.dry_run(study, runs, workers, storage, together)
         if as_json:
             return terminal.print_json({"study": study.name, "question": study.question, **document})
-        return studies.show_dry_run(study.name, study.question, document)
+        return views.show_dry_run(study.name, study.question, document)
     ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
     status, record, files = ended.status, ended.record, ended.files
     if ended.elsewhere:
@@ -333,7 +332,7 @@ def _run(
         document = {"study": study.name, "answer": files.answer, **paths, "command": record.command}
         terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
     else:
-        studies.show_results(record)
+        views.show_results(record)
         api.say_without_result(status, runs)
         terminal.say(f"\n{files.answer}\n")
         terminal.say(f"Report: {files.html}")

@@ -80,6 +80,14 @@ def quantity(name: str, value: float) -> str:
     return f"{value / 2**20:,.0f} MiB" if name.endswith("_bytes") else f"{value:,.0f}"
 
 
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def shortened(text: str, limit: int = 400) -> str:
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
 def mebibytes(size: int) -> str:
     return f"{size / 2**20:,.1f}" if size < 10 * 2**20 else f"{size / 2**20:,.0f}"
 

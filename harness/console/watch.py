@@ -82,6 +82,7 @@ class Page:
         tail = self._tails.setdefault(events, Tail(events))
         with suppress(OSError, ValueError):
             tail.read()
+            tail.history.samples.clear()  # a long study has many
         history = tail.history.history
         points = history.get(self._metric, {})
         curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}

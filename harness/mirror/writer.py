@@ -17,9 +17,8 @@ from ..data import FINAL
 from ..ground.files import read_json, write_json
 from ..record.events import EVENTS, Tail
 from ..record.provenance import DIFF
-from ..record.run import INFO, RESULT, RunInfo
+from ..record.run import INFO, RESULT, SYSTEM, RunInfo
 from ..record.study import PROBE
-from ..record.system import SYSTEM
 from .address import is_outage, remote_uri, tracking_uri
 from .store import (
     STATUS,

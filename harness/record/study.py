@@ -21,9 +21,8 @@ from ..ground.inputs import NO_INPUTS, Inputs, short
 from ..spec.errors import did_you_mean
 from .events import EVENTS, read_history
 from .provenance import versions
-from .run import RunInfo
+from .run import SYSTEM, RunInfo
 from .status import StudyStatus
-from .system import SYSTEM
 
 if TYPE_CHECKING:
     from ..spec.study import StudySpec

@@ -1,4 +1,4 @@
-"""Prints studies on a terminal: plan, status, accuracies."""
+"""Prints studies on a terminal: plan, budget, status, accuracies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...console.terminal import duration, mebibytes, percent, say, show_table, state_text
+from ..console.terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
-    from ...record.status import StudyStatus
-    from ...record.study import StudyRecord
-    from ...spec.search import Dimension
-    from ...spec.study import StudySpec
+    from ..record.status import StudyStatus
+    from ..record.study import StudyRecord
+    from ..spec.search import Dimension
+    from ..spec.study import StudySpec
 
 
 def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:

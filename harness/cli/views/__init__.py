@@ -1,1 +1,0 @@
-"""Prints results on a terminal: one file per subject."""
