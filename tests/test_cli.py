@@ -585,20 +585,14 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
     ]
 
 
-def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
+def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch: pytest.MonkeyPatch):
     out = StringIO()
     screen = Console(file=out, force_terminal=True, width=140, color_system=None)
-    view = progress.LiveView(screen, clock=Clock())
-    with view.live:
-        working = trial("[b]arm", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
-        view.update(status(working, trial("other", "waiting"), trial("old", "complete")))
-    text = out.getvalue()
-    assert "1/3 trials done" in text
-    assert "[b]arm | seed 0" in text
-    assert "train 5/10" in text
-    assert "accuracy 25.0 %" in text
-    assert "1,234 tokens/s" in text
-    assert "other" not in text
+    monkeypatch.setattr(progress, "console", lambda stderr: screen)
+    with progress.study_view() as view:
+        view(status(trial("[b]arm", "running", "cold start", 30, 400), trial("old", "complete")))
+    assert "1 running, cold start 30/400" in out.getvalue() and "1/2 trials have ended, - left" in out.getvalue()
+    assert "[b]arm" in out.getvalue()
 
 
 @pytest.mark.attack("Output that is no file or cannot hold the text")

@@ -14,7 +14,7 @@ import fake_trials
 import numpy as np
 import psutil
 import pytest
-from cohort.harness.console.watch import Page, spark, watch
+from cohort.harness.console.progress import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
@@ -359,12 +359,12 @@ def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, 
     (directory / EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_json(directory / "progress.json", {"phase": "train", "done": 4, "total": 7, "step": 4})
     screen = Console(width=120, record=True, file=io.StringIO())
-    screen.print(Page(METRIC).render(queue.status()))
+    screen.print(Page().render(queue.status()))
     first, second = (line for line in screen.export_text().splitlines() if "group_size" in line)
     assert "\u2581\u2582\u2588" in first and "0.8" in first
     assert "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
     assert "2 waiting" in second
     queue.finish(claim, Outcome("invalid", "NaN"))
-    watch(queue.status, METRIC)  # no terminal: once
+    watch(queue.status)  # no terminal: once
     assert "1 invalid" in capsys.readouterr().out
     assert spark([]) == "" and spark([1.0]) == "\u2581"

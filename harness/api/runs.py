@@ -59,7 +59,7 @@ def train(
         name = checked_name(name or f"{Path(spec).stem}-{digest([s.document() for s in stages])[:8]}")
         _in_its_group([stage.spec for stage in stages], command)
         with study_view() as view:
-            result, ended = train_pipeline(stages, folder, name, view.update)
+            result, ended = train_pipeline(stages, folder, name, view)
         return Trained(name, folder / "train" / name, result, ended)
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
@@ -67,7 +67,7 @@ def train(
     from ..run.single import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
-        return Trained(name, folder / "train" / name, train_once(run, folder, name, view.update))
+        return Trained(name, folder / "train" / name, train_once(run, folder, name, view))
 
 
 def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> None:

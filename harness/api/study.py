@@ -228,7 +228,7 @@ def run_to_report(
         command = f"{command} --workers {workers}"
     with study_view() as view:
         status = run_study(
-            spec, runs, workers=workers, command=command, on_status=view.update, storage=storage,
+            spec, runs, workers=workers, command=command, on_status=view, storage=storage,
             cluster=cluster, together=together,
         )  # fmt: skip
     if not status.finished:  # asked to stop
@@ -349,12 +349,12 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
     """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
-    from ..console.watch import watch
+    from ..console.progress import watch
     from ..study.queue import open_queue
 
     queue = open_queue(name, runs_folder(runs).resolve(), storage)
     with suppress(KeyboardInterrupt):
-        watch(queue.status, queue.plan.study.metric)
+        watch(queue.status)
 
 
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:

@@ -129,7 +129,7 @@ def study_work(
     from ..console.progress import study_view
 
     with study_view() as view:
-        status, signals = api.work(study, runs, storage=storage, on_status=view.update)
+        status, signals = api.work(study, runs, storage=storage, on_status=view)
     counts = status.counts()
     if as_json:
         terminal.print_json({"study": status.name, "finished": status.finished, "counts": counts})

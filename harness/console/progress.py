@@ -1,26 +1,33 @@
-"""Shows a running study: bars in a terminal, else lines that keep a log file readable.
+"""Shows a running study on a terminal, a line for each arm: steps, validation and its curve, state, time left.
 
-Without a terminal a study prints one line per change of a trial's state, and a heartbeat from time to time.
+Without a terminal it prints one line per change of a trial's state, and a heartbeat from time to time, which keeps a
+log file readable.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from ..data import ENDED
-from .terminal import console, duration, percent, plain
+from ..record.events import EVENTS, Tail
+from ..record.status import StudyStatus, TrialStatus
+from .terminal import console, duration, percent, plain, state_text
 
-if TYPE_CHECKING:
-    from ..record.status import StudyStatus, TrialStatus
-
+REFRESH_SECONDS = 2.0
+WIDTH = 24  # characters of a curve
+BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 HEARTBEAT_SECONDS = 30.0  # between two lines of a log file where nothing else is said
 
 
@@ -72,50 +79,93 @@ class StudyTracker:
 
 
 @contextmanager
-def study_view() -> Iterator[LiveView | LineView]:
-    """Bars if stderr is a terminal; lines otherwise."""
+def study_view() -> Iterator[Callable[[StudyStatus], None]]:
+    """A function that shows a study's progress: a page with a line for each arm if stderr is a terminal; else lines."""
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield LineView(screen)
+        yield LineView(screen).update
         return
-    view = LiveView(screen)
-    with view.live:
-        yield view
+    page, last = Page(), StudyStatus("", "starting", ())
+
+    def show(status: StudyStatus) -> None:
+        nonlocal last
+        last = status
+
+    with Live(console=screen, get_renderable=lambda: page.render(last), refresh_per_second=2, transient=True):
+        yield show
 
 
-class LiveView:
-    """One bar for the study, one for each running trial."""
+def watch(read: Callable[[], StudyStatus]) -> None:
+    """Show the study (from `read`) until nothing is left to run; only once if stdout is not a terminal."""
+    screen, page = console(), Page()
+    status = read()
+    if not screen.is_terminal or status.finished:
+        screen.print(page.render(status))
+        return
+    with Live(page.render(status), console=screen, auto_refresh=False) as live:
+        while not status.finished:
+            time.sleep(REFRESH_SECONDS)
+            status = read()
+            live.update(page.render(status), refresh=True)
 
-    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tracker = StudyTracker(clock)
-        self._study = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), console=screen
-        )
-        self._trials = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=screen,
-        )
-        self._overall = self._study.add_task("trials", total=1, text="starting")
-        self._tasks: dict[tuple[str, int], TaskID] = {}
-        bars = Group(self._study, self._trials)
-        self.live = Live(bars, console=screen, refresh_per_second=4, transient=True)
 
-    def update(self, status: StudyStatus) -> None:
-        left = duration(self._tracker.study_remaining(status))
-        text = f"{_counts(status)}, {left} left"
-        self._study.update(self._overall, completed=self._tracker.study_fraction(status), text=text)
-        running = {(t.arm, t.seed): t for t in status.trials if t.state == "running"}
-        for key in [key for key in self._tasks if key not in running]:
-            self._trials.remove_task(self._tasks.pop(key))
-        for key, trial in running.items():
-            _, done, total = self._tracker.bar(trial)
-            if key not in self._tasks:
-                self._tasks[key] = self._trials.add_task(str(plain(_title(trial))), total=None, text="")
-            self._trials.update(
-                self._tasks[key], completed=done, total=total or None, text=str(plain(_line(trial, self._tracker)))
-            )
+class Page:
+    """The page of a study; it reads the events of each trial once."""
+
+    def __init__(self) -> None:
+        self._tracker = StudyTracker(time.monotonic)
+        self._tails: dict[Path, Tail] = {}
+
+    def render(self, status: StudyStatus) -> Group:
+        title = plain(": ".join(filter(None, [status.name, status.question])))
+        table = Table(title=str(title), title_justify="left")
+        for header in ("arm", "step", status.metric, "curve", "state", "left"):
+            table.add_column(header, justify="right" if header in ("step", status.metric, "left") else "left")
+        arms: dict[str, list[TrialStatus]] = {}
+        for trial in status.trials:
+            arms.setdefault(trial.arm, []).append(trial)
+        for arm, trials in arms.items():
+            table.add_row(plain(arm), *self._cells(trials, status.metric))
+        left = f", {duration(self._tracker.study_remaining(status))} left"
+        ended = sum(not trial.is_open for trial in status.trials)
+        words = f"{ended}/{len(status.trials) + status.to_come} trials have ended{'' if status.finished else left}"
+        return Group(table, Text(words))
+
+    def _cells(self, trials: Sequence[TrialStatus], metric: str) -> list[Text]:
+        curves, steps = zip(*(self._curve(trial.directory / EVENTS, metric) for trial in trials), strict=True)
+        totals = [total for phase, _, total in map(self._tracker.bar, trials) if phase == "train"]
+        step = f"{fmean(steps):.0f}{f'/{max(totals)}' if totals else ''}" if any(steps) else ""
+        reached = dict.fromkeys(at for curve in curves for at in curve)
+        curve = {at: fmean(one[at] for one in curves if at in one) for at in reached}  # over the trials that are there
+        counts = Counter(trial.state for trial in trials)
+        state = Text(", ").join([Text(f"{count} ").append_text(state_text(name)) for name, count in counts.items()])
+        for trial in (one for one in trials if one.state == "running" and one.phase != "train"):
+            state.append_text(plain(f", {trial.phase} {trial.done}/{trial.total}"))
+        known = [seconds for trial in trials if (seconds := self._tracker.remaining(trial)) is not None]
+        left = duration(max(known)) if known and any(trial.state == "running" for trial in trials) else ""
+        value = f"{curve[max(curve)]:.4g}" if curve else ""
+        return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
+
+    def _curve(self, events: Path, metric: str) -> tuple[dict[int, float], int]:
+        """Step -> value of the metric, and the last step, as far as the events can be read here."""
+        tail = self._tails.setdefault(events, Tail(events))
+        with suppress(OSError, ValueError):
+            tail.read()
+            tail.history.samples.clear()  # a long study has many
+        history = tail.history.history
+        points = history.get(metric, {})
+        curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
+        return curve, max((step for steps in history.values() for step in steps), default=0)
+
+
+def spark(values: Sequence[float]) -> str:
+    """The last values as bars from the lowest to the highest of them."""
+    shown = values[-WIDTH:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)
 
 
 class LineView:
@@ -178,8 +228,8 @@ def _counts(status: StudyStatus) -> str:
 
 @contextmanager
 def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, and some
-    more."""
+    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, and one
+    every HEARTBEAT_SECONDS."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:

@@ -44,6 +44,7 @@ class StudyStatus:
     question: str
     trials: tuple[TrialStatus, ...]
     to_come: int = 0
+    metric: str = "validation/accuracy"
 
     def counts(self) -> dict[str, int]:
         """Number of trials in each state that occurs."""

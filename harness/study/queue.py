@@ -215,7 +215,7 @@ class Queue:
                 held=held,
             ))  # fmt: skip
         study = self.plan.study
-        return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts))
+        return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts), study.metric)
 
     @cached_property
     def _searches(self) -> list[ArmSearch]:
