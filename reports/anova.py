@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from ..harness.record.study import StudyRecord
-from .statistics import Floats
+from .statistics import ALPHA, Floats
 from .trials import ArmSummary, num_first
 
 
@@ -37,6 +37,10 @@ class Effect:
     partial_omega_squared: float
     p_adjusted: float = math.nan
 
+    @property
+    def is_detected(self) -> bool:
+        return self.p_adjusted < ALPHA
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -49,6 +53,10 @@ class Grid:
     levels: tuple[tuple[Any, ...], ...]
     labels: np.ndarray
     effects: Sequence[Effect]
+
+    @property
+    def is_any_detected(self) -> bool:
+        return any(effect.is_detected for effect in self.effects)
 
 
 def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:

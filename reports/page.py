@@ -15,7 +15,7 @@ from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accura
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
 from .figures import curves, grid, outcome, search
-from .figures.style import Drawing, color_of, themed
+from .figures.style import Drawing, color_of, roles, themed
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
 from .prose.answer import answer, progress
@@ -278,20 +278,13 @@ def _rollouts(analysis: Analysis) -> dict[str, Any]:
     trials = sorted(analysis.record.trials, key=lambda trial: (trial.state != "complete", trial.seed), reverse=True)
     known = {trial.arm: trial for trial in trials if trial.samples}  # complete ones last, by falling seed
     sources = {arm.label: known[arm.label] for arm in analysis.arms if arm.label in known}
-    chosen = list(sources)
-    if len(chosen) > _MOST_ARMS:  # the baseline, the highest, the lowest, then the study's order
-        ranked = [arm.label for arm in sorted(analysis.finished_arms, key=lambda arm: arm.mean, reverse=True)]
-        baseline = [arm.label for arm in analysis.arms if arm.is_baseline]
-        wanted = dict.fromkeys([*baseline, *ranked[:1], *ranked[-1:], *chosen])
-        chosen = [label for label in wanted if label in sources][:_MOST_ARMS]
-    sampled: dict[str, dict[tuple[str, str], list[SampleRow]]] = {label: {} for label in chosen}
-    for label, prompts in sampled.items():
+    wanted = [*roles(analysis), *sources] if len(sources) > _MOST_ARMS else sources
+    chosen = [label for label in dict.fromkeys(wanted) if label in sources][:_MOST_ARMS]
+    latest: dict[str, dict[tuple[str, str], SampleRow]] = {label: {} for label in chosen}
+    for label, rows in latest.items():
         for row in sources[label].samples:
-            prompts.setdefault((row.split, row.prompt_id), []).append(row)
-    latest = {
-        label: {prompt: max(rows, key=lambda row: row.step) for prompt, rows in prompts.items()}
-        for label, prompts in sampled.items()
-    }
+            key = row.split, row.prompt_id
+            rows[key] = max(rows.get(key, row), row, key=lambda one: one.step)
     order = {"test": 0, "validation": 1, "train": 2}
 
     def interest(key: tuple[str, str]) -> tuple[int, int, bool]:

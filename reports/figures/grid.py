@@ -37,13 +37,12 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
         maps = [(f", {name} = {level}", grid.labels.take(i, axis=last)) for i, level in enumerate(grid.levels[last])]
     factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
     title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
-    is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
     why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
-    shade = "stronger colour is higher" if is_detected else f"{why}, so all cells have one colour"
+    shade = "stronger colour is higher" if grid.is_any_detected else f"{why}, so all cells have one colour"
     caption = f"Mean over seeds with its 95 % interval; {shade}."
     return [
         drawn(f"heat_{index}", f"{title}{suffix}", caption, partial(_heat_map, analysis, labels, factors, levels,
-              is_detected), style.WIDE, 1.1 + 0.62 * labels.shape[0])
+              grid.is_any_detected), style.WIDE, 1.1 + 0.62 * labels.shape[0])
         for index, (suffix, labels) in enumerate(maps)
     ]  # fmt: skip
 

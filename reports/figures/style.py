@@ -152,7 +152,7 @@ def end_label(analysis: Analysis, label: str) -> str:
     """An arm's name beside its line; among many arms its role, as the table names the coloured arms."""
     if len(analysis.arms) <= len(PALETTE):
         return label
-    return _roles(analysis).get(label, "")
+    return roles(analysis).get(label, "")
 
 
 def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None]) -> Drawing:
@@ -243,12 +243,12 @@ def _saved(figure: Figure, suffix: str) -> bytes:
 
 def _look(analysis: Analysis, label: str) -> tuple[str, str]:
     """Colour and marker of an arm; those of the grey background if it is none of few, and none with a role of many."""
-    labels = list(_roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
+    labels = list(roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
     place = labels.index(label) if label in labels else None
     return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
 
 
-def _roles(analysis: Analysis) -> dict[str, str]:
+def roles(analysis: Analysis) -> dict[str, str]:
     """Arm -> what it is among many, in the order of the palette; of equal arms the first is the highest or lowest."""
     search = search_of(analysis.record)
     found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}

@@ -7,7 +7,6 @@ from typing import Any
 from ...harness.data import short_path
 from ..analysis import Analysis, Comparison, marginal
 from ..findings import ranked_components, verdicts
-from ..statistics import ALPHA
 from ..trials import ArmSummary, search_of, tuning_of
 from . import wording
 
@@ -25,9 +24,8 @@ def answer(analysis: Analysis) -> str:
     if search is not None:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
-        factors, is_detected = _grid_finding(analysis), _is_any_effect_detected(analysis)
-        candidates = [factors, _finding(analysis), "" if is_detected else _detectable(analysis)]
-        candidates += [_components(analysis), _unexplained(analysis), _tuned(analysis), _left_out(analysis)]
+        candidates = [_grid_finding(analysis), _finding(analysis), _detectable(analysis), _components(analysis)]
+        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
@@ -124,35 +122,41 @@ def _finding(analysis: Analysis) -> str:
             f"({wording.with_unit(baseline.mean, metric)}); with one shared seed no interval or test over seeds is "
             "possible, so this does not show a difference between the arms"
         )
-    if not any(comparison.is_detected for comparison in analysis.comparisons):
+    detected = [comparison for comparison in analysis.comparisons if comparison.is_detected]
+    if not detected:
         largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
-        text = f"No difference between {largest.arm} and {baseline.label} could be detected: {largest.arm}"
-        if len(analysis.comparisons) > 1:
-            value = _value(baseline, analysis)
-            text = (
-                f"{baseline.label} reaches {value}, and no arm differs detectably from it: the furthest, {largest.arm},"
-            )
-        reached = _value(largest.summary, analysis)
-        return f"{text} reaches {reached}, {_apart(largest)} {baseline.label} ({_evidence(largest)})"
+        who = largest.arm if len(analysis.comparisons) == 1 else f"the furthest, {largest.arm},"
+        return (
+            f"No difference to {baseline.label} ({_value(baseline, analysis)}) could be detected: {who} reaches "
+            f"{_value(largest.summary, analysis)}, {_apart(largest)} it ({_evidence(largest)})"
+        )
     top = analysis.comparison(best.label)
     if top is not None and top.is_detected:
         return f"{reaches}, {_apart(top)} {baseline.label} ({_evidence(top)})"
-    return _baseline_stands(analysis, baseline, best)
-
-
-def _is_any_effect_detected(analysis: Analysis) -> bool:
-    return analysis.grid is not None and any(effect.p_adjusted < ALPHA for effect in analysis.grid.effects)
+    surest, worst = max(detected, key=lambda c: c.estimate), min(detected, key=lambda c: c.estimate)
+    if surest.estimate > 0:  # and another arm has the highest mean
+        apart = f"{_apart(top)} it ({_evidence(top)})" if top is not None else "without a shared seed"
+        return (
+            f"{surest.arm} reaches {_value(surest.summary, analysis)}, {_apart(surest)} {baseline.label} "
+            f"({_evidence(surest)}); {reaches}, the highest mean, but its difference to {baseline.label} is not "
+            f"detected: {apart}"
+        )
+    closest = max(analysis.comparisons, key=lambda c: c.estimate)
+    lowest = f", while {worst.arm} is {_apart(worst)} it ({_holm(worst.p_adjusted)})" if worst is not closest else ""
+    return (
+        f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
+        f"{_apart(closest)} it ({_evidence(closest)}){lowest}"
+    )
 
 
 def _grid_finding(analysis: Analysis) -> str:
     """The effect of each factor over the whole grid, which averages over more runs than any one arm."""
-    metric = analysis.outcome.name
-    grid = analysis.grid
+    metric, grid = analysis.outcome.name, analysis.grid
     effects = [one for one in (grid.effects if grid is not None else ()) if not math.isnan(one.p_adjusted)]
     if grid is None or not effects:
         return ""
     single = [effect for effect in effects if len(effect.factors) == 1]
-    if not _is_any_effect_detected(analysis):
+    if not grid.is_any_detected:
         least = min(effects, key=lambda effect: effect.p)
         factors = [short_path(effect.factors[0]) for effect in single]
         text = f"Over the whole grid no effect of {wording.listed(factors, len(factors))} is detected"
@@ -162,18 +166,17 @@ def _grid_finding(analysis: Analysis) -> str:
         return f"{text}, alone or together ({smallest}: {_holm(least.p_adjusted)})"
     found = []
     for effect in single:
-        if effect.p_adjusted < ALPHA:
+        if effect.is_detected:
             factor, levels = effect.factors[0], grid.levels[grid.factors.index(effect.factors[0])]
-            means = {
-                level: one.estimate for level in levels if (one := marginal(analysis, {factor: level})) is not None
-            }
+            found_at = {level: marginal(analysis, {factor: level}) for level in levels}
+            means = {level: one.estimate for level, one in found_at.items() if one is not None}
             low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
             found.append(
                 f"{short_path(factor)} matters: {wording.with_unit(means[low], metric)} at {low} and "
                 f"{wording.with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
             )
     joint = [effect for effect in effects if len(effect.factors) > 1]
-    each = [f"{wording.factor_title(one.factors)} ({_holm(one.p_adjusted)})" for one in joint if one.p_adjusted < ALPHA]
+    each = [f"{wording.factor_title(one.factors)} ({_holm(one.p_adjusted)})" for one in joint if one.is_detected]
     interacting = f"factors interact: {', '.join(each)}" if each else "no interaction of factors is detected"
     parts = [*(found or ["no factor matters by itself"]), *([interacting] if joint else [])]
     return f"Over the whole grid {', and '.join(parts)}"
@@ -182,7 +185,8 @@ def _grid_finding(analysis: Analysis) -> str:
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
     sizes = [comparison.detectable for comparison in analysis.comparisons if not math.isnan(comparison.detectable)]
-    if not sizes or any(comparison.is_detected for comparison in analysis.comparisons):
+    is_effect_detected = analysis.grid is not None and analysis.grid.is_any_detected
+    if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):
         return ""
     if analysis.outcome.is_fraction and max(sizes) >= 1:
         return "with so few seeds no difference, however large, would reliably be found"
@@ -190,40 +194,11 @@ def _detectable(analysis: Analysis) -> str:
     return f"a difference of about {size} would be found in 4 of 5 such studies"
 
 
-def _baseline_stands(analysis: Analysis, baseline: ArmSummary, highest: ArmSummary) -> str:
-    """The highest arm is the baseline or not detectably above it, but some arm differs detectably."""
-    detected = [c for c in analysis.comparisons if c.is_detected]
-    undecided = [c for c in analysis.comparisons if not c.is_detected]
-    surest = max(detected, key=lambda c: c.estimate)
-    if surest.estimate > 0:
-        rival = analysis.comparison(highest.label)
-        apart = f"{_apart(rival)} it ({_evidence(rival)})" if rival is not None else "without a shared seed"
-        return (
-            f"{surest.arm} reaches {_value(surest.summary, analysis)}, {_apart(surest)} {baseline.label} "
-            f"({_evidence(surest)}); {highest.label} has the highest mean, {_value(highest, analysis)}, but its "
-            f"difference to {baseline.label} is not detected: {apart}"
-        )
-    if undecided:
-        top, worst = max(undecided, key=lambda c: c.estimate), min(detected, key=lambda c: c.estimate)
-        return (
-            f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {top.arm}, is "
-            f"{_apart(top)} it ({_evidence(top)}), while {worst.arm} is {_apart(worst)} it ({_holm(worst.p_adjusted)})"
-        )
-    reaches = f"{baseline.label} reaches {_value(baseline, analysis)}"
-    apart = f"is {_apart(surest)} it ({_evidence(surest)})"
-    if len(detected) == 1:
-        return f"{reaches}; {surest.arm} {apart}"
-    others = "every other arm" if len(detected) == len(analysis.finished_arms) - 1 else "every arm compared with it"
-    return f"{reaches}, above {others}; the closest, {surest.arm}, {apart}"
-
-
 def _value(arm: ArmSummary, analysis: Analysis) -> str:
     """`81.2 % test accuracy [79.0, 83.4]`."""
-    value, limits = (
-        wording.with_unit(arm.mean, analysis.outcome.name),
-        wording.limits(arm.interval, analysis.outcome.name),
-    )
-    return f"{value} {analysis.outcome.label} {limits}".rstrip()
+    metric = analysis.outcome.name
+    limits = wording.limits(arm.interval, metric)
+    return f"{wording.with_unit(arm.mean, metric)} {analysis.outcome.label} {limits}".rstrip()
 
 
 def _apart(comparison: Comparison) -> str:

@@ -7,7 +7,7 @@ from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA
-from ..trials import arm_specs, search_of, setting, tuning_of
+from ..trials import arm_specs, search_of, setting
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -86,8 +86,6 @@ def notes(analysis: Analysis) -> list[_Note]:
         ("Equal rollouts are not equal tokens", tokens) if ratio >= 1.1 else None,
         _evaluation_note(analysis, specs),
         _selection_note(analysis),
-        _tuning_note(analysis),
-        _gap_note(analysis),
     ]
     return [note for note in found if note is not None]
 
@@ -298,44 +296,11 @@ def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
 
 
 def _selection_note(analysis: Analysis) -> _Note | None:
-    if len(analysis.finished_arms) < 3:
+    if len(analysis.finished_arms) < 3 or search_of(analysis.record) is not None:  # a search's answer says it
         return None
-    if search_of(analysis.record) is not None:
-        test = " The choice did not use the test split." if analysis.outcome.name.startswith("test/") else ""
-        return (
-            "The best of many is overestimated",
-            f"The search chose among {len(analysis.finished_arms)} arms by {wording.spoken(analysis.record.metric)}, "
-            f"so its best value is biased upwards.{test} There is no baseline arm and no p: compare the best arm with "
-            "the setting that it would replace, with other seeds.",
-        )
     return (
         "The best of several is overestimated",
         f"The highest of {len(analysis.finished_arms)} means is biased upwards. Holm's correction keeps the chance "
         f"of any false difference to the baseline below {100 * ALPHA:g} %, but does not remove this bias from the "
         "highest mean.",
-    )
-
-
-def _tuning_note(analysis: Analysis) -> _Note | None:
-    tuning = tuning_of(analysis.record)
-    if not tuning:
-        return None
-    each = ", ".join(f"{cell}: {wording.plural(len(search['arms']), 'setting')}" for cell, search in tuning.items())
-    return (
-        "Every arm was tuned",
-        f"Each was tuned separately on the validation split ({each}), with seeds that the comparison does not use. "
-        "The chance variation of tuning is part of the differences, but the intervals do not cover it.",
-    )
-
-
-def _gap_note(analysis: Analysis) -> _Note | None:
-    broken = [gap for gap in analysis.gaps if gap.state in ("invalid", "failed", "no value")]
-    if not broken:
-        return None
-    arms = list(dict.fromkeys(gap.arm for gap in broken))
-    return (
-        "Trials are left out",
-        f"{wording.plural(len(broken), 'trial')} of {wording.listed(arms)} gave no usable result and "
-        f"{'is' if len(broken) == 1 else 'are'} left out of all means. If an arm fails on the seeds on which it would "
-        "do badly, its mean over the remaining seeds is biased upwards.",
     )
