@@ -1,18 +1,16 @@
 """One side of the speed comparison in a process of its own: `python _sides.py JOB.json RESULT.json`.
 
 A job names the side, the setting and how many steps to leave out and to measure. Every side reports a list of steps,
-each with wall-clock and user seconds, tokens and phases, and the peak of its resident memory.
+each with seconds and tokens, and the peak of its resident memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,6 @@ import torch
 from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting, digit_sum, prompt_texts
 
 Step = dict[str, Any]
-
-
-class Meter:
-    """Wall-clock and user seconds since the last call."""
-
-    def __init__(self) -> None:
-        self.wall, self.user = time.perf_counter(), _user_seconds()
-
-    def lap(self) -> Step:
-        wall, user = time.perf_counter(), _user_seconds()
-        step = {"seconds": wall - self.wall, "user_seconds": user - self.user}
-        self.wall, self.user = wall, user
-        return step
 
 
 def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
@@ -56,13 +41,12 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     directory = Path(tempfile.mkdtemp(dir=folder.parent))
     run, _ = prepare(spec, directory, _Silent(), directory, lambda: False)  # pyright: ignore
     steps: list[Step] = []
-    prompts, meter = task.prompts("train"), Meter()
+    prompts = task.prompts("train")
     for number in range(num_steps):
+        began = time.perf_counter()
         metrics, _ = train_step(run, prompts, number)
-        phases = {k.removeprefix("seconds/"): v for k, v in metrics.items() if k.startswith("seconds/")}
-        phases.pop("step")
         tokens = metrics["completion/length"] * setting.rollouts
-        steps.append({**meter.lap(), "tokens": tokens, "phases": phases})
+        steps.append({"seconds": time.perf_counter() - began, "tokens": tokens})
     return steps
 
 
@@ -82,18 +66,15 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
 
     logging.disable_progress_bar()
     steps: list[Step] = []
-    phases: dict[str, float] = defaultdict(float)
-    meter = Meter()
+    began, tokens = time.perf_counter(), 0
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            nonlocal began, tokens
             if state.global_step % setting.num_inner_epochs:
                 return
-            step = meter.lap()
-            step["tokens"] = phases.pop("tokens")
-            phases["update"] = step["seconds"] - sum(phases.values())
-            steps.append({**step, "phases": dict(phases)})
-            phases.clear()
+            steps.append({"seconds": time.perf_counter() - began, "tokens": tokens})
+            began, tokens = time.perf_counter(), 0
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(digit_sum(text) % 2 == 0) for text in completions]
@@ -134,30 +115,18 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
         train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(setting.prompt_tokens)]),
         callbacks=[Watch()],
     )
-    _time_phases(trainer, phases)
-    meter.lap()
+    sample: Any = trainer._generate_single_turn
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tokens
+        result = sample(*args, **kwargs)
+        tokens += sum(map(len, result[0]))
+        return result
+
+    trainer._generate_single_turn = counted  # pyright: ignore
+    began = time.perf_counter()
     trainer.train()
     return steps
-
-
-def _time_phases(trainer: Any, phases: dict[str, float]) -> None:
-    """Add to `phases` the seconds of sampling, of grading and of scoring without gradient, and the tokens sampled."""
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if name != "annotate" or not torch.is_grad_enabled():
-                phases[name] += time.perf_counter() - start
-            if name == "generate":
-                phases["tokens"] += sum(map(len, result[0]))
-            return result
-
-        return call
-
-    trainer._generate_single_turn = timed("generate", trainer._generate_single_turn)
-    trainer._calculate_rewards = timed("grade", trainer._calculate_rewards)
-    trainer._get_per_token_logps_and_entropies = timed("annotate", trainer._get_per_token_logps_and_entropies)
 
 
 SIDES = {"ours": ours, "trl": trl}
@@ -169,24 +138,14 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _user_seconds() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
-
-
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     if job["side"].startswith("trl"):
         sys.modules["sklearn"] = None  # pyright: ignore  # mlflow brings it; transformers would import it, 105 MB
     setting = Setting(**job["setting"])
-    before = peak_memory()
     steps = SIDES[job["side"]](setting, Path(job["folder"]), job["warm_up"] + job["steps"], job)
-    memory = max(before, peak_memory())
-    result = {
-        "steps": steps[job["warm_up"] :],
-        "peak_memory_bytes": memory,
-        "load": os.getloadavg()[0],
-    }
+    result = {"steps": steps[job["warm_up"] :], "peak_memory_bytes": peak_memory(), "load": os.getloadavg()[0]}
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -113,14 +113,11 @@ def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [step for run in runs for step in run["steps"]]
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = statistics.mean(step["tokens"] for step in steps)
-    phases = {p: statistics.median(step["phases"].get(p, 0.0) for step in steps) for p in steps[0]["phases"]}
     return {
         "seconds_per_step": seconds,
         "samples_per_second": setting.rollouts / seconds,
         "tokens_per_second": tokens / seconds,
         "completion_length": tokens / setting.rollouts,
-        "user_seconds_per_step": statistics.median(step["user_seconds"] for step in steps),
-        "phases": phases,
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
         "step_seconds": [round(step["seconds"], 4) for step in steps],
         "load": max(run["load"] for run in runs),
@@ -128,14 +125,12 @@ def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _print(pair: dict[str, Any]) -> None:
-    print(f"\n{pair['name']}\n                     s/step  samples/s  tokens/s  tokens/row  user s  peak MB")
+    print(f"\n{pair['name']}\n                     s/step  samples/s  tokens/s  tokens/row  peak MB")
     for name in ("ours", "trl"):
         x = pair[name]
-        phases = ", ".join(f"{k} {v:.3g}" for k, v in x["phases"].items())
         print(
             f"    {name:<16} {x['seconds_per_step']:6.3f} {x['samples_per_second']:10.1f} {x['tokens_per_second']:9.0f}"
-            f" {x['completion_length']:11.2f} {x['user_seconds_per_step']:7.2f} {x['peak_memory_bytes'] / 1e6:8.0f}"
-            f"  {phases}"
+            f" {x['completion_length']:11.2f} {x['peak_memory_bytes'] / 1e6:8.0f}"
         )
     print(
         f"    ours / TRL: {pair['speed_ratio']:.2f}x samples/s, {pair['token_speed_ratio']:.2f}x tokens/s, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,8 @@ class Given:
         return self.values
 
 
-# Settings that a row names.
-TOLD = ("loss_type", "importance_sampling_level", "use_bias_correction_kl", "delta")
+TOLD = ("loss_type", "importance_sampling_level", "use_bias_correction_kl", "delta")  # settings that a row names
 PLAIN_KL = {"use_bias_correction_kl": False}
-
-
-def rows() -> list[Row]:
-    return [*advantage_rows(), *loss_rows(), *dpo_rows()]
 
 
 @cache
@@ -224,9 +220,8 @@ def loss_rows() -> list[Row]:
         pair("gspo: loss, wide clip and KL", GSPO(clip_epsilon=0.1, clip_epsilon_high=0.2, kl_beta=0.05), **sequence,
              epsilon=0.1, epsilon_high=0.2, beta=0.05, **PLAIN_KL),
         cispo,
-        Row(same_number.objective, same_number.function, same_number.cases, same_number.ours, same_number.theirs,
-            "their epsilon_high is the highest weight itself, ours (as the paper's) what it exceeds 1 by",
-            cut_at_absolute),
+        replace(same_number, predicted=cut_at_absolute,
+                reason="their epsilon_high is the highest weight itself, ours (as the paper's) what it exceeds 1 by"),
         pair("lite_ppo: loss", LitePPO(), loss_type="dapo"),
         pair("gmpo: loss", GMPO(), epsilon=0.4),
         pair("gmpo: loss, narrow clip and KL", GMPO(clip_log_ratio=0.1, kl_beta=0.05), epsilon=0.1, beta=0.05),
@@ -301,3 +296,7 @@ def dpo_rows() -> list[Row]:
         Row("online_dpo: loss, with ties", name, partial(pairs, ties=True), our_pairs, dpo,
             "of equal rewards they prefer the first answer, we leave the pair out", ties_as_pairs),
     ]  # fmt: skip
+
+
+def rows() -> list[Row]:
+    return [*advantage_rows(), *loss_rows(), *dpo_rows()]
