@@ -29,7 +29,6 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
-from cohort.harness.study.queue import Queue, study_status
 from queues import at_work, check_as_undisturbed, check_once_each, open_queue, run, workers_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
@@ -100,11 +99,6 @@ class Chaos:
             self._give_back(away)
 
 
-def finals(queue: Queue) -> dict[tuple[str, int], tuple[str, Any]]:
-    """(arm, seed) -> how it ended and what it reached, as the queue has it: what every host can see."""
-    return {(t.arm, t.seed): (t.state, t.accuracy) for t in queue.status().trials}
-
-
 def values(runs: Path) -> dict[str, dict[str, float]]:
     """Trial folder -> metric and step -> value, as the runs logged them; clocks and memory apart."""
     found: dict[str, dict[str, float]] = {}
@@ -141,43 +135,8 @@ import os, sys
 from pathlib import Path
 import test_chaos as t
 os.chdir(Path(sys.argv[1]).parent)
-if sys.argv[3] == "trained":
-    t.run(t.a_trained_grid(), Path(sys.argv[1]), storage=sys.argv[2], execute=t.worker.EXECUTE)
-else:
-    t.run(t.a_grid(), Path(sys.argv[1]), storage=sys.argv[2], workers=1)
+t.run(t.a_trained_grid(), Path(sys.argv[1]), storage=sys.argv[2], execute=t.worker.EXECUTE)
 """
-
-
-def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path]) -> list[Path]:
-    """The runs folders of two study processes with separate working and runs folders, once both have ended."""
-    places = [new_runs(folder / name / "runs") for name in ("north", "south")]
-    processes = [subprocess.Popen([sys.executable, "-c", HOST, str(runs), url, kind]) for runs in places]
-    assert [process.wait(1800) for process in processes] == [0, 0]
-    return places
-
-
-@pytest.mark.long
-@postgres_server.needed
-@pytest.mark.attack("Several study commands at once on one study")
-def test_two_hosts_that_share_only_a_database_share_the_work(
-    tmp_path: Path, server: postgres_server.Server, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
-    url = server.new_database()
-    places = two_hosts(tmp_path, url, "fake", new_runs)
-    study = a_grid()
-    north, south = (values(runs) for runs in places)
-    assert north and south and not set(north) & set(south)  # each trial ran on one host, and both had some
-    for runs in places:
-        check_once_each(open_queue(study, runs, url))
-        assert finals(open_queue(study, runs, url)) == {
-            (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
-            for arm in study.design_arms()
-            for seed in study.seeds
-        }
-        assert json.loads((runs / "studies/chaos/study.json").read_text())["name"] == "chaos"
-    (tmp_path / "third").mkdir()
-    assert study_status("chaos", tmp_path / "third", url).counts() == {"complete": 24}  # no files there at all
 
 
 # Long -----------------------------------------------------------------------------------------------------------------
@@ -310,9 +269,13 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     assert values(runs) == want
 
     if postgres_server.missing() is None:
-        with postgres_server.server() as server:
-            north, south = (values(place) for place in two_hosts(tmp_path, server.new_database(), "trained", new_runs))
-            assert north and south
+        with postgres_server.server() as server:  # two hosts with folders of their own share only a database
+            url, places = server.new_database(), [new_runs(tmp_path / name / "runs") for name in ("north", "south")]
+            processes = [subprocess.Popen([sys.executable, "-c", HOST, str(place), url]) for place in places]
+            assert [process.wait(1800) for process in processes] == [0, 0]
+            check_once_each(open_queue(study, places[0], url))
+            north, south = (values(place) for place in places)
+            assert north and south and not north.keys() & south.keys()
             assert {**north, **south} == want
 
     runs = new_runs(tmp_path / "ray")

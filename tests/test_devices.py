@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from cohort.harness.run.single import train_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
-from cohort.harness.study.launchers import local as processes
 from fakes import MemoryLog, StopAfter
 from ranks_at_work import RESUMED, RUN, begun, command, ends, group_of_two, side_by_side, until
 from transformers import Qwen2Config
@@ -230,16 +228,3 @@ def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.Monke
     weights = [engine["engine"] - GIB for engine in engines]
     assert weights[0] // 2 == weights[1] > 0
     assert counts[0]["gathered"] == 0 < counts[1]["gathered"] == counts[2]["gathered"]
-
-
-def test_workers_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(processes, "usable_gpus", lambda: tuple("01234"))
-    (tmp_path / "shown.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert processes.default_workers(2) == 2
-    monkeypatch.setattr(processes, "MODULE", "shown")
-    pool = processes.WorkerPool({}, 3, tmp_path, devices=2)
-    pool.fill(3)
-    while pool.collect(0):
-        time.sleep(0.05)
-    assert [(tmp_path / f"worker-{slot}.log").read_text().strip() for slot in range(3)] == ["0,1", "2,3", "0,1"]

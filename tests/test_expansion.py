@@ -25,12 +25,9 @@ from typer.testing import CliRunner
 
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}
 TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 2, "seeds": [7]}
-COMPARED = {"algorithms": ["fake", "grpo"], "tasks": ["fake"]}
 DESIGNS: dict[str, dict[str, Any]] = {
     "grid": {"factors": {"algorithm.group_size": [2, 4]}},
-    "one_at_a_time": {"design": "one_at_a_time", "factors": {"algorithm.group_size": [2, 8]}},
-    "compare": {"design": "compare", "compare": COMPARED},
-    "tuned": {"design": "compare", "compare": COMPARED, "search": TUNING},
+    "tuned": {"design": "compare", "compare": {"algorithms": ["fake", "grpo"], "tasks": ["fake"]}, "search": TUNING},
     "search": {"design": "search", "search": {"space": {"optimizer.learning_rate": RATE}, "trials": 3}},
 }
 

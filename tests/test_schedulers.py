@@ -88,6 +88,7 @@ def test_a_study_that_was_not_started_is_one_sentence_that_says_how(runs: Path):
 
 
 @pytest.mark.long
+@pytest.mark.attack("Several study commands at once on one study")
 def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(
     runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -254,7 +255,6 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
         (["--launcher", "slurm"], "needs --workers N"),
         (["--slurm-set", "mem=1G"], "--slurm-set is an option for SLURM jobs; add --launcher slurm"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
-        (["--launcher", "pbs"], "--launcher must be local, ray or slurm, got 'pbs'"),
     ],
 )
 def test_bad_options_of_slurm_are_one_sentence_before_anything_is_written(
@@ -272,18 +272,13 @@ def refused(runs: Path, arguments: list[str], words: str) -> None:
 
 
 @needs_submitit
-def test_a_runs_folder_that_nodes_do_not_share_is_refused(runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(
+    runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(runs.parent))
     refused(runs, SLURM, "name one on a common disk with --runs")
-
-
-@needs_submitit
-def test_without_the_commands_of_slurm_nothing_is_written(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(runs))
     refused(runs, SLURM, "'sbatch' is not on PATH")
-
-
-def test_without_submitit_the_sentence_says_what_to_install(runs: Path, monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "submitit" else find(name, *a))
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")

@@ -13,10 +13,11 @@ import fake_trials
 import optuna
 import pytest
 from cohort.harness.record.study import read_study
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE
+from factories import make_study
 from optuna.trial import TrialState
 from queues import METRIC, a_queue, claimed, die, run
 
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 def a_search(seeds: tuple[int, ...] = (0, 1), run: Mapping[str, Any] | None = None, **changes: Any) -> StudySpec:
     search = {"space": SPACE, "trials": 12, **changes}
     settings = fake_trials.run_settings(**{"evaluation": {"every": 1}, **(run or {})})
-    raw = {"name": "s", "question": "?", "run": settings, "seeds": list(seeds), "design": "search", "search": search}
-    return parse_study(raw, "test")
+    return make_study(name="s", run=settings, seeds=list(seeds), design="search", search=search)
 
 
 def accuracy(levels: Mapping[str, Any], seed: int) -> float:
@@ -64,8 +64,8 @@ def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTr
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(runs: Path, sampler: str):
-    queue = a_queue(a_search(sampler=sampler), runs)
+def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(tmp_path: Path, sampler: str):
+    queue = a_queue(a_search(sampler=sampler), tmp_path)
     claimed = drive(queue)
     assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 12}
     assert set(Counter(claimed).values()) == {1}
@@ -83,10 +83,10 @@ def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(runs:
     assert record["importances"]["values"]["algorithm.kl_beta"] > 0.8  # the other setting has no effect
 
 
-def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(runs: Path):
+def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(tmp_path: Path):
     def trials(sampler: str) -> list[optuna.trial.FrozenTrial]:
         space = {"algorithm.kl_beta": BETA}
-        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,)), runs / sampler)
+        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,)), tmp_path / sampler)
         drive(queue)
         return searched(queue)
 
@@ -100,9 +100,9 @@ def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(runs: Pa
     assert generations == [0] * 8 + [1]
 
 
-def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(runs: Path):
-    whole = drive(a_queue(a_search(), runs / "whole"))
-    queue = a_queue(a_search(), runs / "killed")
+def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    whole = drive(a_queue(a_search(), tmp_path / "whole"))
+    queue = a_queue(a_search(), tmp_path / "killed")
     for count in range(7):
         claim = claimed(queue)
         if count in (0, 3):
@@ -110,13 +110,13 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(runs: Path):
             queue = Queue(queue.plan)
         else:
             complete(queue, claim)
-    rest = drive(Queue(Plan(a_search(), runs / "killed")))
+    rest = drive(Queue(Plan(a_search(), tmp_path / "killed")))
     assert whole[5:] == rest
     assert len(searched(queue)) == 12
 
 
-def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(runs: Path):
-    queue = a_queue(a_search(trials=3), runs)
+def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(tmp_path: Path):
+    queue = a_queue(a_search(trials=3), tmp_path)
     study = optuna.load_study(study_name="s/search", storage=queue.storage.optuna)
     study.ask()  # asked, and not yet given a label
     claim = claimed(queue)
@@ -132,9 +132,9 @@ def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_count
     assert (label, 0) in keys
 
 
-def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(runs: Path):
-    first = a_queue(a_search(trials=5, seeds=(0, 1, 2)), runs)
-    workers = [first, Queue(Plan(first.plan.study, runs)), Queue(Plan(first.plan.study, runs))]
+def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(tmp_path: Path):
+    first = a_queue(a_search(trials=5, seeds=(0, 1, 2)), tmp_path)
+    workers = [first, Queue(Plan(first.plan.study, tmp_path)), Queue(Plan(first.plan.study, tmp_path))]
     claimed: list[tuple[str, int]] = []
     while first.unfinished():
         held = [(worker, claim) for worker in workers if (claim := worker.claim()) is not None]
@@ -145,8 +145,8 @@ def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(runs: Pa
     assert len({arm for arm, _ in claimed}) == 5
 
 
-def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(runs: Path):
-    queue = a_queue(a_search(trials=3), runs)
+def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(tmp_path: Path):
+    queue = a_queue(a_search(trials=3), tmp_path)
     ends = iter([Outcome("invalid", "loss is NaN"), None, Outcome("failed", "no memory"), None, None, None])
 
     def end(queue: Queue, claim: Claim) -> None:
@@ -170,9 +170,9 @@ def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_th
     assert searched(queue)[1].state == TrialState.COMPLETE
 
 
-def test_a_small_space_is_tried_out_without_repeating_a_run(runs: Path):
+def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path: Path):
     space = {"algorithm.kl_beta": {"choices": [0.01, 0.1]}, "algorithm.group_size": {"choices": [2, 4, 8]}}
-    queue = a_queue(a_search(space=space, trials=6, seeds=(0,)), runs)
+    queue = a_queue(a_search(space=space, trials=6, seeds=(0,)), tmp_path)
     drive(queue)
     record = queue.search_record()
     points = {tuple(arm["parameters"].values()) for arm in record["arms"]}
@@ -180,10 +180,10 @@ def test_a_small_space_is_tried_out_without_repeating_a_run(runs: Path):
     assert all(r["reason"].startswith("the same run as arm '00") for r in record["refused"])
 
 
-def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(runs: Path):
+def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(tmp_path: Path):
     # A group of 64 does not divide 32 rollouts; each value alone is fine with the base run (64 rollouts, group 8).
     space = {"algorithm.group_size": {"choices": [2, 64]}, "rollouts_per_step": {"choices": [64, 32]}}
-    queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), runs)
+    queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), tmp_path)
     drive(queue, lambda queue, claim: queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5})))
     record = queue.search_record()
     assert len(record["arms"]) == 3
@@ -193,9 +193,9 @@ def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_count
     assert queue.status().finished
 
 
-def test_several_objectives_give_a_pareto_set_and_no_best_arm(runs: Path):
+def test_several_objectives_give_a_pareto_set_and_no_best_arm(tmp_path: Path):
     objectives = {METRIC: "maximize", "train/generated_tokens": "minimize"}
-    queue = a_queue(a_search(sampler="nsga2", objectives=objectives, seeds=(0,)), runs)
+    queue = a_queue(a_search(sampler="nsga2", objectives=objectives, seeds=(0,)), tmp_path)
     drive(queue)
     record = queue.search_record()
     values = {a["label"]: (a["values"][METRIC], a["values"]["train/generated_tokens"]) for a in record["arms"]}
@@ -210,10 +210,10 @@ def test_several_objectives_give_a_pareto_set_and_no_best_arm(runs: Path):
 
 @pytest.mark.parametrize(("pruner", "sampler"), [("median", "random"), ("hyperband", "tpe")])
 def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_order(
-    runs: Path, pruner: str, sampler: str
+    tmp_path: Path, pruner: str, sampler: str
 ):
     """Every run has 7 steps and a validation after each; an arm's accuracy grows evenly to its final one."""
-    queue = a_queue(a_search(pruner=pruner, trials=12, startup=3, sampler=sampler), runs)
+    queue = a_queue(a_search(pruner=pruner, trials=12, startup=3, sampler=sampler), tmp_path)
     steps: dict[tuple[str, int], int] = {}
 
     def end(queue: Queue, claim: Claim) -> None:
@@ -253,14 +253,17 @@ def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_orde
     assert len(status.trials) == len(claimed)  # seeds that were never handed out are no trials
 
 
-def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(runs: Path):
+def a_tuned_comparison(seeds: list[int], trials: int, tuned_on: list[int]) -> StudySpec:
     rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
-    raw = {
-        "name": "c", "question": "?", "run": {}, "seeds": [0, 1], "design": "compare",
-        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"]},
-        "search": {"space": rate, "trials": 4, "seeds": [7, 8]},
-    }  # fmt: skip
-    queue = a_queue(parse_study(raw, "test"), runs)
+    return make_study(
+        name="c", run={}, seeds=seeds, design="compare",
+        compare={"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"]},
+        search={"space": rate, "trials": trials, "seeds": tuned_on},
+    )  # fmt: skip
+
+
+def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(tmp_path: Path):
+    queue = a_queue(a_tuned_comparison(seeds=[0, 1], trials=4, tuned_on=[7, 8]), tmp_path)
 
     def end(queue: Queue, claim: Claim) -> None:
         spec = queue.plan.spec(claim.key)
@@ -286,14 +289,8 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
     assert queue.status().finished
 
 
-def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(runs: Path):
-    rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
-    raw = {
-        "name": "c", "question": "?", "run": {}, "seeds": [0], "design": "compare",
-        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"]},
-        "search": {"space": rate, "trials": 2, "seeds": [7]},
-    }  # fmt: skip
-    queue = a_queue(parse_study(raw, "test"), runs)
+def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(tmp_path: Path):
+    queue = a_queue(a_tuned_comparison(seeds=[0], trials=2, tuned_on=[7]), tmp_path)
 
     def end(queue: Queue, claim: Claim) -> None:
         valid = queue.plan.spec(claim.key).algorithm.name == "grpo"

@@ -12,7 +12,6 @@ from typing import Any
 
 import fake_trials
 import numpy as np
-import psutil
 import pytest
 from cohort.harness.console.progress import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
@@ -34,7 +33,7 @@ from cohort.reports.render import write_report as render
 from factories import make_study
 from fake_study import fake_study
 from fake_trials import a_study
-from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, run, workers_of
+from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, run
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
@@ -43,10 +42,6 @@ ARMS = ["group_size=2", "group_size=4"]
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-def paused(step: int) -> Outcome:
-    return Outcome("paused", summary={"step": step})
 
 
 # Turns ----------------------------------------------------------------------------------------------------------------
@@ -58,7 +53,7 @@ def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress
     claims = [claimed(queue) for _ in range(4)]
     assert [claim.key for claim in claims] == [a, b, c, d]
     for claim, step in zip(claims, (4, 2, 2, 4), strict=True):
-        queue.finish(claim, paused(step))
+        queue.finish(claim, Outcome("paused", summary={"step": step}))
     assert [trial.state for trial in queue.status().trials] == ["paused"] * 4
     assert queue.unfinished()
     assert queue.gives_way(a, 4)
@@ -72,28 +67,6 @@ def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs: Path
     # Seven steps each: the second trial finds nobody behind it at its fourth step, and goes on.
     begun = [name.rpartition("-")[0] for name in executions(runs)]
     assert begun == ["group_size=2-seed0", "group_size=4-seed0", "group_size=2-seed0"]
-    check_as_undisturbed(study, runs)
-
-
-@pytest.mark.long
-@pytest.mark.attack("Kills of workers whose trials take turns")
-def test_trials_that_take_turns_survive_the_kills_of_their_workers(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
-    killed: list[int] = []
-
-    def kill(status: StudyStatus) -> None:
-        workers = workers_of(psutil.Process())
-        done = sum(trial.done for trial in status.trials)
-        if workers and len(killed) < 3 and done > 3 * len(killed):
-            workers[0].kill()
-            killed.append(workers[0].pid)
-
-    study = a_study(interleave=2, seeds=[0])
-    assert run(study, runs, kill, workers=1).counts() == {"complete": 2}
-    assert len(killed) == 3
-    record_property("tried", len(killed))
     check_as_undisturbed(study, runs)
 
 
@@ -309,7 +282,12 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 @pytest.mark.parametrize(
     ("arm", "changes", "warm", "message"),
     [
-        ("group_size=3", {}, False, r"ARM must be an arm of study 'sizes', got 'group_size=3'; did you mean"),
+        (
+            "group_size=3",
+            {},
+            False,
+            r"ARM must be .*, got 'group_size=3'; did you mean .*it has: group_size=2, gr",
+        ),
         (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
         (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
         (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
@@ -336,10 +314,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and "lock" not in file.name}
 
 
-def test_an_arm_that_is_not_there_and_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
-    a_queue(a_study(), tmp_path)
-    with pytest.raises(SpecError, match=r"got 'group_size=3'; did you mean .*it has: group_size=2, group_size=4"):
-        stop_arm("sizes", tmp_path, "group_size=3")
+def test_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
     space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
     a_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
     with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
-from cohort.harness.ground.addresses import shown
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
@@ -212,29 +210,7 @@ def test_a_wrong_password_is_not_repeated(server: postgres_server.Server, tmp_pa
     assert "wr0ng" not in str(caught.value)
 
 
-# URLs -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("url", ["mysql://me:s3cret@db/x", "postgresql://me:s3cret@db", "nonsense", "sqlite:///x.db"])
-def test_a_url_of_another_kind_is_refused_without_its_password(tmp_path: Path, url: str):
-    with pytest.raises(SpecError, match="--storage must be a URL as postgresql://") as caught:
-        open_storage(tmp_path, "sizes", url)
-    assert "s3cret" not in str(caught.value)
-
-
-def test_passwords_are_masked_wherever_they_stand():
-    assert shown("postgresql+psycopg://me:s3:cr@et@db:5432/x") == "postgresql://me:***@db:5432/x"
-    assert shown("postgresql://db/x?user=me&password=s3cret&sslmode=require") == (
-        "postgresql://db/x?user=me&password=***&sslmode=require"
-    )
-    assert shown("postgresql://me@db/x") == "postgresql://me@db/x"
-
-
-def test_no_url_means_files(tmp_path: Path):
-    assert isinstance(open_storage(tmp_path, "sizes"), LocalStorage)
-    assert isinstance(open_storage(tmp_path, "sizes", ""), LocalStorage)
-    assert os.listdir(tmp_path) == ["plugins"]  # nothing was written
-    assert LocalStorage(tmp_path).read_document() is None
+# Torn files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("A torn progress or lease file")
