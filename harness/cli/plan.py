@@ -101,7 +101,7 @@ def doctor(
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
-    """Check versions, device, cores, threads and the runs folder; exit code 1 if there is a problem.
+    """Check versions, device, cores, disk and the runs folder; exit code 1 if there is a problem.
 
     With --run, instead estimate memory and disk of that run, or of one trial of each arm of that study; exit code 2 if
     one cannot fit. `cohort study run --dry-run` estimates the disk of a whole study.

@@ -102,9 +102,11 @@ class Evaluation(Section):
     every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
-    num_samples: int = Field(default=4, ge=1, description="samples per problem (k) for accuracy, pass@k and maj@k")
+    num_samples: int = Field(
+        default=4, ge=1, le=10_000, description="samples per problem (k) for accuracy, pass@k and maj@k"
+    )
     num_test_samples: int | None = Field(
-        default=None, ge=1, description="samples per test problem; by default num_samples"
+        default=None, ge=1, le=10_000, description="samples per test problem; by default num_samples"
     )
     test_at_start: bool = Field(default=False, description="also evaluate the test problems before training")
     temperature: float = Field(default=1.0, gt=0, description="temperature of the k samples; the greedy one has none")
