@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cohort.harness.checks.preflight import check_runs
-from cohort.harness.data import Section
 from cohort.harness.engines._decoding import uniforms
 from cohort.harness.ground.inputs import digest
 from cohort.harness.ground.streams import generator
@@ -20,17 +18,9 @@ from cohort.harness.spec.load import load_run, load_study
 from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import StudySpec, parse_study
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
-
-
-class Toy(Section):
-    """A section whose digest is pinned below."""
-
-    rate: float = Field(0.1, gt=0)
-    sizes: tuple[int, ...] = (1, 2)
-    label: str | None = None
 
 
 def study(**changes: Any) -> dict[str, Any]:
@@ -51,7 +41,6 @@ DIVISORS = {"rollouts_per_step": 64}
 REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"stepps": 3}, ["stepps: ", "unknown key 'stepps'", "did you mean 'steps'?", "valid keys: model, task"]),
     ({"optimizer": {"lerning_rate": 1}}, ["optimizer.lerning_rate: ", "did you mean 'learning_rate'?"]),
-    ({"cold_start": {"step": 1}}, ["cold_start.step: ", "did you mean 'steps'?"]),
     ({"algorithm": {"name": "grpo", "kl_bta": 0}}, ["algorithm.kl_bta: ", "did you mean 'kl_beta'?", "group_size"]),
     ({"task": {"name": "arithmetic", "max_operandz": 3}}, ["task.max_operandz: ", "did you mean 'max_operand"]),
     ({"engine": {"name": "transformers", "bach": 3}}, ["engine.bach: ", "unknown key 'bach'", "valid keys: name"]),
@@ -59,17 +48,13 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"kl_beta": 0.1}, ["kl_beta: ", "did you mean 'algorithm.kl_beta'?"]),
     ({"optimizer": {"group_size": 4}}, ["optimizer.group_size: ", "did you mean 'algorithm.group_size'?"]),
     ({"algorithm": "grppo"}, ["algorithm", "unknown algorithm 'grppo'", "did you mean 'grpo'?", "available: "]),
-    ({"task": {"name": "arithmetics"}}, ["task", "unknown task 'arithmetics'", "did you mean 'arithmetic'?"]),
-    ({"engine": "transformer"}, ["engine", "unknown engine 'transformer'", "did you mean 'transformers'?"]),
     ({"algorithm": {"kl_beta": 0.1}}, ["algorithm must be a name or a mapping with a 'name'"]),
     ({"task": 3}, ["task must be a name or a mapping with a 'name', got 3"]),
-    ({"algorithm": None}, ["algorithm must be a name"]),
     ({"steps": -1}, ["steps", "greater than or equal to 0", "got -1"]),
     ({"steps": "many"}, ["steps", "integer", "got 'many'"]),
     ({"sampling": {"temperature": float("nan")}}, ["sampling.temperature", "finite", "got nan"]),
     ({"sampling": {"top_p": 1.5}}, ["sampling.top_p", "less than or equal to 1", "got 1.5"]),
     ({"device": "gpu"}, ["device", "'auto', 'cpu' or 'cuda'", "got 'gpu'"]),
-    ({"algorithm": {"name": "grpo", "clip_epsilon": 2}}, ["algorithm.clip_epsilon", "less than 1", "got 2"]),
     # The divisors of 64 next to 12 are 8 and 16; above all divisors of 6 only the largest is left: 6 itself.
     ({"algorithm": {"name": "grpo", "group_size": 12}, **DIVISORS},
      ["algorithm.group_size must divide rollouts_per_step (64), got 12; use 8 or 16"]),
@@ -77,7 +62,6 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"num_minibatches": 3}, **DIVISORS},
      ["optimizer.num_minibatches must divide rollouts_per_step (64), got 3; use 2 or 4"]),
     ({"algorithm": {"name": "grpo", "group_size": 1}}, ["algorithm.group_size must be at least 2 for grpo, got 1"]),
-    ({"algorithm": {"name": "grpo_self_consistency", "group_size": 1}}, ["must be at least 2 for grpo_self_"]),
 ]  # fmt: skip
 
 
@@ -139,19 +123,9 @@ def test_an_override_that_sets_nothing_is_refused(item: str, words: str):
     assert words in error_of(load_run, None, [item], {**RUN, "steps": 3})
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_run_survives_json_with_its_plugin_settings(algorithm: str):
-    raw = {**RUN, "algorithm": {"name": algorithm, "kl_beta": 0.123}, "task": {"name": "arithmetic", "max_operands": 4}}
-    spec = parse_run(raw, "my_run.yaml")
-    again = parse_run(json.loads(spec.model_dump_json()), "again.json")
-    assert again == spec
-    assert again.digest() == spec.digest()
-    assert json.loads(spec.model_dump_json())["algorithm"]["kl_beta"] == 0.123
-
-
-def test_the_digest_of_a_section_is_pinned():
+def test_the_digest_of_settings_is_pinned():
     # sha256 of {"label":null,"rate":0.1,"sizes":[1,2]}, first 16 hex digits: old results must stay recognisable.
-    assert digest(Toy(rate=0.1).model_dump(mode="json")) == "54160b3bd5bc24d8"
+    assert digest({"rate": 0.1, "sizes": (1, 2), "label": None}) == "54160b3bd5bc24d8"
 
 
 def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
@@ -252,8 +226,7 @@ def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lack
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seeds": [0, 0]}, "seeds must be distinct and >= 0, got [0, 0]"),
-        ({"seeds": [-1]}, "seeds must be distinct and >= 0, got [-1]"),
+        ({"seeds": [0, 0]}, "seeds must be distinct, got [0, 0]"),
         ({"seeds": []}, "seeds"),
         ({"factors": {"seed": [0, 1]}}, "'seed' cannot be a factor, because seeds are replicates"),
         ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
@@ -264,9 +237,13 @@ def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lack
         ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
         ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'search' or 'compare'"),
         ({"qestion": "?"}, "did you mean 'question'?"),
+        ({"seeds": {"frst": 3}}, "seeds.frst: unknown key 'frst'; did you mean 'first'?"),
+        (
+            {"search": {"trials": 1, "space": {"steps": {"hgh": 2}}}},
+            "steps.hgh: unknown key 'hgh'; did you mean 'high'",
+        ),
         ({"question": ""}, "question"),
         ({"name": "../up"}, "name"),
-        ({"name": "a/b"}, "name"),
         # 0.04 is the default
         (
             {"arms": {"one": {"algorithm.kl_beta": 0.04}, "two": {"algorithm.name": "grpo"}}},
@@ -344,18 +321,17 @@ def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, war
 
 # Hostile text ---------------------------------------------------------------------------------------------------------
 
-TOO_MANY, TOO_DEEP = "must have at most 20,000 values, got more", "must be nested at most 50 deep, got more"
-ALIAS, TOO_LONG = "an alias (*) is not read; write out the value", "must have at most 500,000 bytes, got more"
+TOO_LONG, TOO_DEEP = "must have at most 100,000 bytes, got more", "must be nested at most 50 deep, got more"
+ALIAS = "an alias (*) is not read; write out the value"
 HOSTILE_YAML = {
     "laughs": ("a: &a [lol, lol]\nb: &b [*a, *a]\nc: [*b, *b]\n", f"line 2: {ALIAS}"),
     "merged laughs": ("a: &a {k: 1}\nb: {<<: *a}\n", f"line 2: {ALIAS}"),
-    "many values": ("- 1\n" * 20_001, TOO_MANY),
     "brackets": ("run: " + "[" * 3000 + "]" * 3000, f"line 1: {TOO_DEEP}"),
-    "open brackets": ("[" * 400_000, TOO_DEEP),
+    "open brackets": ("[" * 100_000, TOO_DEEP),
     "JSON": ('{"run": ' * 3000 + "1" + "}" * 3000, TOO_DEEP),
-    "blocks": ("".join(f"{' ' * i}a:\n" for i in range(900)), TOO_DEEP),
+    "blocks": ("".join(f"{' ' * i}a:\n" for i in range(400)), TOO_DEEP),
     "a list in itself": ("run: &r [*r]", ALIAS),
-    "size": ("#" + "x" * 500_000, TOO_LONG),
+    "size": ("#" + "x" * 100_000, TOO_LONG),
     "digits": ("steps: 1" + "0" * 5000, "line 1: a whole number must be from -2^53 to 2^53 (9007199254740992)"),
     "hex digits": ("steps: 0x" + "f" * 20_000, "(20,002 characters); use a smaller one"),
     "base 60": ("steps: " + "1:" * 9000 + "1", "(18,001 characters); use a smaller one"),

@@ -43,14 +43,12 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
             run[dotted] = value
     if run and isinstance(raw.get("run"), dict):
         raw["run"] = with_overrides(raw["run"], run)
-        space = _section(_section(raw, "search"), "space")
-        for dotted in run:
+        space, factors = _section(_section(raw, "search"), "space"), _section(raw, "factors")
+        for dotted in run.keys() & {*space, *factors}:
+            how = f"varies it; override the levels: --set 'factors.{dotted}=[...]'"
             if dotted in space:
                 how = f"searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
-                raise SpecError(f"--set {dotted}: the study {how}")
-            if dotted in _section(raw, "factors"):
-                how = f"varies it; override the levels: --set 'factors.{dotted}=[...]'"
-                raise SpecError(f"--set {dotted}: the study {how}")
+            raise SpecError(f"--set {dotted}: the study {how}")
     return parse_study(raw, where=str(path))
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from .errors import SpecError
 
-MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file
+MAX_BYTES, MAX_DEPTH = 100_000, 50  # of a file
 MAX_INTEGER = 2**53  # doubles (and so MLflow and JSON in JavaScript) round larger ones
 _TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
 
@@ -23,7 +23,7 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         if not equals or not path.strip():
             raise SpecError(f"--set takes path=value, got '{item}'; for example --set algorithm.kl_beta=0.01")
         try:
-            result[path.strip()] = _parse_yaml(value)
+            result[path.strip()] = _Loader(value).get_single_data()
         except yaml.YAMLError as error:
             raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {_words(error)}") from None
     return result
@@ -33,20 +33,27 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
     """A deep copy of `raw` with each dotted path set.
 
     `whole` names mappings whose keys may contain dots: the rest of a path below them is one key. A plain value with a
-    path below it becomes the mapping that it stands for. A number for a reward changes only its weight.
+    path below it becomes the mapping that it stands for: text names a plugin, a number in `rewards` is a weight. A
+    number for a reward changes only its weight.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
-        *above, last = _keys(dotted, whole)
-        if len(above) >= MAX_DEPTH:
-            raise SpecError(f"a path must have at most {MAX_DEPTH} keys, got {len(above) + 1}: '{dotted[:40]}...'")
+        start = next((name for name in whole if dotted.startswith(f"{name}.")), "")
+        keys = [*start.split("."), dotted.removeprefix(f"{start}.")] if start else dotted.split(".")
+        *above, last = keys
+        if len(keys) > MAX_DEPTH:
+            raise SpecError(f"a path must have at most {MAX_DEPTH} keys, got {len(keys)}: '{dotted[:40]}...'")
         node = result
         for depth, key in enumerate(above, start=1):
-            child = _mapping(node.get(key), above[:depth])
-            if child is None:
-                raise SpecError(f"'{dotted}': '{'.'.join(above[:depth])}' is {node[key]!r}, which has no keys")
-            node[key] = child
-            node = child
+            child = node.get(key)
+            if isinstance(child, str):
+                child = {"name": child}
+            elif above[0] == "rewards" and depth == 2 and is_number(child):
+                child = {"weight": child}
+            elif child is not None and not isinstance(child, dict):
+                raise SpecError(f"'{dotted}': '{'.'.join(above[:depth])}' is {child!r}, which has no keys")
+            node[key] = {} if child is None else child
+            node = node[key]
         old = node.get(last)
         if above == ["rewards"] and isinstance(old, dict) and is_number(value):
             value = {**old, "weight": value}
@@ -70,33 +77,9 @@ def read_yaml(path: Path) -> Any:
     if len(content) > MAX_BYTES:
         raise SpecError(f"{path}: a file of settings must have at most {MAX_BYTES:,} bytes, got more; shorten it")
     try:
-        return _parse_yaml(content.decode())
+        return _Loader(content.decode()).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: not valid YAML: {_words(error)}") from None
-
-
-def _keys(dotted: str, whole: Sequence[str]) -> list[str]:
-    for name in whole:
-        if dotted.startswith(f"{name}."):
-            return [*name.split("."), dotted.removeprefix(f"{name}.")]
-    return dotted.split(".")
-
-
-def _mapping(value: Any, path: Sequence[str]) -> dict[str, Any] | None:
-    """The mapping that a value stands for: text names a plugin, a number in `rewards` is a weight."""
-    if isinstance(value, str):
-        return {"name": value}
-    if len(path) == 2 and path[0] == "rewards" and is_number(value):
-        return {"weight": value}
-    return {} if value is None else value if isinstance(value, dict) else None
-
-
-def _parse_yaml(text: str) -> Any:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
 
 
 def _words(error: Exception) -> str:
@@ -120,15 +103,12 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = self._num_nodes = 0
+        self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             raise _marked("an alias (*) is not read; write out the value that it stands for", mark)
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise _marked(f"must have at most {MAX_NODES:,} values, got more", mark)
         if self._depth >= MAX_DEPTH:
             raise _marked(f"must be nested at most {MAX_DEPTH} deep, got more", mark)
         self._depth += 1
@@ -139,13 +119,10 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
-                raise yaml.YAMLError(
-                    f"line {line}: key '{key.value}' is already in line {lines[key.value]}; remove one"
-                )
-            lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in lines:
+                raise _marked(f"key '{key.value}' is already in line {lines[key.value]}; remove one", key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

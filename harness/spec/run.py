@@ -155,16 +155,6 @@ class Gates(Section):
     )
 
 
-def _plugin(kind: plugins.Kind, value: Any) -> Any:
-    """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
-    if isinstance(value, Section):
-        return value
-    fields = {"name": value} if isinstance(value, str) else value
-    if not isinstance(fields, Mapping) or "name" not in fields:
-        raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
-    return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
-
-
 def _reward(name: str, settings: Any) -> Reward:
     """A reward from its weight or a mapping of its settings; reward objects pass unchanged."""
     if isinstance(settings, Reward):
@@ -249,7 +239,14 @@ class RunSpec(Section):
     @field_validator(*plugin_fields, mode="before")
     @classmethod
     def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
-        return _plugin(info.field_name, value)  # pyright: ignore[reportArgumentType]
+        """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
+        kind: Any = info.field_name
+        if isinstance(value, Section):
+            return value
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or "name" not in fields:
+            raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
+        return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -321,10 +318,6 @@ class RunSpec(Section):
                 f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights, got "
                 f"{self.staleness}; use engine=transformers"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _counts_divide(self) -> Self:
         group, rollouts = self.algorithm.group_size, self.rollouts_per_step
         if group < self.algorithm.min_group_size:
             raise ValueError(

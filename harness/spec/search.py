@@ -10,6 +10,7 @@ from .raw import MAX_INTEGER
 from .run import Scalar
 
 Direction = Literal["maximize", "minimize"]
+Seed = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
 
 class Dimension(Section):
@@ -73,7 +74,7 @@ class Search(Section):
     space: Space = Field(default_factory=dict)
     spaces: dict[str, Space] = Field(default_factory=dict, description="comparison: algorithm -> further dimensions")
     trials: int = Field(ge=1, description="number of arms; each runs with every seed; a search alone may gain more")
-    seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
+    seeds: list[Seed] = Field(
         default_factory=list, description="comparison: seeds of the searched arms; must differ from the study's seeds"
     )
     sampler: Literal["tpe", "gp", "nsga2", "random"] = Field(default="tpe", description="Optuna sampler")

@@ -14,9 +14,9 @@ from .. import plugins
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
 from .errors import SpecError, parsed
-from .raw import MAX_INTEGER, with_overrides
+from .raw import with_overrides
 from .run import Control, RunSpec, Scalar, get_path, parse_run
-from .search import Direction, Search
+from .search import Direction, Search, Seed
 
 MAX_ARMS = 10_000
 REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
@@ -116,7 +116,7 @@ class TwoStage(Section):
 
 # (An error's path leaves out tags that start with "function-".)
 _Seeds = Annotated[
-    Annotated[TwoStage, Tag("function-two-stage")] | Annotated[list[int], Field(min_length=1), Tag("function-list")],
+    Annotated[TwoStage, Tag("function-two-stage")] | Annotated[list[Seed], Field(min_length=1), Tag("function-list")],
     Discriminator(lambda raw: f"function-{'two-stage' if isinstance(raw, Mapping | TwoStage) else 'list'}"),
 ]
 
@@ -200,12 +200,8 @@ class StudySpec(Section):
 
     @model_validator(mode="after")
     def _seeds_replicate(self) -> Self:
-        seeds = self.first_seeds
-        if len(set(seeds)) != len(seeds) or min(seeds) < 0:
-            raise ValueError(f"seeds must be distinct and >= 0, got {seeds}")
-        if max(seeds) > MAX_INTEGER:
-            fix = "doubles round larger numbers, so two seeds may become one; use smaller ones, such as 0, 1, 2"
-            raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(seeds)}: {fix}")
+        if len(set(self.first_seeds)) != len(self.first_seeds):
+            raise ValueError(f"seeds must be distinct, got {self.first_seeds}")
         if isinstance(self.seeds, TwoStage):
             if self.search is not None:
                 raise ValueError("seeds must be a list in a study that searches; use seeds such as [0, 1, 2]")
@@ -290,13 +286,11 @@ class StudySpec(Section):
         """The searches of the study: none, one, or one for each algorithm and task of a tuned comparison."""
         if self.search is None:
             return []
-        objectives, seeds = self.objectives(), tuple(self.first_seeds)
-        if self.compare is None:
-            return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
-        search, own = self.search, tuple(self.search.seeds)
+        search, first = self.search, tuple(self.first_seeds)
+        seeds, final = (first, ()) if self.compare is None else (tuple(search.seeds), first)
         return [
-            SearchPlan(base.label, base, search.of(base.overrides["algorithm.name"]), objectives, own, seeds)
-            for base in self._known
+            SearchPlan(b.label, b, search.of(b.overrides.get("algorithm.name", "")), self.objectives(), seeds, final)
+            for b in self._known
         ]
 
     def arm_labels(self) -> list[str]:
@@ -443,15 +437,13 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
 def _component_arms(design: str, components: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Label -> overrides of the n + 1 arms of a study of components, the reference first: all components and each one
     left out, or none and each one alone."""
-    if design == "leave_one_out":
-        chosen = {name: [one for one in components if one != name] for name in components}
-    else:
-        chosen = {name: [name] for name in components}
-    arms = {component_arm(design, name): names for name, names in chosen.items()}
-    reference = {REFERENCE[design]: list(components) if design == "leave_one_out" else []}
+    leaves_out = design == "leave_one_out"
+    chosen = {REFERENCE[design]: list(components) if leaves_out else []}
+    for name in components:
+        chosen[component_arm(design, name)] = [one for one in components if (one != name) == leaves_out]
     return {
         label: {path: value for name in names for path, value in components[name].items()}
-        for label, names in {**reference, **arms}.items()
+        for label, names in chosen.items()
     }
 
 
