@@ -15,7 +15,7 @@ from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accura
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
 from .figures import curves, grid, outcome, search
-from .figures.style import Drawing, color_of, roles, themed
+from .figures.style import Drawing, color_of, roles
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
 from .prose.answer import answer, progress
@@ -261,7 +261,7 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     return {
         "arm": arm,
         "comparison": analysis.comparison(arm.label),
-        "color": themed(color_of(analysis, arm.label)),
+        "color": color_of(analysis, arm.label),
         "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
     }
@@ -313,4 +313,4 @@ def _answer(label: str, row: SampleRow | None, analysis: Analysis) -> dict[str, 
             "cut off by the token limit" if row.finish_reason == "length" else "stopped by itself",
             f"step {row.step}",
         ]
-    return {"label": label, "color": themed(color_of(analysis, label)), "row": row, "facts": facts}
+    return {"label": label, "color": color_of(analysis, label), "row": row, "facts": facts}

@@ -587,23 +587,6 @@ def test_the_best_so_far_only_rises_and_counts_the_arms_without_a_value() -> Non
     assert search.best_so_far(equal_grid()) == []
 
 
-def test_figures_on_the_page_take_their_colours_from_its_theme_and_files_keep_them(tmp_path: Path) -> None:
-    record = fake_study([*two_arms(0.5, 0.6), FakeArm('style="fill: #0072b2"', "grpo", 0.7, {}, {})], num_steps=10)
-    files = write_report(record, tmp_path, formats=("svg",))
-    html, file = files.html.read_text(encoding="utf-8"), (tmp_path / "figures" / "final.svg").read_text()
-    assert "var(" not in file
-    assert "fill: #0072b2" in file
-    styles = re.findall(r' style="([^"]*)"', html)
-    assert [style for style in styles if re.search(r": #(?!fdfeff)", style)] == []  # no colour beside the theme's
-    assert 'style="fill: #0072b2"</text>' in html  # the label of an arm stays as it is
-    used, css = set(re.findall(r"var\(--([\w-]+), #", "".join(styles))), html.partition("</style>")[0]
-    dark = css.partition("prefers-color-scheme: dark) {")[2].partition("color-scheme: dark")[0]
-    assert {"ink", "muted", "faint", "series-0"} <= used
-    assert {*used, *(f"series-{number}" for number in range(len(PALETTE))), "shade", "grey"} <= set(
-        re.findall(r"--([\w-]+):", dark)
-    )
-
-
 def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_in_full(hostile: ReportFiles) -> None:
     html = hostile.html.read_text(encoding="utf-8")
     encoded = re.findall(

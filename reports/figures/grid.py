@@ -150,7 +150,7 @@ def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits
     shade: dict[str, Any] = {"color": style.SHADE, "alpha": 0.08 + 0.84 * position}
     shade = {"color": style.EMPTY} if math.isnan(position) else shade
     axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, lw=0, **shade))
-    ink = style.ON_SHADE if position >= _LIGHT_TEXT else style.INK
+    ink = "white" if position >= _LIGHT_TEXT else style.INK
     centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
     axes.text(column, row - (0.1 if limits else 0), value, weight="bold", size=9.5 if limits else 8.5, **centred)
     if limits:

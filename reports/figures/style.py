@@ -3,8 +3,7 @@
 Colours are Okabe and Ito's (2008) palette, safe for colour-blind readers, with a marker per arm for print without
 colour. Arms keep their colour in every figure. With more arms than colours, the baseline (or the best of a search), the
 highest and the lowest are coloured and the others grey. SVG output is deterministic, with text kept as text. Labels are
-drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a dollar sign. On the page colours are
-variables, which the dark theme sets.
+drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a dollar sign.
 """
 
 import io
@@ -33,7 +32,7 @@ INK, MUTED = "#1d2126", "#5c6570"
 RULE = "#e4e7eb"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FORMATS = ("svg", "png", "pdf")
-SHADE, EMPTY, ON_SHADE = "#08519c", "#f3f4f6", "#fdfeff"  # of a value, its strength as opacity; no value; text on it
+SHADE, EMPTY = "#08519c", "#f3f4f6"  # of a value, its strength as opacity; of no value
 WIDE, NARROW = 4.1, 3.7  # inches; 72 SVG units each, so that 8.5 pt text stays legible on a phone
 
 _STYLE: dict[str, Any] = {
@@ -59,15 +58,8 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "cohort",
 }
 
-# Colour -> the variable of the page that replaces it in the dark; a paper and a file keep the colour.
-_THEME = {
-    INK: "ink", MUTED: "muted", RULE: "faint", GREY: "grey", "#ffffff": "paper", SHADE: "shade", EMPTY: "wash",
-} | {color.lower(): f"series-{number}" for number, color in enumerate(PALETTE)}  # fmt: skip
-
 # A user's own matplotlibrc must not change a report, nor a report the backend that a notebook draws with.
 _FRESH_STYLE: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"} | _STYLE
-
-_STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?<=: )#[0-9a-f]{6}(?=;|$)")
 
 PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
 STEPS = [1, 2, 2.5, 5, 10]
@@ -85,13 +77,6 @@ class Drawing:
     caption: str
     svg: Markup
     figure: Figure
-
-    @property
-    def inline(self) -> Markup:
-        """The element for the page, in the colours of the reader's theme."""
-        return Markup(
-            _STYLED_TAG.sub(lambda tag: _COLOR.sub(lambda color: themed(color.group()), tag.group()), self.svg)
-        )
 
     def file(self, suffix: str) -> bytes:
         """The figure as a file: svg, png or pdf."""
@@ -140,12 +125,6 @@ def color_of(analysis: Analysis, label: str) -> str:
 
 def marker_of(analysis: Analysis, label: str) -> str:
     return _look(analysis, label)[1]
-
-
-def themed(color: str) -> str:
-    """The colour as a style of the page, which replaces it in the dark."""
-    name = _THEME.get(color.lower())
-    return f"var(--{name}, {color})" if name else color
 
 
 def end_label(analysis: Analysis, label: str) -> str:
