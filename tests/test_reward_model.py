@@ -38,9 +38,9 @@ def test_the_loss_is_the_mean_over_the_pairs_of_a_prompt():
 
 def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_nothing(rollouts):
     ranked, dropped = read_ranked([rollouts], "reward")
-    assert ranked[0] == Ranked("0+1=", ("y", "n"), (1.0, 0.0))
+    assert ranked[0] == Ranked("0+1=", {"y": 1.0, "n": 0.0})
     assert (len(ranked), dropped) == (40, 1)
-    assert read_ranked([rollouts / "rollouts" / "step-000001.jsonl"], "format")[0][0].ranks == (0.0, 1.0)
+    assert read_ranked([rollouts / "rollouts" / "step-000001.jsonl"], "format")[0][0].ranks == {"y": 0.0, "n": 1.0}
 
 
 @pytest.mark.parametrize(

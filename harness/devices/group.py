@@ -90,18 +90,6 @@ class Group:
                     return told["attempt"], told["refusal"]
             time.sleep(POLL_SECONDS)
 
-    def lead(self, execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
-        """The result of `execute(spec, directory, log, **how)` on the first `spec.devices` ranks, this one the first.
-
-        Raises the first error of any; ChildProcessError if one of them is gone.
-        """
-        job = {
-            "spec": spec.model_dump(mode="json"), "directory": str(directory.resolve()),
-            "cache": str(how["cache"].resolve()), "inputs": all_expected(),
-        }  # fmt: skip
-        self._tell(job)
-        return self._run(job, lambda: execute(spec, directory, log, **how))
-
     def follow(self, execute: Callable[..., Any]) -> None:
         """Take part in the trials that rank 0 tells, until it ends. SystemExit if it is gone."""
 
@@ -110,10 +98,10 @@ class Group:
             return execute(spec, Path(job["directory"]), _Silent(), cache=cache, should_stop=lambda: False)
 
         try:
-            while job := self._next():
+            while job := self._told():
                 if self.rank < job["spec"]["devices"]:
                     try:
-                        self._run(job, partial(run, job))
+                        self.run(job, partial(run, job))
                     except Exception as error:  # rank 0 has heard of it
                         log.warning("%s: %s", type(error).__name__, error)
                         traceback.clear_frames(error.__traceback__)
@@ -123,14 +111,15 @@ class Group:
 
     def end(self) -> None:
         """Let the others go."""
-        self._tell({})
+        self.tell({})
         self._gone("ended")
 
-    def _tell(self, job: Mapping[str, Any]) -> None:
+    def tell(self, job: Mapping[str, Any]) -> None:
+        """Tell the others the next trial; an empty one is the end."""
         self._trials += 1
         self._say(f"trial-{self._trials}", job)
 
-    def _next(self) -> Any:
+    def _told(self) -> Any:
         """The next trial that rank 0 tells; empty if there is none. SpecError if it was not rank 0 who told it."""
         self._trials += 1
         job = self._heard(f"trial-{self._trials}")
@@ -138,8 +127,9 @@ class Group:
             raise SpecError("a trial was told by someone who does not know the secret of this group")
         return job
 
-    def _run(self, job: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """The result of this rank's part of a trial."""
+    def run(self, job: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """The result of this rank's part of a trial; on rank 0 also the first error of any, and ChildProcessError if
+        one of them is gone."""
         store: Any = dist.PrefixStore(f"{self._trials}/", self._store)  # pyright: ignore
         size = job["spec"]["devices"]
         backend = "cpu:gloo,cuda:nccl" if resolve_device(job["spec"]["device"]).type == "cuda" else "gloo"
@@ -255,7 +245,7 @@ def join() -> Group | None:
 
 def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
     """The result of `execute(spec, directory, log, **how)`, on `spec.devices` processes of the group that this one
-    leads."""
+    leads. Raises the first error of any; ChildProcessError if one of them is gone."""
     if spec.devices == 1:
         return execute(spec, directory, log, **how)
     if _own is None or _own.size < spec.devices:
@@ -263,7 +253,12 @@ def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunL
             f"a run with devices={spec.devices} needs a group of as many processes, this is one of {size()}; start it "
             f"with `cohort train`, or with `torchrun --nproc-per-node {spec.devices} -m cohort train`"
         )
-    return _own.lead(execute, spec, directory, log, **how)
+    job = {
+        "spec": spec.model_dump(mode="json"), "directory": str(directory.resolve()),
+        "cache": str(how["cache"].resolve()), "inputs": all_expected(),
+    }  # fmt: skip
+    _own.tell(job)
+    return _own.run(job, lambda: execute(spec, directory, log, **how))
 
 
 def size() -> int:

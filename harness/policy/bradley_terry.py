@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,17 +36,18 @@ from .tiny import TINY, tiny_config
 HELD_OUT = 0.1  # share of prompts that the fit never sees
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """Distinct completions of one prompt with the values that rank them, not all equal."""
+class Ranked(NamedTuple):
+    """The distinct completions of one prompt and the values that rank them, not all equal."""
 
     prompt: str
-    completions: tuple[str, ...]
-    ranks: tuple[float, ...]
+    ranks: dict[str, float]
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [(self.prompt, completion) for completion in self.ranks]
 
     def better(self) -> Tensor:
         """[K, K] bool: whether completion i is ranked higher than completion j."""
-        ranks = torch.tensor(self.ranks, dtype=torch.float64)
+        ranks = torch.tensor([*self.ranks.values()], dtype=torch.float64)
         return ranks[:, None] > ranks[None, :]
 
 
@@ -68,9 +69,7 @@ class Scorer:
     """A frozen sequence classifier with one label and its tokenizer."""
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.codec = TextCodec(tokenizer)
+        self.model, self.codec = model, TextCodec(tokenizer)
 
     def score(self, rows: Sequence[tuple[str, str]]) -> list[float]:
         """The score of each (prompt, completion), in order."""
@@ -81,8 +80,8 @@ class Scorer:
         """[B] scores, with gradients if they are on."""
         ids = [[*self.codec.encode(p), *self.codec.encode_completion(c)] for p, c in rows]
         mask = pad_right([[1] * len(row) for row in ids], torch.int64)
-        padding = self.tokenizer.pad_token_id
-        tokens = pad_right(ids, torch.int64).masked_fill(mask == 0, int(padding or 0))  # pyright: ignore
+        padding: Any = self.codec.tokenizer.pad_token_id
+        tokens = pad_right(ids, torch.int64).masked_fill(mask == 0, padding)
         device = next(self.model.parameters()).device
         output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
         return output.logits[:, 0].float()
@@ -178,8 +177,9 @@ def train_reward_model(
             for start in range(0, len(train), prompts_per_batch):
                 batch = [train[i] for i in order[start : start + prompts_per_batch]]
                 optimizer.zero_grad(set_to_none=True)
-                scores = scorer([(item.prompt, c) for item in batch for c in item.completions])
-                parts = scores.split([len(item.completions) for item in batch])
+                parts = scorer([row for item in batch for row in item.rows()]).split(
+                    [len(item.ranks) for item in batch]
+                )
                 loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(parts, batch, strict=True)]).mean()
                 if not torch.isfinite(loss):
                     raise InvalidRun(f"the loss is {float(loss)} at step {len(losses)}; lower --learning-rate")
@@ -224,11 +224,7 @@ def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
                     known = ["reward", "correct", *row.get("rewards", {})]
                     raise ValueError(f"{place}: --by must be one of {', '.join(known)}, got '{by}'")
                 groups[group].setdefault(completion, float(value))
-    ranked = [
-        Ranked(prompt, tuple(ranks), tuple(ranks.values()))
-        for (_, prompt, _), ranks in groups.items()
-        if len(set(ranks.values())) > 1
-    ]
+    ranked = [Ranked(prompt, ranks) for (_, prompt, _), ranks in groups.items() if len(set(ranks.values())) > 1]
     return ranked, len(groups) - len(ranked)
 
 
@@ -236,9 +232,10 @@ def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:
     """(pairs whose higher-ranked completion scores higher, all pairs)."""
     right = total = 0
     for item in ranked:
-        scores = torch.tensor(scorer.score([(item.prompt, c) for c in item.completions]))
-        right += int(((scores[:, None] > scores[None, :]) & item.better()).sum())
-        total += int(item.better().sum())
+        scores = torch.tensor(scorer.score(item.rows()))
+        better = item.better()
+        right += int(((scores[:, None] > scores[None, :]) & better).sum())
+        total += int(better.sum())
     return right, total
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +120,7 @@ def token_logprobs(
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets_N = tokens_BT[:, 1:][mask_BT[:, 1:]]
-
-    def few(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return chunk_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
-
+    few = partial(chunk_logprobs, model, temperature=temperature, entropy_gradient=entropy_gradient)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
     chunk = chunk_tokens(vocabulary)
     found = []

@@ -43,13 +43,13 @@ def check_model(name: str, setting: str = "model") -> None:
         if may_be_tiny and "/" not in name and nearest(name, [TINY]):
             raise ValueError(f"{rule}; did you mean 'tiny'?")
         return
-    tokenizers = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    for part, files, maker in (
-        ("config.json", ("config.json",), "model"),
-        ("tokenizer", tokenizers, "tokenizer"),
-        ("*.safetensors weights", ("*.safetensors",), "model"),
+    for part, files in (
+        ("config.json", ["config.json"]),
+        ("tokenizer", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"]),
+        ("*.safetensors weights", ["*.safetensors"]),
     ):
         if not any(found for file in files for found in path.glob(file)):
+            maker = "tokenizer" if part == "tokenizer" else "model"
             raise ValueError(f"model folder '{path}' has no {part}; save it there with {maker}.save_pretrained(folder)")
     for file in sorted(path.glob("*.safetensors")):
         try:
