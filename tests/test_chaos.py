@@ -219,11 +219,9 @@ def two_ray_nodes() -> Iterator[str]:
 @pytest.mark.long
 @needs_ray
 @pytest.mark.attack("Ctrl-C")
-def test_an_interrupt_on_ray_lets_the_step_end(
-    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
-    study, runs, pressed = a_grid(), new_runs(tmp_path / "runs"), []
+def test_an_interrupt_on_ray_lets_the_step_end(runs: Path):
+    (runs / "hold").touch()
+    study, pressed = a_grid(), []
 
     def interrupt_once(status: StudyStatus) -> None:
         if not pressed and at_work(status):

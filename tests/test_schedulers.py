@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import signal
@@ -24,8 +25,9 @@ from cohort.harness.cli.app import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study import work
+from cohort.harness.study import work, worker
 from cohort.harness.study.launchers import slurm
+from cohort.harness.study.launchers.ray import run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
@@ -196,10 +198,8 @@ def test_a_killed_job_is_replaced_and_a_cancelled_one_is_not(
 @needs_submitit
 @pytest.mark.long
 @pytest.mark.attack("Ctrl-C")
-def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step(
-    runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
+def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step(runs: Path, cluster: Path):
+    (runs / "hold").touch()
     (cluster / "slots").write_text("1")
     study, pressed = a_study(), []
 
@@ -214,6 +214,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
         time.sleep(0.1)
     assert sorted(fake_slurm.states(cluster).values()) == ["CANCELLED by 1000", "CANCELLED by 1000", "COMPLETED"]
     (cluster / "slots").write_text("2")
+    (runs / "hold").unlink()
     assert run(study, runs, workers=2, cluster=Slurm(minutes=60)).finished
     check_as_undisturbed(study, runs)
 
@@ -282,6 +283,10 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "submitit" else find(name, *a))
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
+
+
+def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path: Path):
+    assert run_worker({}, 1, {worker.STORAGE: ""}, str(tmp_path / "elsewhere/logs")) == (None, platform.node())
 
 
 # Documents ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 it writes anything.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,17 @@ def run_study(
     plan, runs = queue.plan, queue.plan.runs
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
     at_once = {key: found["at_once"] for key, found in sets.items()}
-    with _pool(study.name, plan, execute, workers, storage, cluster, at_once) as pool:
+
+    def show(status: StudyStatus) -> None:
+        with suppress(OSError):  # a full disk ends the workers, and they say so
+            write_status(plan.folder, status, _failed(plan, status), ended=False)
+        if on_status is not None:
+            on_status(status)
+
+    pool = _pool(study.name, plan, execute, workers, storage, cluster, at_once)
+    with pool.running():
         _opened(queue, command, inputs)
-
-        def show(status: StudyStatus) -> None:
-            with suppress(OSError):  # a full disk ends the workers, and they say so
-                write_status(plan.folder, status, _failed(plan, status), ended=False)
-            if on_status is not None:
-                on_status(status)
-
-        with pool.signals(), mirrored(runs, plan.folder):
+        with mirrored(runs, plan.folder):
             status = watch(pool, queue, show, partial(write_json, plan.folder / SEEDS))
             if study.search is not None:
                 write_json(plan.folder / SEARCH, queue.search_record())
@@ -178,7 +179,6 @@ def _reachable_queue(study: StudySpec, runs: Path, storage: str | None) -> Queue
     return queue
 
 
-@contextmanager
 def _pool(
     name: str,
     plan: Plan,
@@ -187,19 +187,11 @@ def _pool(
     storage: str | None,
     cluster: Cluster | Slurm | None,
     together: Mapping[str, int],
-) -> Iterator[Pool]:
+) -> Pool:
     """The pool of workers, on this machine or a cluster. No process has the storage's password in its arguments."""
     options = {"name": name, "runs": str(plan.runs), "execute": execute, "together": together}
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
-    place = (plan.folder / "logs", environment, plan.study.devices)
+    place = (plan.folder / "logs", environment, plan.study.devices, cluster)
     if cluster is None:
-        yield WorkerPool(options, workers or default_workers(plan.study.devices), *place)
-    elif isinstance(cluster, Slurm):
-        assert workers is not None  # see Slurm.check
-        yield SlurmPool(options, workers, *place, cluster)
-    else:
-        pool = RayPool(options, workers or 0, *place, cluster)
-        with pool.connected():
-            if not storage:
-                pool.check_shared(plan.runs)
-            yield pool
+        return WorkerPool(options, workers or default_workers(plan.study.devices), *place)
+    return (SlurmPool if isinstance(cluster, Slurm) else RayPool)(options, workers or 0, *place)

@@ -51,7 +51,7 @@ def work(
     pool = WorkerPool(options, 1, queue.plan.folder / "logs", environment, queue.plan.study.devices)
     pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
-    with pool.signals(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
+    with pool.running(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
         status = watch(pool, queue, on_status, leaves=True)
     return status, stop.signals
 

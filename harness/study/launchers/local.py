@@ -97,6 +97,9 @@ class Pool(ABC):
                 self._note_end(*end)
         return len(self.alive)
 
+    def _connect(self) -> None:  # noqa: B027
+        """Reach the place where the workers run; ValueError if no worker fits."""
+
     @abstractmethod
     def _start(self, count: int) -> None: ...
 
@@ -111,10 +114,11 @@ class Pool(ABC):
     def _kill(self) -> None: ...
 
     @contextmanager
-    def signals(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
+    def running(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
         """Stop on SIGINT and SIGTERM (at once on a second one; see `stop_on_signals`), and always leave no worker
         behind."""
         try:
+            self._connect()
             with stop_on_signals(self._ask_to_stop, scheduled=scheduled) as self._stop:
                 yield self._stop
         finally:

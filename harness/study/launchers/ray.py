@@ -6,20 +6,19 @@ on one node. Ray is imported only for a study that uses it.
 """
 
 import os
+import platform
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...ground.machine import usable_cores, usable_gpus
 from ...spec.errors import SpecError
+from ..worker import STORAGE
 from .local import POLL_SECONDS, Pool, last_words, start_worker
-
-PROBE_SECONDS = 60.0
 
 
 def import_ray(address: str) -> Any:
@@ -47,9 +46,7 @@ class Cluster:
 class RayPool(Pool):
     """Workers on a cluster, placed by Ray."""
 
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Connect to the cluster and settle the resources of each worker; ValueError if no worker fits."""
+    def _connect(self) -> None:
         address = os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(address)
         options: dict[str, Any] = {
@@ -66,13 +63,6 @@ class RayPool(Pool):
                 f"no Ray cluster answers at '{address}' ({str(error).splitlines()[0]}); check RAY_ADDRESS, or "
                 "leave it out for a cluster on this machine"
             ) from None
-        try:
-            self._settle()
-            yield
-        finally:
-            self._ray.shutdown()
-
-    def _settle(self) -> None:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
         asked_gpus = self.cluster.num_gpus
@@ -91,29 +81,6 @@ class RayPool(Pool):
         self.size = self.size or room
         self._run = self._ray.remote(num_cpus=asked["CPU"], num_gpus=asked_gpus, max_retries=0)(run_worker)
 
-    def check_shared(self, runs: Path) -> None:
-        """SpecError if a node of the cluster cannot see the runs folder, because it then needs another storage."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        runs.mkdir(parents=True, exist_ok=True)
-        token = runs / f".seen-by-all-{uuid.uuid4().hex}"
-        token.touch()
-        try:
-            probe = self._ray.remote(num_cpus=0, max_retries=0)(os.path.exists)
-            nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
-            answers = [
-                probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(token))
-                for node in nodes
-            ]
-            blind = self._ray.get(answers, timeout=PROBE_SECONDS).count(False)
-        finally:
-            token.unlink()
-        if blind:
-            raise SpecError(
-                f"{blind} of the cluster's {len(nodes)} nodes do not share the runs folder '{runs}': give them a "
-                "database with --storage postgresql://..., or a folder on a common disk with --runs"
-            )
-
     def _ask_to_stop(self) -> None:
         for task in self.alive:
             self._ray.cancel(task)
@@ -121,6 +88,7 @@ class RayPool(Pool):
     def _kill(self) -> None:
         for task in self.alive:
             self._ray.cancel(task, force=True)
+        self._ray.shutdown()
 
     def _start(self, count: int) -> None:
         for _ in range(count):
@@ -133,6 +101,11 @@ class RayPool(Pool):
         code, words = 0, ""
         try:
             code, words = self._ray.get(worker)
+            if code is None:
+                raise SpecError(
+                    f"the node '{words}' of the cluster does not share the runs folder '{self.options['runs']}': give "
+                    "the nodes a database with --storage postgresql://..., or a folder on a common disk with --runs"
+                )
         except self._ray.exceptions.TaskCancelledError:  # before it began
             pass
         except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
@@ -140,11 +113,16 @@ class RayPool(Pool):
         return "a worker", code, words
 
 
-def run_worker(options: Mapping[str, Any], devices: int, environment: Mapping[str, str], logs: str) -> tuple[int, str]:
-    """Run one worker process on this node to its end; returns its exit status and the last lines of its output.
+def run_worker(
+    options: Mapping[str, Any], devices: int, environment: Mapping[str, str], logs: str
+) -> tuple[int | None, str]:
+    """Run one worker process on this node to its end; returns its exit status and the last lines of its output, or None
+    and the name of a node that cannot see the study.
 
     It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the task is cancelled.
     """
+    if not environment[STORAGE] and not Path(logs).parent.exists():
+        return None, platform.node()
     file = Path(logs) / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
     process = start_worker(options, devices, environment, file)
     try:
