@@ -104,8 +104,6 @@ def anova(
     `first` seeds decided the number of seeds, the error over seeds is theirs (Stein 1945).
     """
     values = np.asarray(scores, dtype=float)
-    if values.ndim != len(factors) + 1 or min(values.shape) < 2:
-        raise ValueError(f"scores must have an axis of at least 2 per factor and one of seeds, got {values.shape}")
     problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
     problems = problems.reshape(-1, *problems.shape[-2:])
     sizes, effects = range(1, len(factors) + 1), []

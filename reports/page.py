@@ -14,7 +14,7 @@ from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
-from .figures import curves, grid, outcome, search
+from .figures import curves, grid, outcome
 from .figures.style import Drawing, color_of, roles
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
@@ -37,7 +37,7 @@ def page_drawings(
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
-    maps = grid.heat_maps(analysis) + search.importances(analysis)
+    maps = grid.heat_maps(analysis) + grid.importances(analysis)
     num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
         "top": [*maps, *outcomes[:num_top]],
@@ -45,11 +45,9 @@ def page_drawings(
         "curves": curves.learning_curves(analysis),
         "capability": curves.capability_curves(analysis, capable),
         "scaling": curves.scaling_curves(analysis, scaled),
-        "settings": search.best_so_far(analysis),
-        "slices": search.slices(analysis),
+        "slices": grid.slices(analysis),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
-        "labels": curves.label_quality(analysis),
         "dynamics": curves.dynamics(analysis),
     }
 
@@ -227,7 +225,7 @@ def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | No
     for arm, reason in scaled.refused.items():
         reasons.setdefault(reason, []).append(arm)
     refused = [(", ".join(arms), reason) for reason, arms in reasons.items()]
-    return {"cost": scaled.cost, "rows": rows, "refused": refused, "has_shifts": bool(shifts)}
+    return {"rows": rows, "refused": refused, "has_shifts": bool(shifts)}
 
 
 def _range(interval: Interval, write: Callable[[float], str]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Fits an arm's validation accuracy against compute by a saturating curve, or gives the reason that there is none.
+"""Fits an arm's validation accuracy against generated tokens by a saturating curve, or says why there is none.
 
 The curve is ScaleRL's (Khatri et al. 2025, arXiv:2510.13786, eq. 1): R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B). A is
 the ceiling, C_mid the compute that reaches half of the gain, B the steepness of the rise. R_0 is fitted too, because
@@ -26,7 +26,7 @@ from .findings import collapse_step
 from .statistics import Floats, Interval
 from .trials import num_first, usable_trials
 
-COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
+COST = "train/generated_tokens"
 FEWEST_POINTS = 8
 BENT = 0.01  # p below which a curve without a ceiling is ruled out
 LATEST = 0.75  # share of the compute; the interval of the midpoint must end below it
@@ -66,19 +66,17 @@ class Shift:
 
 @dataclass(frozen=True)
 class Scalings:
-    """The curves of a study against `cost`; `refused` maps an arm without a curve to the reason."""
+    """The curves of a study; `refused` maps an arm without a curve to the reason."""
 
-    cost: str
     fits: Sequence[Scaling]
     refused: Mapping[str, str]
     shifts: Sequence[Shift]
 
 
 def scalings(analysis: Analysis) -> Scalings | None:
-    """The curves of all arms with a result; None if no compute is known or the metric is no fraction."""
+    """The curves of all arms with a result; None if the tokens are not known or the metric is no fraction."""
     record, usable = analysis.record, usable_trials(analysis.record, analysis.outcome)
-    cost = next((name for name in COSTS if usable and all(name in one.history for one in usable.values())), None)
-    if cost is None or not analysis.outcome.is_fraction:
+    if not usable or any(COST not in one.history for one in usable.values()) or not analysis.outcome.is_fraction:
         return None
     fits, refused, shifts = [], {}, []
     for arm in analysis.finished_arms:
@@ -86,7 +84,7 @@ def scalings(analysis: Analysis) -> Scalings | None:
         fallen = [str(one.seed) for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
         found = f"seed {', '.join(fallen)} collapsed, and a curve that saturates cannot fall"
         if not fallen:
-            points, first = _points(trials, record.metric, cost), num_first(record, arm.scores)
+            points, first = _points(trials, record.metric), num_first(record, arm.scores)
             found = fit_curve(arm.label, list(arm.scores), *points, first)
         if isinstance(found, str):
             refused[arm.label] = found
@@ -101,7 +99,7 @@ def scalings(analysis: Analysis) -> Scalings | None:
                 differences = np.array([one.by_seed[seed] - base.by_seed[seed] for seed in seeds])
                 ceiling, midpoint = (_interval(differences[:, i], first) for i in (_A, _LOG_MID))
             shifts.append(Shift(one.arm, ceiling, midpoint and _exponential(midpoint)))
-    return Scalings(COSTS[cost], fits, refused, shifts)
+    return Scalings(fits, refused, shifts)
 
 
 def fit_curve(
@@ -207,15 +205,13 @@ def _gradients(parameters: Floats, costs: Floats) -> Floats:
     return np.stack([share, 1 - share, -steep * slope, by_steep], axis=-1)
 
 
-def _points(trials: Sequence[TrialRecord], metric: str, cost: str) -> tuple[Floats, Floats]:
+def _points(trials: Sequence[TrialRecord], metric: str) -> tuple[Floats, Floats]:
     """Compute and accuracy of each seed at the evaluations shared by all seeds."""
     series = [{s: v for s, v in trial.history.get(metric, ()) if math.isfinite(v)} for trial in trials]
     steps = sorted(set.intersection(*(set(one) for one in series)))
-    spent = [np.array([(0.0, 0.0), *trial.history[cost]]) for trial in trials]
+    spent = [np.array([(0.0, 0.0), *trial.history[COST]]) for trial in trials]
     places = [np.searchsorted(one[:, 0], steps, side="right") - 1 for one in spent]
     costs_ST = np.array([one[place, 1] for one, place in zip(spent, places, strict=True)], dtype=float)
-    if costs_ST.size and steps[0] == 0:
-        costs_ST[:, 0] = 0.0  # the clock of seconds runs in the evaluation before training
     return costs_ST, np.array([[one[step] for step in steps] for one in series], dtype=float)
 
 

@@ -18,8 +18,8 @@ import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
-from cohort.reports.figures import curves, grid, search
-from cohort.reports.figures.curves import aligned, smoothed
+from cohort.reports.figures import curves, grid
+from cohort.reports.figures.curves import aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
@@ -310,7 +310,6 @@ def changed(arms: Sequence[FakeArm], *settings: dict[str, Any]) -> list[FakeArm]
 
 
 CLIPS = factor_grid({"algorithm.clip_epsilon": [0.1, 0.2]})
-BETAS = factor_grid({"algorithm.kl_beta": [0.0, 0.1]})
 PAID = [{"rewards": {"accuracy": {"weight": 1.0}}},
         {"rewards": {"accuracy": {"weight": 1.0}, "format": {"weight": 0.1}, "overlong": {"weight": 0}}}]  # fmt: skip
 PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7)]
@@ -320,8 +319,7 @@ PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7
     ("record", "topic", "words", "absent"),
     [
         (fake_study(CLIPS), "The clip range has no effect",
-         "identical by construction: clip_epsilon=0.1 and clip_epsilon=0.2.", "Clipping is active"),
-        (fake_study(BETAS), "The clip range has no effect", "the ratio is exactly 1", "Different rewards"),
+         "the ratio is exactly 1, so clip_epsilon cannot bind", "Clipping is active"),
         (fake_study(changed(CLIPS, {"optimizer.num_inner_epochs": 4})), "Clipping is active",
          "Each batch receives 4 or more optimiser steps", "The clip range has no effect"),
         (fake_study(changed(CLIPS, {"staleness": 4})), "Clipping is active",
@@ -340,7 +338,6 @@ def test_notes_tell_what_makes_arms_comparable_or_not(record: StudyRecord, topic
     found = topics(record)
     assert words in found[topic]
     assert absent not in found
-    assert "identical" not in found[topic] or record.trials[0].factors.keys() == {"algorithm.clip_epsilon"}
 
 
 def test_rollouts_and_operations_that_arms_spent_unequally_are_told() -> None:
@@ -459,17 +456,13 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     assert len(titles) == 3 and all("interact" in title for title in titles)
     assert sum("group_size x" in title for title in titles) == 2
     none = analysed(fake_study(num_steps=10))
-    assert grid.heat_maps(none) == grid.interactions(none) == search.importances(none) == []
+    assert grid.heat_maps(none) == grid.interactions(none) == grid.importances(none) == []
 
 
-def test_curves_are_drawn_against_each_cost_and_label_quality_for_self_consistency_arms_only() -> None:
+def test_curves_are_drawn_against_each_cost() -> None:
     analysis = analysed(fake_study(num_steps=10))
     names = [drawing.name for drawing in curves.learning_curves(analysis)]
     assert names == ["learning_steps", "learning_rollouts", "learning_tokens", "learning_seconds"]
-    (labels,) = curves.label_quality(analysis)
-    assert labels.title == "Are the majority labels right? grpo_self_consistency"
-    unpaid = changed(three_algorithms(), {}, {}, {"rewards": {"majority_vote": {"weight": 0.0}}})
-    assert curves.label_quality(analysed(fake_study(unpaid, num_steps=10))) == []
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
@@ -516,13 +509,13 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert "algorithm.kl_beta = 0.162.50.625complete" in text
     assert "algorithm.kl_beta = 0.2n/an/apruned" in text
     assert "script" not in page.tags
-    (drawing,) = search.importances(analysis)
+    (drawing,) = grid.importances(analysis)
     assert drawing.title == "What validation accuracy depends on"
     assert answer(analysis).startswith("1 of 2 complete arms forms the Pareto front of validation accuracy (maximized)")
     unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
     one = searched("validation/accuracy").search
     few = analysed(dataclasses.replace(record, search={**(one or {}), "importances": unknown}))
-    assert search.importances(few) == []
+    assert grid.importances(few) == []
     assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(few)
 
 
@@ -542,7 +535,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path: Path) -> None:
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
-    assert search.importances(analysed(record)) == []
+    assert grid.importances(analysed(record)) == []
     assert "tuning chose the settings of ppo (kl_beta = 0.1) and grpo (kl_beta = 0.1)" in answer(analysed(record))
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
@@ -564,7 +557,7 @@ def spaced(states: Sequence[str], direction: str = "maximize") -> StudyRecord:
 
 
 def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> None:
-    drawings = search.slices(analysed(spaced(["complete"] * 4)))
+    drawings = grid.slices(analysed(spaced(["complete"] * 4)))
     assert [one.title for one in drawings] == [
         "Validation accuracy against learning_rate",
         "Validation accuracy against group_size",
@@ -574,17 +567,6 @@ def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> Non
     assert np.asarray(dots.get_offsets()).tolist() == [pytest.approx(at) for at in ([0, 0], [1, 10], [0, 20], [1, 30])]
     assert drawings[0].figure.axes[0].get_xscale() == "linear"  # 1 to 8 e-5
     assert [np.asarray(bar.get_ydata())[0] for bar in bars] == pytest.approx([10, 20])
-
-
-def test_the_best_so_far_only_rises_and_counts_the_arms_without_a_value() -> None:
-    record = spaced(["complete", "complete", "pruned", "complete", "pruned"])
-    assert record.search is not None
-    record.search["arms"][0]["values"]["validation/accuracy"] = 0.2  # then 0.1, none, 0.3, none
-    (drawing,) = search.best_so_far(analysed(record))
-    step = drawing.figure.axes[0].lines[1]
-    assert [list(np.asarray(x, float)) for x in step.get_data()] == [[1, 2, 4, 5], pytest.approx([20, 20, 30, 30])]
-    assert search.best_so_far(analysed(searched("validation/accuracy", "seconds/total"))) == []
-    assert search.best_so_far(equal_grid()) == []
 
 
 def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_in_full(hostile: ReportFiles) -> None:
@@ -707,14 +689,6 @@ def test_curves_against_tokens_read_the_tokens_spent_up_to_each_step() -> None:
     assert (x_T[0], x_T[-1]) == (0.0, 30.0)
     assert values_ST[0][20] == pytest.approx(0.5)
     assert aligned([trial], "absent", None) is None
-
-
-def test_smoothing_averages_over_a_fortieth_of_the_steps() -> None:
-    # 160 steps: 2 neighbours on either side; a spike of 5 at step 80 becomes 1 over five steps
-    values = np.zeros((1, 160))
-    values[0, 80] = 5.0
-    _, smooth_ST = smoothed(np.arange(160.0), values)
-    assert smooth_ST[0, 77:84].tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 def test_numbers_read_as_a_reader_expects() -> None:

@@ -1,6 +1,6 @@
-"""Draws curves: learning curves, training dynamics, majority labels, pass@k and Cover@tau, and fitted scaling curves.
+"""Draws curves: learning curves, training dynamics, pass@k and Cover@tau, and fitted scaling curves.
 
-The curves of several seeds are aligned at positions that all of them have; dynamics and labels are smoothed.
+The curves of several seeds are aligned at positions that all of them have; dynamics are smoothed.
 """
 
 import math
@@ -16,7 +16,6 @@ from ..capability import Capabilities, Capability, table_sizes
 from ..prose import wording
 from ..scaling import Scalings, curve
 from ..statistics import Floats, Interval
-from ..trials import setting
 from . import style
 from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
@@ -36,21 +35,13 @@ DYNAMICS = (  # metric, title, unit on the y axis
     ("train/zero_variance_groups", "Groups whose rewards are all equal", "% of groups"),
     ("policy/clip_fraction", "Tokens stopped by clipping", "% of tokens"),
     ("policy/grad_norm", "Gradient norm before clipping", "norm"),
+    ("vote/label_accuracy", "Majority labels that are right", "%"),
     ("vote/margin", "Votes of the first answer minus those of the second", "% of the group"),
     ("vote/false_positive_rate", "Wrong rollouts that agree with the majority", "%"),
     ("vote/answered", "Rollouts with an answer to vote with", "%"),
     ("critic/explained_variance", "Variance of returns explained by the critic", "fraction"),
 )
 _CAPTION = "Line: mean over seeds; band: lowest to highest seed."
-_LABELS = {  # name of a line -> its metric
-    "majority label": "vote/label_accuracy",
-    "single rollouts": "train/accuracy",
-    "validation": "validation/accuracy",
-}
-_LABELS_CAPTION = (
-    "A group's majority answer is its training label. Labels that stay above single rollouts can teach; falling lines "
-    "under a rising reward are collapse."
-)
 _CAPABILITY_CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
 _SCALING_CAPTION = "Marks: mean over seeds; line: fitted curve, dotted beyond the data; thin line: its ceiling."
 
@@ -75,7 +66,7 @@ def learning_curves(analysis: Analysis) -> list[Drawing]:
     """The study's metric against steps, rollouts, tokens, seconds and operations."""
     metric, drawings = analysis.record.metric, []
     for name, cost, label in _COSTS:
-        if lines := _arm_lines(analysis, metric, cost, has_markers=cost is None):
+        if lines := _arm_lines(analysis, metric, cost):
             title = f"{wording.capitalised(wording.spoken(metric))} against {label}"
             draw = _line_chart(lines, label, axis_label(metric))
             drawings.append(drawn(f"learning_{name}", title, _CAPTION, draw, style.WIDE, 2.7))
@@ -90,25 +81,6 @@ def dynamics(analysis: Analysis) -> list[Drawing]:
         for metric, title, unit in DYNAMICS
         if (lines := _arm_lines(analysis, metric, is_smooth=True))
     ]  # fmt: skip
-
-
-def label_quality(analysis: Analysis) -> list[Drawing]:
-    """How often the labels are right, for each arm that is paid by a majority vote."""
-    shown, drawings, weight = _curve_trials(analysis), [], "rewards.majority_vote.weight"
-    voting = [arm for arm, trials in shown.items() if any(setting(trial.spec, weight) for trial in trials)]
-    for number, arm in enumerate(voting):
-        found = {line: aligned(shown[arm], metric) for line, metric in _LABELS.items()}
-        lines = [
-            # the few points of a validation stay as they are
-            _line(name, color, *(series if name == "validation" else smoothed(*series)), 100.0)
-            for color, (name, series) in zip(style.PALETTE, found.items(), strict=False)
-            if series is not None
-        ]
-        if found["majority label"] is not None:
-            title = f"Are the majority labels right? {cut(arm, 40)}"
-            draw = _line_chart(lines, "training steps", "% right")
-            drawings.append(drawn(f"labels_{number}", title, _LABELS_CAPTION, draw, style.NARROW, 2.8))
-    return drawings
 
 
 def capability_curves(analysis: Analysis, found: Capabilities | None) -> list[Drawing]:
@@ -166,8 +138,8 @@ def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
         axes.set_xlim(0, end)
         return ends
 
-    title = f"{wording.capitalised(wording.spoken(analysis.record.metric))} against {found.cost}: fitted curves"
-    return [drawn("scaling", cut(title, 120), _SCALING_CAPTION, chart(plot, found.cost, "%"), style.WIDE, 2.9)]
+    title = f"{wording.capitalised(wording.spoken(analysis.record.metric))} against generated tokens: fitted curves"
+    return [drawn("scaling", cut(title, 120), _SCALING_CAPTION, chart(plot, "generated tokens", "%"), style.WIDE, 2.9)]
 
 
 def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> tuple[Floats, Floats] | None:
@@ -197,15 +169,6 @@ def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None)
     return (x, np.array(rows, dtype=float)) if x.size else None
 
 
-def smoothed(x_T: Floats, values_ST: Floats) -> tuple[Floats, Floats]:
-    """A centred moving average over 1/40 of the steps (at least 1), shorter at the ends, after its positions."""
-    reach = x_T.size // 80
-    if reach == 0:
-        return x_T, values_ST
-    window = [slice(max(0, i - reach), i + reach + 1) for i in range(x_T.size)]
-    return x_T, np.stack([values_ST[:, part].mean(axis=1) for part in window], axis=1)
-
-
 def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
     """Arm -> the trials that its curves show: the complete ones, or the unfinished ones while none is complete."""
     trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
@@ -215,24 +178,22 @@ def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
     return {label: found for label, found in chosen.items() if found}
 
 
-def _arm_lines(
-    analysis: Analysis, metric: str, cost: str | None = None, *, has_markers: bool = False, is_smooth: bool = False
-) -> list[_Line]:
-    """A line per arm that recorded the metric."""
+def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_smooth: bool = False) -> list[_Line]:
+    """A line per arm that recorded the metric, with the arm's marker or as a centred moving average over 1/40 of the
+    steps (at least 1), shorter at the ends."""
     found = []
     for arm, trials in _curve_trials(analysis).items():
         if (series := aligned(trials, metric, cost)) is not None:
-            shown, marker = smoothed(*series) if is_smooth else series, style.marker_of(analysis, arm)
+            x_T, values_ST = series[0], scale_of(metric) * series[1]
+            if is_smooth and (reach := x_T.size // 80):
+                window = [slice(max(0, i - reach), i + reach + 1) for i in range(x_T.size)]
+                values_ST = np.stack([values_ST[:, part].mean(axis=1) for part in window], axis=1)
+            ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
+            band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
             name, color = style.end_label(analysis, arm), color_of(analysis, arm)
-            found.append(_line(name, color, *shown, scale_of(metric), marker if has_markers else ""))
+            marker = "" if is_smooth else style.marker_of(analysis, arm)
+            found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker))
     return found
-
-
-def _line(name: str, color: str, x_T: Floats, values_ST: Floats, scale: float, marker: str = "") -> _Line:
-    values_ST = scale * values_ST
-    ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
-    band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
-    return _Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker)
 
 
 def _line_chart(lines: Iterable[_Line], x_label: str, unit: str, log_ticks: Sequence[int] = ()) -> Draw:

@@ -1,4 +1,4 @@
-"""Draws a grid: heat maps and interactions of its factors, and accuracy by difficulty."""
+"""Draws the effect of settings and difficulty: maps and interactions of a grid, importances and slices of a search."""
 
 import math
 import re
@@ -11,16 +11,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ...harness.data import short_path
 from ..analysis import Analysis, marginal
 from ..prose import wording
 from ..statistics import ALPHA
-from ..trials import score
+from ..trials import score, search_of, tuning_of
 from . import style
 from .style import Draw, Drawing, End, axis_label, chart, cut, drawn, scale_of
 
-_MOST_COLUMNS = 8
+_MOST_COLUMNS, _MOST_LEVELS = 8, 6
+_LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
 _LIGHT_TEXT = 0.75  # position from which on light text on a cell has more contrast than dark text
 
 
@@ -104,10 +106,51 @@ def interactions(analysis: Analysis) -> list[Drawing]:
             if p is not None and math.isnan(p):
                 title += ": no test possible"
             elif p is not None:
-                shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
-                title += f": {'they interact' if p < ALPHA else 'no interaction detected'} (Holm-adjusted {shown})"
+                found = "they interact" if p < ALPHA else "no interaction detected"
+                title += f": {found} (Holm-adjusted {wording.p_equals(p)})"
             draw = _interaction(analysis, across, levels[across], lines, levels[lines])
             drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
+    return drawings
+
+
+def importances(analysis: Analysis) -> list[Drawing]:
+    """The importance of each parameter for a search's first objective; empty for a search with too few arms."""
+    search = search_of(analysis.record)
+    if search is None or not search["importances"]["values"]:
+        return []
+    found = search["importances"]
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    names, shares = [short_path(name) for name, _ in ranked], [100 * share for _, share in ranked]
+
+    def plot(axes: Axes) -> None:
+        axes.barh(range(len(shares)), shares, height=0.5, color=style.PALETTE[0])
+        axes.set_xlim(0, None)
+        for row, share in enumerate(shares):
+            style.text_beside(axes, row, f"{share:.0f}")
+        axes.set_xlabel("% of importance")
+
+    title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
+    caption = f"Importance by {found['method']}, over the arms that the search finished."
+    return [style.row_chart("importance_0", title, caption, names, plot)]
+
+
+def slices(analysis: Analysis) -> list[Drawing]:
+    """The first objective of every arm of a search against one setting, for each setting, the most important first."""
+    caption, drawings, own = "A dot per arm; bar: mean of the arms at a level.", [], search_of(analysis.record)
+    searches = tuning_of(analysis.record) or ({} if own is None else {"": own})  # tuned arm -> its search
+    for number, (name, search) in enumerate(searches.items()):
+        metric, importance = next(iter(search["objectives"])), search["importances"]["values"]
+        arms = [arm for arm in search["arms"] if math.isfinite(arm["values"].get(metric, math.nan))]
+        if len(arms) < 2:
+            continue
+        shared = [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)]
+        values = [scale_of(metric) * arm["values"][metric] for arm in arms]
+        of = f" of {cut(name, 40)}" if name else ""
+        for place, path in enumerate(sorted(shared, key=lambda path: -importance.get(path, 0.0))):
+            title = f"{wording.capitalised(wording.spoken(metric))} against {short_path(path)}{of}"
+            plot = partial(_slice, [arm["parameters"][path] for arm in arms], values)
+            draw = chart(plot, cut(path, 50), axis_label(metric))
+            drawings.append(drawn(f"slice_{number}_{place}", title, caption, draw, style.NARROW, 2.6))
     return drawings
 
 
@@ -189,3 +232,29 @@ def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], line
         return ends
 
     return chart(plot, short_path(across), axis_label(metric))
+
+
+def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list[End]:
+    """Numbers that rarely repeat stand on a scale, which is logarithmic if they span much; others side by side."""
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in settings)
+    levels = list({str(value): value for value in settings}.values())
+    if are_numbers and len(levels) >= min(len(settings), _MOST_LEVELS + 1):
+        places, low, high = settings, min(settings), max(settings)
+        is_log = low > 0 and high / low >= _LOGARITHMIC
+        locator = LogLocator(subs=(1.0, 3.0)) if is_log else MaxNLocator(4, steps=style.STEPS)
+        ticks = [float(mark) for mark in locator.tick_values(low, high) if low <= mark <= high] or [low]
+        axes.set_xscale("log" if is_log else "linear")
+        axes.minorticks_off()
+        axes.set_xticks(ticks, [wording.short(tick) for tick in ticks])
+    else:
+        levels = sorted(levels) if are_numbers else levels
+        names = [str(level) for level in levels]
+        places = [names.index(str(value)) for value in settings]
+        for place in range(len(names)):
+            mean = fmean(value for value, at in zip(values, places, strict=True) if at == place)
+            axes.plot([place - 0.3, place + 0.3], [mean, mean], color=style.INK, lw=1.2, zorder=1)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_xticks(range(len(names)), [cut(wording.short(level), 48 // len(names)) for level in levels])
+    axes.set_position((0.11, 0.19, 0.84, 0.62))  # no line has a name at its end
+    axes.scatter(places, values, s=20, color=style.PALETTE[0], alpha=0.6, linewidths=0, zorder=2)
+    return []

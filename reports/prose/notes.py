@@ -173,16 +173,6 @@ def _clip_note(specs: _Specs) -> _Note:
         f"{who} {'gives' if is_every or len(single) == 1 else 'give'} each batch one optimiser step "
         "(num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, so clip_epsilon cannot bind."
     )
-    groups: dict[str, list[str]] = {}
-    for arm in single:
-        kept = {key: value for key, value in specs[arm].items() if key not in ("seed", "algorithm")}
-        algorithm = setting(specs[arm], "algorithm", {})
-        own = {key: v for key, v in algorithm.items() if not key.startswith("clip_") and key != "ratio_bound"}
-        groups.setdefault(repr((sorted(kept.items()), sorted(own.items()))), []).append(arm)
-    if same := [arms for arms in groups.values() if len(arms) > 1]:
-        shown = [wording.listed(arms) for arms in same[:2]]
-        shown += [wording.plural(len(same) - 2, "more such set")] if len(same) > 2 else []
-        text += f" Arms that differ only in it are identical by construction: {'; '.join(shown)}."
     return "The clip range has no effect" if is_every else "Clipping in some arms only", text
 
 
