@@ -1,16 +1,13 @@
-"""Writes objectives.json: what every objective must give on small batches, edge cases included.
+"""What every objective must give on small batches, edge cases included, for test_golden_objectives.py.
 
 The references are plain Python in float64, one loop per formula of the papers, and use nothing of the library.
 Gradients by log-probs are central differences of the written loss (a stop-gradient is a second argument that stays
-fixed). `python tests/golden/objectives.py` writes the file anew; the test compares it with what is written here.
+fixed).
 """
 
-import json
 import math
 import random
-from pathlib import Path
 
-FILE = Path(__file__).with_suffix(".json")
 STEP = 1e-5  # of the central differences, whose error is then near 1e-9
 
 # Settings that are exercised; keys are field names of the algorithm.
@@ -86,7 +83,7 @@ SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over token
 TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov")
 
 
-def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), seed=0):
+def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
     """Inputs as nested lists over each row's own completion tokens; `steps` is {token: reward} for each row."""
     draw = random.Random(seed)
 
@@ -100,8 +97,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), 
         "rewards": rewards,
         "group_size": group_size,
         "greedy": [0.25 * (i + 1) for i in range(len(rewards) // group_size)],
-        "truncated": [i in truncated for i in range(len(lengths))],
-        "steps": None if steps is None else [{str(t): r for t, r in row.items()} for row in steps],
+        "steps": steps,
         "old": old,
         "now": [[round(o + c, 3) for o, c in zip(*pair, strict=True)] for pair in zip(old, change, strict=True)],
         "ref": [[round(o + a, 3) for o, a in zip(*pair, strict=True)] for pair in zip(old, away, strict=True)],
@@ -120,10 +116,8 @@ def inputs():
         "length_one": batch([1, 1, 1, 1], [1.0, 0.0, 0.0, 0.5], 4, seed=3),
         "an_empty_row": batch([2, 0, 3, 1], [1.0, 0.0, 0.0, 1.0], 2, seed=4),
         "an_empty_group": batch([0, 0, 3, 1], [1.0, 0.0, 0.0, 1.0], 2, seed=9),
-        "nothing_but_truncated_single_tokens": batch(
-            [1, 1, 1, 1], [0.0, 1.0, 0.5, 0.5], 2, moved=1.0, truncated=(0, 1, 2, 3), seed=10
-        ),
-        "truncated": batch([4, 4, 2, 4], [-1.0, 0.2, 1.0, -1.0], 2, truncated=(0, 3), seed=5),
+        "single_tokens_moved_far": batch([1, 1, 1, 1], [0.0, 1.0, 0.5, 0.5], 2, moved=1.0, seed=10),
+        "negative_rewards": batch([4, 4, 2, 4], [-1.0, 0.2, 1.0, -1.0], 2, seed=5),
         "equal_rewards": batch([2, 3, 1], [0.5, 0.5, 0.5], 3, seed=6),
         "one_sample_each": batch([2, 3, 1], [1.0, 0.0, 1.0], 1, seed=7),
         "steps": batch([3, 2, 4, 2], [1.5, 0.25, -0.5, 0.0], 2, steps=steps, seed=8),
@@ -213,7 +207,7 @@ def earned(given, b):
     rewards = [0.0] * given["lengths"][b]
     if given["steps"] is not None:
         for t, r in given["steps"][b].items():
-            rewards[int(t)] += r
+            rewards[t] += r
     elif rewards:
         rewards[-1] = given["rewards"][b]
     return rewards
@@ -255,7 +249,7 @@ def advantages_of(s, given):
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
     result = []
     for first in range(0, len(lengths), size):
-        events = [(b, int(t), r) for b in range(first, first + size) for t, r in given["steps"][b].items()]
+        events = [(b, t, r) for b in range(first, first + size) for t, r in given["steps"][b].items()]
         scores = normal([r for _, _, r in events])
         result += [
             [sum(a for (row, at, _), a in zip(events, scores, strict=True) if row == b and at >= t)
@@ -444,46 +438,3 @@ def value_loss(s, given, values, returns):
         return 0.5 * max((v - target) ** 2, (near - target) ** 2)
 
     return weighted(s, given, per_token)
-
-
-def golden():
-    """All cases: for each batch its inputs and, for each setting that may see it, the answers."""
-    needs_group = [
-        label
-        for label, s in SETTINGS.items()
-        if s["name"] not in ("ppo", "reinforce_plus_plus", "remax") or s.get("baseline") == "group"
-    ]
-    return {
-        case: {
-            "inputs": given,
-            "answers": {
-                label: answers(label, given)
-                for label in SETTINGS
-                if given["group_size"] > 1 or label not in needs_group
-            },
-        }
-        for case, given in inputs().items()
-    }
-
-
-def rounded(value):
-    """The same JSON value with 12 significant digits."""
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.12g}") if isinstance(value, float) else value
-
-
-def text(value, depth=0):
-    """JSON with one line for each batch and each setting's answers."""
-    if depth == 3 or not isinstance(value, dict) or (depth == 2 and "lengths" in value):
-        return json.dumps(value)
-    inner = (",\n" + " " * (depth + 1)).join(
-        f"{json.dumps(key)}: {text(part, depth + 1)}" for key, part in value.items()
-    )
-    return "{\n" + " " * (depth + 1) + inner + "\n" + " " * depth + "}"
-
-
-if __name__ == "__main__":
-    FILE.write_text(text(rounded(golden())) + "\n")
