@@ -104,13 +104,6 @@ def test_settings_mean_what_they_mean_on_the_command_line():
     assert study.spec.run["steps"] != 20  # unchanged
 
 
-def test_a_study_is_loaded_from_a_path(tmp_path: Path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("question: Why?\nrun: {task: arithmetic, algorithm: grpo}\nfactors: {algorithm.kl_beta: [0, 0.1]}")
-    assert cohort.load_study(file) == cohort.load_study(str(file))
-    assert cohort.load_study(file).name == "mine"
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -237,17 +230,13 @@ class Tags(HTMLParser):
 
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort.Result, folder: Path):
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     report = result.report()
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
     assert report.path == folder / "report" / "index.html"
     ((tag, attributes),) = Tags(report._repr_html_()).found
     assert (tag, attributes["sandbox"]) == ("iframe", "allow-downloads")
     assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
-
-
-def test_a_copied_folder_is_not_changed_by_looking_at_it(folder: Path):
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    cohort.Result(hostile_study(), folder, None).report()
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_path: Path):

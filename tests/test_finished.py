@@ -96,13 +96,18 @@ def test_a_kill_while_checkpoints_are_dropped_is_made_up_for(keep, left, tmp_pat
     record_property("tried", tried)
 
 
+def started(runs: Path, **settings):
+    """The queue of a study of one trial, and the folder of that trial's checkpoints."""
+    study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(**settings))
+    queue = a_queue(study, runs)
+    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    return queue, checkpoints(queue.plan.directory(queue.plan.keys[0]))
+
+
 @pytest.mark.usefixtures("plugins")
 @pytest.mark.parametrize(("finished", "left"), [(None, []), ("weights", WEIGHTS)])
 def test_a_trial_keeps_what_its_study_says_and_by_default_nothing(finished, left, runs):
-    study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(checkpoints={"finished": finished}))
-    queue = a_queue(study, runs)
-    folder = checkpoints(queue.plan.directory(queue.plan.keys[0]))
-    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    queue, folder = started(runs, checkpoints={"finished": finished})
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
     assert completions(queue) == {("base", 0): 1}
     assert files(folder) == left
@@ -111,13 +116,9 @@ def test_a_trial_keeps_what_its_study_says_and_by_default_nothing(finished, left
 @pytest.mark.usefixtures("plugins")
 @pytest.mark.attack("A worker killed between a trial's result and the end of its checkpoints")
 def test_checkpoints_of_a_worker_that_died_after_the_result_are_dropped_by_the_next_one(runs):
-    study = a_study(factors={}, seeds=[0])
-    queue = a_queue(study, runs)
-    directory = queue.plan.directory(queue.plan.keys[0])
-    folder = checkpoints(directory)
+    queue, folder = started(runs)
     result = {"state": "complete", "reason": None, "summary": {"accuracy_final": 0.5}, "metrics": {METRIC: 0.5}}
-    write_json(directory / "result.json", result)
-    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    write_json(folder.parent / "result.json", result)
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
     assert executions(runs) == [] and completions(queue) == {("base", 0): 1}
     assert not folder.exists()
@@ -126,11 +127,8 @@ def test_checkpoints_of_a_worker_that_died_after_the_result_are_dropped_by_the_n
 @pytest.mark.usefixtures("plugins")
 def test_a_trial_that_can_still_go_on_keeps_all_of_it(runs):
     (runs / "crash").touch()
-    study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(optimizer={"weight_decay": 0.2}))
-    queue = a_queue(study, runs)
-    folder = checkpoints(queue.plan.directory(queue.plan.keys[0]))
+    queue, folder = started(runs, optimizer={"weight_decay": 0.2})
     before = files(folder)
-    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
     assert completions(queue) == {} and files(folder) == before
 

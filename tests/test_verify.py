@@ -9,82 +9,36 @@ import re
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.verification import Findings, verify_study
 from cohort.harness.cli import app
-from cohort.harness.data import Group, Prompt, Rollout, Sampling
 from cohort.harness.ground.files import sha256
-from cohort.harness.interfaces import RolloutEngine
 from cohort.harness.record.events import EVENTS, event_line, is_as_written, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
-from cohort.harness.run.evaluate import logged_evaluation
-from cohort.harness.run.grading import grade, sample_rows, score
-from cohort.harness.run.loop import keep_rollouts
-from cohort.harness.run.step import rollout_metrics
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.run.loop import train
+from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
+from factories import FEW, make_study
 from fake_trials import begin_study
 
 from cohort import open_result
 
 
-class Guesser:
-    """An engine that answers some problems rightly, the same ones for a seed and a step."""
-
-    plans_batches = True
-
-    def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
-    ) -> list[Group]:
-        return [Group(prompt, (1,), tuple(self._answers(prompt, group_size, seed, step))) for prompt in prompts]
-
-    def _answers(self, prompt: Prompt, group_size: int, seed: int, step: int) -> Iterator[Rollout]:
-        draw = random.Random(f"{prompt.id} {seed} {step} {group_size}")
-        for _ in range(group_size):
-            answer = prompt.gold if draw.random() < 0.3 + step / 8 else str(draw.randrange(100, 999))
-            yield Rollout(f"{draw.randrange(10, 99)} + 4#### {answer}", (1,) * draw.randrange(5, 9), (), "stop")
-
-
 def a_study() -> StudySpec:
-    run = {
-        "task": {"name": "arithmetic", "num_train": 64}, "algorithm": "grpo", "steps": 2, "rollouts_per_step": 16,
-        "evaluation": {"num_prompts": 8, "num_test_prompts": 12, "num_samples": 4},
-    }  # fmt: skip
-    factors = {"algorithm.group_size": [4, 8]}
-    return parse_study({"name": "sizes", "question": "Larger?", "run": run, "factors": factors, "seeds": [0]}, "t")
-
-
-def run_trial(spec: RunSpec, directory: Path, log: RunLog) -> None:
-    """What a run logs and keeps, without a model."""
-    engine = cast(RolloutEngine, Guesser())
-    first = logged_evaluation(spec, engine, directory, log, "validation", 0)
-    prompts = spec.task.prompts("train")[: spec.prompts_per_step]
-    for step in (1, 2):
-        groups = engine.generate(prompts, spec.algorithm.group_size, Sampling(max_tokens=8), seed=spec.seed, step=step)
-        graded = grade(spec.task, groups, spec.max_tokens)
-        scores = score(spec.rewards, graded)
-        rows = sample_rows(groups, graded, scores, step=step, split="train")
-        if step == 1:
-            keep_rollouts(directory, log, step, rows)
-        costs = {"train/rollouts": 16.0 * step, "seconds/total": 0.123 * step, "policy/loss": 0.0123456789 / step}
-        log.metrics(step, {**rollout_metrics(graded, [found.totals for found in scores]), **costs})
-    log.samples(rows[:4])
-    last = logged_evaluation(spec, engine, directory, log, "validation", 2)
-    test = logged_evaluation(spec, engine, directory, log, "test", 2)
-    summary = {"accuracy_initial": first.metrics["accuracy"], "accuracy_final": last.metrics["accuracy"]}
-    log.finish(
-        "complete", None, {**summary, "test_accuracy": test.metrics["accuracy"], "rollouts": 32.0, "seconds": 1.5}
-    )
+    few = {"num_prompts": 8, "num_test_prompts": 12, "num_samples": 4}
+    task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3, "num_train": 64}
+    small = {"sampling": {"max_tokens": 14}, "cold_start": {"steps": 80}, "steps": 2}
+    run = {**FEW, "task": task, "evaluation": few, **small}
+    return make_study(name="sizes", run=run, factors={"algorithm.group_size": [4, 8]}, seeds=[0])
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +49,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = Plan(study, runs)
     begin_study(runs, study)
     for key in plan.keys:
-        directory, title, tags = plan.directory(key), plan.run_name(key), plan.tags(key)
-        spec = plan.spec(key)
-        with RunLog(runs, directory, spec, experiment="sizes", run_name=title, tags=tags) as log:
-            run_trial(spec, directory, log)
+        spec, directory = plan.spec(key), plan.directory(key)
+        with RunLog(runs, directory, spec, experiment="sizes", run_name=plan.run_name(key), tags=plan.tags(key)) as log:
+            ended = train(spec, directory, log, cache=runs / "cache")
+            log.finish(ended.state, ended.reason, ended.summary)
     record = read_study(runs, "sizes")
     render(record, plan.folder / "report", ("svg",))
     write_evidence(plan.folder, record)
@@ -146,9 +100,9 @@ def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_w
     assert cohort("verify", str(folder), "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["verified"], document["mismatches"], document["lacks"]) == (True, [], [])
-    # 2 trials: validation twice (8 problems) and test (12), 4 samples and a greedy one each; 16 rollouts kept; for the
-    # reader 4 rollouts of the last step and 16 of each evaluation
-    assert document["completions"] == 2 * (28 * 5 + 16 + 4 + 3 * 16)
+    # 2 trials: validation twice (8 problems) and test (12), 4 samples and a greedy one each; 8 rollouts kept; for the
+    # reader 8 rollouts of the last step and 16 of each evaluation
+    assert document["completions"] == 2 * (28 * 5 + 8 + 8 + 3 * 16)
     assert document["numbers"]["report"] > 20
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
@@ -249,35 +203,27 @@ def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written
 @pytest.mark.attack("A digit altered in a finished study")
 def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder: Path):
     file = events_files(folder)[0]
-    alter_digit(file, file.read_bytes().index(b"0.0123456789") + 8)
+    loss = re.search(rb'"policy/loss":-?\d\.\d', file.read_bytes())
+    assert loss is not None
+    alter_digit(file, loss.end() - 1)
     found = [one for one in verified(folder).mismatches if one.place.startswith("line ")]
     assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
 
 
-def test_a_line_keeps_its_sum_when_a_run_goes_on(folder: Path):
-    file = events_files(folder)[0]
-    lines = file.read_bytes().splitlines()
-    assert all(is_as_written(line) for line in lines)
-    assert [event_line(event).encode() for event in read_events(file)] == [line + b"\n" for line in lines]
-
-
 def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(tmp_path: Path):
-    study = a_study()
-    plan = Plan(study, tmp_path)
-    key = plan.keys[0]
-    log_of = lambda: RunLog(tmp_path, tmp_path / "run", plan.spec(key), experiment="x", run_name="x")  # noqa: E731
+    spec = a_study().design_arms()[0].spec
+    log_of = lambda: RunLog(tmp_path, tmp_path / "run", spec, experiment="x", run_name="x")  # noqa: E731
     with log_of() as log:
-        logged_evaluation(plan.spec(key), cast(Any, Guesser()), log.directory, log, "validation", 0)
         log.metrics(1, {"policy/loss": 0.5})
+        log.metrics(2, {"policy/loss": 0.5})
     with (tmp_path / "run" / EVENTS).open("ab") as file:
         file.write(b'{"type":"metrics","step":2,"val')
     with log_of() as log:
-        log.resume(0)
-        log.metrics(1, {"policy/loss": 0.25})
+        log.resume(1)
+        log.metrics(2, {"policy/loss": 0.25})
     lines = (tmp_path / "run" / EVENTS).read_bytes().split(b"\n")[:-1]
     assert all(is_as_written(line) for line in lines)
-    kept = [event["file"] for event in read_events(tmp_path / "run" / EVENTS) if event["type"] == "kept"]
-    assert kept == ["completions/validation-000000.jsonl"]
+    assert [event["step"] for event in read_events(tmp_path / "run" / EVENTS) if event["type"] == "metrics"] == [1, 2]
 
 
 # What is lacking ---------------------------------------------------------------------------------------------------
