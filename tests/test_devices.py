@@ -190,20 +190,14 @@ QWEN_7B = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def gpus_of_80_gb(monkeypatch: pytest.MonkeyPatch):
+def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(memory, "device_bytes", lambda device: int(79.6 * GIB))
-
-
-@pytest.mark.usefixtures("gpus_of_80_gb")
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
-def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one(algorithm: str):
     study = load_study("math_7b", [])
-    arm = next(arm.spec for arm in study.checked_arms() if arm.spec.algorithm.name == algorithm)
-    assert study.devices == 1
     whole = load_study("math_7b", ["lora=null", "devices=8", "optimizer.learning_rate=1e-6"])
-    spread = next(arm.spec for arm in whole.checked_arms() if arm.spec.algorithm.name == algorithm)
-    assert whole.devices == 8
+    assert (study.devices, whole.devices) == (1, 8)
+    arm, spread = (each.checked_arms()[0].spec for each in (study, whole))
     gpu, config = torch.device("cuda"), Qwen2Config(**QWEN_7B, tie_word_embeddings=False)
     for spec in (arm, spread):
         memory.check_fits(memory.estimate(spec, config, 300, gpu), gpu, spec)

@@ -69,7 +69,9 @@ def test_a_folder_without_rollouts_and_an_existing_target_are_refused(tmp_path, 
 
 
 def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
+    before = torch.get_rng_state()
     fit = train_reward_model([rollouts], "tiny", tmp_path / "rm", epochs=8, learning_rate=3e-3)
+    assert torch.equal(torch.get_rng_state(), before)
     assert fit.num_prompts + fit.held_out_prompts == 40
     assert fit.held_out_prompts == fit.held_out_pairs > 0
     assert fit.dropped_prompts == 1
@@ -80,29 +82,6 @@ def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     reward.check()
     right, wrong = reward.score(graded_group([0, 1], prompt="77+1=", completions=("y", "n")))
     assert right > wrong
-
-
-def test_dropout_follows_the_seed_and_leaves_the_global_numbers_alone(tmp_path, rollouts, monkeypatch):
-    load = bradley_terry.load_classifier
-
-    def with_dropout(name, seed=None):
-        model, tokenizer = load(name, seed)
-        model.score = torch.nn.Sequential(torch.nn.Dropout(0.5), model.score)
-        return model, tokenizer
-
-    def no_files(partial, model, tokenizer):
-        fitted.append([p.clone() for p in model.parameters()])
-
-    fitted: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(bradley_terry, "load_classifier", with_dropout)
-    monkeypatch.setattr(bradley_terry, "save_model", no_files)
-    for number, seed in enumerate((3, 3, 4)):
-        torch.manual_seed(number)
-        before = torch.get_rng_state()
-        train_reward_model([rollouts], "tiny", tmp_path / str(number), epochs=1, seed=seed)
-        assert torch.equal(torch.get_rng_state(), before)
-    same = [all(map(torch.equal, fitted[0], other)) for other in fitted[1:]]
-    assert same == [True, False]
 
 
 def test_a_score_does_not_depend_on_the_padding_of_its_batch(tmp_path):

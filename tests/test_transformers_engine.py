@@ -34,18 +34,6 @@ def test_cached_decoding_equals_a_plain_loop_over_the_whole_prefix():
                 ids = [*ids, token]
 
 
-def test_rows_that_end_early_leave_the_batch_without_disturbing_the_others():
-    engine = make_engine()
-    with torch.no_grad():  # end-of-sequence about every second token
-        engine.policy.get_input_embeddings().weight[1] = engine.policy.get_input_embeddings().weight.mean(0) * 40
-    groups = engine.generate(PROMPTS, 16, Sampling(max_tokens=20), seed=0, step=0)
-    lengths = [len(r.token_ids) for g in groups for r in g.rollouts]
-    assert min(lengths) < max(lengths)
-    for i, prompt in enumerate(PROMPTS):
-        (alone,) = engine.generate([prompt], 16, Sampling(max_tokens=20), seed=0, step=0)
-        assert [r.token_ids for r in alone.rollouts] == [r.token_ids for r in groups[i].rollouts]
-
-
 def test_without_end_tokens_every_completion_reaches_its_limit():
     engine = make_engine()
     with torch.no_grad():
@@ -113,7 +101,7 @@ def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked
 
 
 def test_a_stop_text_ends_a_completion_and_stays_in_it():
-    engine = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_codec())
+    engine = make_engine()
     prompts = [Prompt(f"p{i}", f"{i}+1=", "0") for i in range(4)]
     free = engine.generate(prompts, 4, Sampling(max_tokens=20), seed=0, step=0)
     texts = [r.text for g in free for r in g.rollouts]

@@ -36,9 +36,8 @@ class Unmapped:
     torch does not see that and still counts them.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._peak = 0  # until `count` last changed
+    count = 0
+    _peak = 0  # until `count` last changed
 
     def peak(self) -> int:
         """Bytes at the peak since `reset_peak`."""

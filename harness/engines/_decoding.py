@@ -199,7 +199,12 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
     if sampling.temperature == 0:
         chosen = logits.argmax(-1)
     else:
-        cumulative = _cut(logprobs.exp().double(), sampling.top_p).cumsum(-1)
+        probabilities = logprobs.exp().double()
+        if sampling.top_p < 1:  # outside of the nucleus (Holtzman et al. 2020) it is 0
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+            ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0  # keeps the token that crosses top_p
+            probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+        cumulative = probabilities.cumsum(-1)
         found = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
         chosen = found[:, 0].clamp(max=logits.shape[-1] - 1)
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
@@ -212,15 +217,6 @@ def _fill_holes(running: Tensor) -> Tensor:
     keep = torch.arange(count, device=lines.device)
     keep[~running[:count]] = lines[lines >= count]
     return keep
-
-
-def _cut(probabilities: Tensor, top_p: float) -> Tensor:
-    """Probabilities outside the nucleus (Holtzman et al. 2020) set to 0."""
-    if top_p >= 1:
-        return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # keeps the token that crosses top_p
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 
 
 def _mix(x: np.ndarray | np.uint64) -> np.ndarray:

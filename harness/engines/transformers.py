@@ -41,19 +41,11 @@ class TransformersEngine(RolloutEngine):
             default=512, ge=1, description="completions decoded at once; affects only memory and speed"
         )
 
-    def __init__(
-        self,
-        settings: Settings,
-        policy: nn.Module,
-        codec: TextCodec,
-        end_ids: Sequence[int] | None = None,
-    ):
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, end_ids: Sequence[int] | None = None):
         """`end_ids` are the tokens that end a completion, by default the model's own."""
         from ..policy.forward import keeps_keys_and_values
 
-        self.settings = settings
-        self.policy = policy
-        self.codec = codec
+        self.settings, self.policy, self.codec = settings, policy, codec
         self.end_ids = codec.end_ids(policy) if end_ids is None else end_ids
         self.keeps_states = keeps_keys_and_values(policy)
         if not self.keeps_states:

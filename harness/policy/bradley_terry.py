@@ -28,10 +28,10 @@ from ..ground.inputs import digest, expected
 from ..ground.streams import generator
 from ..ground.tensors import pad_right
 from .library import import_generation
-from .model import check_model, load_tokenizer, local_or_hub, on_base, save_model
+from .model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
 from .sources import source_name, verify_model
 from .text import TextCodec
-from .tiny import TINY, tiny_config
+from .tiny import TINY
 
 HELD_OUT = 0.1  # share of prompts that the fit never sees
 
@@ -105,14 +105,13 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
     Without a seed the model must already have a head: ValueError otherwise.
     """
     import_generation()
-    from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
     def load(name: str, _: int) -> Any:
+        config: Any = model_config(name)
         if name == TINY:
-            config: Any = tiny_config()
             config.num_labels = 1
             return LlamaForSequenceClassification(config)
-        config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
         is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
         if seed is None and not (is_scorer and config.num_labels == 1):
             found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])

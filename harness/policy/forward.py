@@ -135,12 +135,7 @@ def token_logprobs(
 
 @under_hooks
 def token_uniform_kls(
-    model: nn.Module,
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
-    temperature: float,
-    *,
-    prompts: PromptStates | None = None,
+    model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, temperature: float, *, prompts: PromptStates | None = None
 ) -> Tensor:
     """[B, T] KL(uniform || policy) in nats: of the distributions from which the tokens in `mask_BT` came, 0 elsewhere.
 
