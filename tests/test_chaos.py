@@ -1,4 +1,4 @@
-"""A study whose workers are killed, frozen, or lose their stores ends as if nothing had happened.
+"""A study whose workers are killed, or lose their database, ends as if nothing had happened.
 
 Short here, with a run that trains nothing and a real store; `make chaos` makes it long, with the real training loop.
 """
@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,39 +63,18 @@ def a_trained_grid() -> StudySpec:
 
 
 class Chaos:
-    """Kills a random worker whenever `every` more trials are complete, `kills` times, and takes the MLflow store away
-    twice."""
+    """Kills a random worker whenever `every` more trials are complete, `kills` times."""
 
-    def __init__(self, runs: Path, kills: int, every: int, seed: int = 0) -> None:
-        self.store, self.every = runs / "mlflow.db", every
-        self.kills_left, self.outages_left = kills, 2
-        self.num_killed = self.num_outages = 0
-        self._random, self._back = random.Random(seed), 0.0
+    def __init__(self, kills: int, every: int) -> None:
+        self.kills, self.every, self.num_killed = kills, every, 0
+        self._random = random.Random(0)
 
     def __call__(self, status: StudyStatus) -> None:
-        now = time.monotonic()
-        away = self.store.with_suffix(".away")
-        if away.exists():
-            if now > self._back:
-                self._give_back(away)
-        elif self.outages_left and self.num_killed > self.num_outages:
-            self.store.rename(away)  # who connects now finds nothing, and must not make a new store
-            self.store.mkdir()
-            self.outages_left, self.num_outages, self._back = self.outages_left - 1, self.num_outages + 1, now + 1.0
-        workers = workers_of(psutil.Process())
-        due = status.counts().get("complete", 0) >= self.every * self.num_killed
-        if self.kills_left and due and workers and status.counts().get("running"):
+        workers, counts = workers_of(psutil.Process()), status.counts()
+        due = self.num_killed < self.kills and counts.get("complete", 0) >= self.every * self.num_killed
+        if due and workers and counts.get("running"):
             self._random.choice(workers).send_signal(signal.SIGKILL)
-            self.kills_left, self.num_killed = self.kills_left - 1, self.num_killed + 1
-
-    def _give_back(self, away: Path) -> None:
-        self.store.rmdir()
-        away.rename(self.store)
-
-    def end(self) -> None:
-        away = self.store.with_suffix(".away")
-        if away.exists():
-            self._give_back(away)
+            self.num_killed += 1
 
 
 def values(runs: Path) -> dict[str, dict[str, float]]:
@@ -118,11 +96,8 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     runs: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
-    study, chaos = a_grid(seeds=[0]), Chaos(runs, kills=2, every=3)
-    try:
-        status = run(study, runs, chaos)
-    finally:
-        chaos.end()
+    study, chaos = a_grid(seeds=[0]), Chaos(kills=2, every=3)
+    status = run(study, runs, chaos)
     assert chaos.num_killed >= 1  # a busy machine may not look often enough for both
     record_property("tried", chaos.num_killed)
     assert (status.finished, status.all_valid) == (True, True)
@@ -256,11 +231,8 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     assert len(want) == 24
 
     runs = new_runs(tmp_path / "fire")
-    chaos = Chaos(runs, kills=8, every=2)
-    try:
-        run(study, runs, chaos, workers=3, execute=worker.EXECUTE)
-    finally:
-        chaos.end()
+    chaos = Chaos(kills=8, every=2)
+    run(study, runs, chaos, workers=3, execute=worker.EXECUTE)
     assert chaos.num_killed >= 3
     record_property("tried", chaos.num_killed)
     check_once_each(open_queue(study, runs))

@@ -12,7 +12,6 @@ from cohort.harness.api.study import comparison
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.raw import read_yaml
-from cohort.harness.spec.search import Dimension
 from cohort.harness.spec.study import parse_study
 
 RUN: dict[str, Any] = {"task": "arithmetic", "algorithm": "grpo"}
@@ -84,17 +83,6 @@ def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
 
 
 @pytest.mark.parametrize(
-    ("dimension", "points"),
-    [
-        ({"low": 2, "high": 5}, [2, 3, 4, 5]),
-        ({"choices": ["a", None, True]}, ["a", None, True]),
-    ],
-)
-def test_a_dimension_knows_its_points(dimension: dict[str, Any], points: list[Any]):
-    assert Dimension.model_validate(dimension).points() == points
-
-
-@pytest.mark.parametrize(
     ("raw", "words"),
     [
         (study(design="search"), "design search must have a section 'search', got none"),
@@ -138,15 +126,12 @@ def test_a_design_that_cannot_be_run_is_refused(raw: dict[str, Any], words: str)
     assert words in error_of(raw)
 
 
-def test_a_started_search_may_gain_trials_and_nothing_else():
+def test_a_started_search_may_gain_trials_and_a_tuned_comparison_seeds_and_nothing_else():
     digest = parse_study(search(), "toy.yaml").digest()
     assert parse_study(search(trials=9), "toy.yaml").digest() == digest
     other = {"optimizer.weight_decay": {"low": 0.1, "high": 0.9}}
     for changed in ({**search(), "seeds": [0, 1, 2]}, search(sampler="gp"), search(space=other)):
         assert parse_study(changed, "toy.yaml").digest() != digest
-
-
-def test_a_tuned_comparison_may_gain_seeds_but_no_trials():
     digest = parse_study(tuned(), "toy.yaml").digest()
     assert parse_study({**tuned(), "seeds": [0, 1, 2]}, "toy.yaml").digest() == digest
     assert parse_study(tuned(trials=4), "toy.yaml").digest() != digest

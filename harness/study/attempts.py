@@ -31,9 +31,10 @@ class Attempts:
         return "waiting" if state == "failed" and last.number < self._retry_below else state
 
     def end(self, key: Key) -> Mapping[str, Any]:
-        """The end of the last attempt: state, reason, summary and (if complete) values; empty before its end."""
+        """The end of the last attempt: state, reason, summary and (if complete) values; empty before its end, and for a
+        trial that waits."""
         last = self.last(key)
-        return {} if last is None else last.user_attrs.get("result", {})
+        return {} if last is None or self.state(key) == "waiting" else last.user_attrs.get("result", {})
 
     def step(self, key: Key) -> int:
         """The step that the last attempt had reached when it ended; 0 before."""

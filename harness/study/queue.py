@@ -190,8 +190,7 @@ class Queue:
         trials = []
         for key in self.plan.keys:
             state, last = attempts.state(key), attempts.last(key)
-            end = attempts.end(key) if state != "waiting" else {}
-            reason, summary = end.get("reason"), end.get("summary", {})
+            reason, summary = attempts.end(key).get("reason"), attempts.end(key).get("summary", {})
             if state == "lost" or (state == "running" and last is not None and last.number in dead):
                 state, reason = "stopped", "its worker died; starting the study again continues this trial"
             held = key[0] in self._held and state not in ENDED
@@ -301,20 +300,20 @@ class Queue:
 
         If interleaved, trials never begun come first, then the one in progress with the fewest steps.
         """
-        in_progress: dict[int, Key] = {}
-        again: dict[int, Key] = {}
+
+        def begun(key: Key) -> int:
+            return attempts.by_key[key][-1].number
+
         waiting = [key for key in self.plan.keys if self._waits(key, attempts)]
-        for key in waiting:
-            last, state = attempts.last(key), attempts.state(key)
-            if last is None:
-                continue
-            is_late = state == "waiting" or self._is_stuck(key, attempts)
-            (again if is_late else in_progress)[last.number] = key
-        fresh = next((key for key in waiting if attempts.last(key) is None), None)
-        if in_progress and not self.plan.study.interleave:
-            return in_progress[min(in_progress)]
-        least = min((key for key in waiting if key in in_progress.values()), key=attempts.step, default=None)
-        return fresh or least or (again[min(again)] if again else None)
+        fresh = [key for key in waiting if key not in attempts.by_key]
+        tried = [key for key in waiting if key in attempts.by_key]
+        again = [key for key in tried if attempts.state(key) == "waiting" or self._is_stuck(key, attempts)]
+        in_progress = [key for key in tried if key not in again]
+        if self.plan.study.interleave:
+            order = [*fresh, *sorted(in_progress, key=attempts.step)]
+        else:
+            order = [*sorted(in_progress, key=begun), *fresh]
+        return next(iter([*order, *sorted(again, key=begun)]), None)
 
     def _is_stuck(self, key: Key, attempts: Attempts) -> bool:
         """Whether a trial loses its workers without progress."""

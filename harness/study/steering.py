@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
@@ -21,6 +21,7 @@ from .plan import Clone
 from .queue import Queue, open_queue
 from .worker import EXECUTE
 
+NO_CHECKPOINT = "--warm starts from a checkpoint, and '{}' has none for seed {}; {}, or leave --warm out"
 START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
 
 
@@ -111,27 +112,23 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
             source = plan.directory((clone.parent, seed))
             shutil.rmtree(target, ignore_errors=True)  # left by a command that was killed
             step, passed = fork_run(source, target, plan.spec((clone.label, seed)), parent)
-            if not step and (trials[seed].state in FINAL or read_result(source) is not None):
-                _refuse(clone, seed, "those of a trial that has ended are deleted: stop an arm before its end to keep "
-                        "its checkpoints")  # fmt: skip
-            if not step and trials[seed].state != "waiting" and not source.exists():
-                _refuse(clone, seed, "they are on another host: clone it there")
-            if not step and passed:
-                _refuse(clone, seed, f"{' and '.join(passed)}: wait for the next one")
+            why = " and ".join(passed) + ": wait for the next one" if passed else ""
+            if trials[seed].state in FINAL or read_result(source) is not None:
+                why = "those of a trial that has ended are deleted: stop an arm before its end to keep its checkpoints"
+            elif trials[seed].state != "waiting" and not source.exists():
+                why = "they are on another host: clone it there"
+            if why and not step:
+                raise SpecError(NO_CHECKPOINT.format(clone.parent, seed, why))
             if step >= spec.steps:
                 raise SpecError(f"steps of a warm clone must be above those that its parent has done, {step}, got "
                                 f"{spec.steps}; raise steps")  # fmt: skip
             say_passed(passed, f"starts from step {step}")
             steps.append(step)
         if not any(steps):
-            _refuse(clone, clone.seeds[0], "a trial writes one every checkpoints.every steps and when it is stopped")
+            why = "a trial writes one every checkpoints.every steps and when it is stopped"
+            raise SpecError(NO_CHECKPOINT.format(clone.parent, clone.seeds[0], why))
     except BaseException:
         for target in targets.values():
             shutil.rmtree(target, ignore_errors=True)
         raise
     return steps
-
-
-def _refuse(clone: Clone, seed: int, why: str) -> NoReturn:
-    raise SpecError(f"--warm starts from a checkpoint, and '{clone.parent}' has none for seed {seed}; {why}, or leave "
-                    "--warm out")  # fmt: skip
