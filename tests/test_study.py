@@ -72,7 +72,9 @@ def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: 
     check_as_undisturbed(a_study(), runs)
 
 
-def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs: Path):
+def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
     (runs / "hold").touch()
     interrupts: list[int] = []
 
@@ -84,6 +86,7 @@ def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs: P
     before = signal.getsignal(signal.SIGINT)
     status = run(a_study(), runs, interrupt_once)
     assert signal.getsignal(signal.SIGINT) is before
+    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again" in capsys.readouterr().err
     assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
     stopped = next(trial for trial in status.trials if trial.state == "stopped")
     assert read_json(stopped.directory / "checkpoint.json")["step"] == 1

@@ -24,7 +24,6 @@ from cohort.harness.cli import app
 from cohort.harness.data import GREY, PALETTE, SampleRow
 from cohort.harness.ground.files import file_lock, write_json
 from cohort.harness.mirror import follow
-from cohort.harness.mirror import store as mlflow_store
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import Mirror, catch_up, mirrored
 from cohort.harness.mirror.models import register_policy
@@ -592,25 +591,13 @@ def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs: Path, 
 # Bad runs folders ---------------------------------------------------------------------------------------------------
 
 
-BAD = {  # folder (below the test's own, or absolute), a file in it, its text -> what the message says
-    "a file": ("runs/deeper", "runs", "", "must be a folder, but .* is a file"),
-    "not writable": ("/proc/runs", "", "", "must be writable, but writing to '/proc' fails"),
-    "full": ("", "", "", "needs 1000000000000 MB of free disk"),
-    "another format": ("", "studies/s/study.json", '{"format": 1}', "must have format 2, got 1.*another version"),
-    "torn": ("", "studies/s/study.json", '{"format": 2', "not valid JSON"),
-}
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
-@pytest.mark.parametrize("bad", BAD)
-def test_a_runs_folder_that_cannot_be_used_is_refused(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, file, text, words = BAD[bad]
-    if file:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    monkeypatch.setattr(mlflow_store, "MIN_FREE_BYTES", 10**18 if bad == "full" else 1)
-    with pytest.raises(ValueError, match=words):
-        check_runs_folder(tmp_path / folder)
+def test_a_runs_folder_that_cannot_be_used_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"must be a folder, but .* is a file"):
+        check_runs_folder(tmp_path / "file" / "deeper")
+    with pytest.raises(ValueError, match="must be writable, but writing to '/proc' fails"):
+        check_runs_folder(Path("/proc/runs"))
 
 
 def test_a_store_of_another_version_is_refused(runs: Path):

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from ..data import TrialState
-from ..ground.files import file_lock, read_json
+from ..ground.files import file_lock
 from ..ground.inputs import short
 from ..record.provenance import versions
 from .address import health, remote_uri, tracking_uri
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
 
 
-MIN_FREE_BYTES = 100_000_000
 MAX_PARAM = 6000  # characters of a parameter
 LOCK_SECONDS = 20.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
@@ -71,14 +69,6 @@ def check_runs_folder(runs: Path) -> None:
             f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror}); "
             "choose another with --runs or COHORT_RUNS"
         ) from None
-    free = shutil.disk_usage(folder).free
-    if free < MIN_FREE_BYTES:
-        raise ValueError(
-            f"the runs folder needs {MIN_FREE_BYTES / 1e6:.0f} MB of free disk, '{folder}' has {free / 1e6:.0f} MB; "
-            "free some space or choose another disk with --runs"
-        )
-    for file in sorted((runs / "studies").glob("*/study.json")):
-        read_json(file)
     traces_per_split()
     if remote_uri() is None:
         _check_file(runs)
