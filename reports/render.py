@@ -48,16 +48,13 @@ _LATEX = {
 }  # fmt: skip
 
 _JINJA: dict[str, Any] = {
-    "loader": FileSystemLoader(Path(__file__).parent / "templates"),
-    "undefined": StrictUndefined,
-    "trim_blocks": True,
-    "lstrip_blocks": True,
-}
+    "loader": FileSystemLoader(Path(__file__).parent / "templates"), "undefined": StrictUndefined,
+    "trim_blocks": True, "lstrip_blocks": True,
+}  # fmt: skip
+_WORDS = ("p_value", "factor_title", "number", "limits", "shorten", "quantity", "size", "cost")
 _FILTERS: dict[str, Any] = {
-    **{name: getattr(wording, name) for name in ("p_value", "factor_title", "number", "limits", "shorten")},
-    **{name: getattr(wording, name) for name in ("quantity", "size", "cost")},
-    "duration": lambda seconds: duration(seconds, "n/a"),
-}
+    **{name: getattr(wording, name) for name in _WORDS}, "duration": lambda seconds: duration(seconds, "n/a"),
+}  # fmt: skip
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
@@ -95,8 +92,12 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
     )  # fmt: skip
-    _replace(files.html, _html().get_template("report.html").render(values))
-    _replace(files.markdown, _markdown().get_template("report.md").render(values))
+    html = Environment(autoescape=True, **_JINJA)
+    html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
+    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_in_markdown, **_JINJA)
+    markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
+    _replace(files.html, html.get_template("report.html").render(values))
+    _replace(files.markdown, markdown.get_template("report.md").render(values))
     _replace(files.csv, results_csv(record))
     (folder / CAPABILITY).unlink(missing_ok=True)
     if capable is not None:
@@ -265,12 +266,6 @@ def _replace(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def _html() -> Environment:
-    environment = Environment(autoescape=True, **_JINJA)
-    environment.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
-    return environment
-
-
 def _typeset(text: str) -> str:
     """A real minus sign before numbers, a thin space that does not break before units."""
     text = re.sub(r"(?<![\w.,-])-(?=\d)", "\u2212", text)
@@ -284,24 +279,15 @@ def _mark_limits(text: str) -> Markup:
     return Markup(re.sub(r"\[[\d.\u2212, +]+\]", r'<span class="limits">\g<0></span>', safe))
 
 
-def _markdown() -> Environment:
-    """Every value is escaped for Markdown unless the template fences it as code."""
-    environment = Environment(
-        autoescape=False,
-        keep_trailing_newline=True,
-        finalize=lambda value: value if isinstance(value, _Raw) else _escape_markdown(str(value)),
-        **_JINJA,
-    )
-    environment.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
-    return environment
-
-
 class _Raw(str):
     """Markdown that needs no escaping."""
 
 
-def _escape_markdown(text: str) -> str:
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _in_markdown(value: Any) -> str:
+    """The value escaped for Markdown, unless it is `_Raw`."""
+    if isinstance(value, _Raw):
+        return value
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _MARKDOWN.sub(r"\\\g<0>", text)
     return " ".join(text.split("\n"))
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 
 from ...harness.data import GREY, PALETTE
 from ..analysis import Analysis
@@ -172,9 +172,7 @@ def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Dra
         if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
             axes.xaxis.set_major_locator(MaxNLocator(4, steps=STEPS, integer=True))
             if axes.get_xlim()[1] >= 1e4:
-                axes.xaxis.set_major_formatter(
-                    lambda x, _: f"{x / 1e6:g}M" if abs(x) >= 1e6 else f"{x / 1e3:g}k" if x else "0"
-                )
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         _label_ends(axes, [end for end in ends if end[1]])
         axes.set_xlabel(x_label)
         axes.annotate(unit, (0, 1), (-18, 6), xycoords="axes fraction", textcoords="offset points", color=MUTED, size=8)

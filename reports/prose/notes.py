@@ -79,7 +79,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _join_note(analysis),
         _seeds_note(analysis),
         _clip_note(specs),
-        *_reward_notes(specs, paid, blind),
+        _reward_note(paid, blind),
         _collapse_note(analysis, blind),
         _cold_start_note(specs),
         _budget_note(analysis, specs),
@@ -158,15 +158,11 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
 
 def _clip_note(specs: _Specs) -> _Note:
     epochs, minibatches = (_values(specs, f"optimizer.{key}", 1) for key in ("num_inner_epochs", "num_minibatches"))
-    updates = {arm: int(epochs[arm]) * int(minibatches[arm]) for arm in specs}
-    stale = [arm for arm, steps in _values(specs, "staleness", 0).items() if steps]
-    single = [arm for arm, count in updates.items() if count == 1 and arm not in stale]
+    stale = _values(specs, "staleness", 0)
+    single = [arm for arm in specs if int(epochs[arm]) * int(minibatches[arm]) == 1 and not stale[arm]]
     if not single:
-        why = f"Each batch receives {min(updates.values())} or more optimiser steps"
-        if stale:
-            why = "Each batch is sampled by older weights or receives several optimiser steps"
-        text = f"{why}, so ratios leave 1 and clipping can bind; see the clip fraction under training dynamics."
-        return "Clipping is active", text
+        why = "Each batch is sampled by older weights or receives several optimiser steps, so ratios leave 1 and"
+        return "Clipping is active", f"{why} clipping can bind; see the clip fraction under training dynamics."
     is_every = len(single) == len(specs)
     who = "Every arm" if is_every else wording.listed(single)
     text = (
@@ -176,27 +172,17 @@ def _clip_note(specs: _Specs) -> _Note:
     return "The clip range has no effect" if is_every else "Clipping in some arms only", text
 
 
-def _reward_notes(specs: _Specs, paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) -> list[_Note]:
-    found = []
-    if any(floor is not None for floor in _values(specs, "algorithm.std_floor").values()):
-        text = (
-            "Group standardisation subtracts the group's mean reward and divides by its standard deviation, so "
-            "rewards of 1 / -0.1 and 1 / 0 give the same advantages (up to the floor on the deviation), and a "
-            "group of equal rewards teaches nothing."
-        )
-        found.append(("Reward scale cancels", text))
+def _reward_note(paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) -> _Note | None:
     if blind:
-        text = (
+        return "Rewards that are not accuracy", (
             f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
             "for confidence, never for correctness: rising reward with falling accuracy is collapse. Mean reward "
             "cannot be compared between arms with different rewards."
         )
-        found.append(("Rewards that are not accuracy", text))
-    elif len({repr(names) for names in paid.values()}) > 1:
-        each = [f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()]
-        text = f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
-        found.append(("Different rewards", text))
-    return found
+    if len({repr(names) for names in paid.values()}) == 1:
+        return None
+    each = [f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()]
+    return "Different rewards", f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
 
 
 def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
