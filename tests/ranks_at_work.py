@@ -1,4 +1,4 @@
-"""Processes of a trial forked from one warm process: runs in one and in two of them, groups of two, `cohort train`."""
+"""Processes of a trial forked from one warm process: runs in one and in two of them, groups, hosts."""
 
 import gc
 import json
@@ -21,6 +21,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 RUN = {
     "task": "arithmetic",
@@ -172,6 +173,32 @@ def command(*words: str) -> None:
         assert python == sys.executable
         return elastic_launch(replace(config, start_method="fork"), lambda *given: command(*given[3:]))
 
-    elastic_launch, launch.elastic_launch = launch.elastic_launch, again
+    launch.elastic_launch = again  # pyright: ignore
     sys.argv = ["cohort", *words]
     main()
+
+
+# A host ---------------------------------------------------------------------------------------------------------------
+
+
+def torchrun(port: int, runs: Path, restarts: int, environment: dict[str, str]) -> None:
+    """What `torchrun --nnodes 2 ... -m cohort study work two` does, with one process of the worker."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torch's agent does not tell it to a host that is new
+    os.environ |= environment
+    config = LaunchConfig(
+        2, 2, 1, run_id="two", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend="c10d",
+        rdzv_configs={"keep_alive_interval": 1, "keep_alive_max_attempt": 2},  # seconds; --rdzv-conf of torchrun
+        local_addr="127.0.0.1", start_method="fork", max_restarts=restarts,
+    )  # fmt: skip
+    elastic_launch(config, work)(runs)
+
+
+def work(runs: Path) -> None:
+    from cohort.harness.study.worker import worker_main
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork would raise an error instead
+    group.LEAVE_SECONDS = 2
+    worker_main("two", runs)
+    own = group.join()
+    if own is not None and own.rank == 0:
+        own.end()  # else at the exit of a process that is no fork

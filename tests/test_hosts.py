@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cohort.harness.devices import group
 from cohort.harness.devices.group import Group
@@ -20,17 +23,34 @@ from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
 from factories import make_study
 from fakes import MemoryLog, StopAfter
-from hosts_at_work import host, kill
-from ranks_at_work import RUN, ends, until
+from ranks_at_work import RUN, begun, ends, torchrun, until
 from torch.distributed import HashStore
 
 TRIAL = {**RUN, "device": "cpu", "devices": 2, "steps": 8, "checkpoints": {"every": 1}}
 SECRET = {"COHORT_SECRET": "of two hosts"}
 
 
-def begun(runs: Path) -> None:
+def start(runs: Path) -> None:
     arms = {"name": "two", "question": "?", "arms": {"only": {}}, "seeds": [1]}
     start_study(make_study(**arms, run=TRIAL), runs, command="")
+
+
+@contextmanager
+def host(port: int, runs: Path, output: Path, restarts: int = 0, **environment: str) -> Iterator[Any]:
+    """A host whose agent starts one process of the worker; it ends with the test."""
+    process = begun(torchrun, port, runs, restarts, environment, output=output)
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(host: Any) -> None:
+    """All processes of a host at once."""
+    agent = psutil.Process(host.pid) if host.is_alive() else None
+    for process in [*agent.children(recursive=True), agent] if agent is not None else ():
+        process.kill()
+    host.join()
 
 
 def first_step(folder: Path) -> list[Any]:
@@ -52,7 +72,7 @@ def listens(port: int) -> bool:
 @pytest.mark.timeout(300)
 def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(tmp_path: Path):
     runs = tmp_path / "runs"
-    begun(runs)
+    start(runs)
     port, logs = free_port(), [tmp_path / name for name in ("first.log", "second.log", "third.log")]
     folder = next(iter(study_status("two", runs).trials)).directory
     with host(port, runs, logs[0], 1, **SECRET) as first:
@@ -141,7 +161,7 @@ def test_hosts_with_other_versions_are_told_so(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.attack("A host without the secret of a group")
 def test_hosts_without_one_secret_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runs, port, logs = tmp_path / "runs", free_port(), [tmp_path / "first.log", tmp_path / "second.log"]
-    begun(runs)
+    start(runs)
     with host(port, runs, logs[0], COHORT_SECRET="a") as one, host(port, runs, logs[1], COHORT_SECRET="b") as other:
         assert 0 not in ends(one, other)
     assert all("must be the same on all hosts" in log.read_text() for log in logs)

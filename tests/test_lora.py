@@ -11,6 +11,7 @@ from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter
 from cohort.harness.policy.model import check_model, load_policy, save_model
 from cohort.harness.policy.sources import Base, model_sources
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from cohort.harness.run import learner as learner_module
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.sync import _learner_scores
@@ -27,9 +28,9 @@ def spec_of(algorithm="grpo", **changes):
     return make_spec({"name": algorithm, "group_size": 2}, **{**fixed, **changes})
 
 
-def adapted(algorithm="grpo", **changes):
+def adapted(algorithm="grpo", model=None, **changes):
     """(spec, policy with an adapter, learner)."""
-    spec, policy = spec_of(algorithm, **changes), tiny_model(0)
+    spec, policy = spec_of(algorithm, **changes), model or tiny_model(0)
     assert spec.lora is not None
     add_adapter(policy, spec.lora, spec.seed)
     return spec, policy, Learner(spec, policy)
@@ -123,12 +124,8 @@ def test_the_critic_shares_the_frozen_weights_and_has_an_adapter_of_its_own():
 
 
 def test_a_bfloat16_model_gets_a_float32_adapter():
-    policy = tiny_model(0).bfloat16()
-    spec = spec_of("ppo", dtype="bfloat16")
-    assert spec.lora is not None
-    add_adapter(policy, spec.lora, 0)
+    spec, policy, learner = adapted("ppo", tiny_model(0).bfloat16(), dtype="bfloat16")
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
-    learner = Learner(spec, policy)
     metrics = updated(spec, learner, make_batch().replace(sampler_logprobs_BT=logprobs(policy, make_batch())))
     assert metrics["policy/grad_norm"] > 0
     assert learner.critic is not None
@@ -136,30 +133,21 @@ def test_a_bfloat16_model_gets_a_float32_adapter():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_autocast_keeps_frozen_products_in_bfloat16_and_computes_the_same(algorithm):
-    found = []
-    for holds in (True, False):
-        spec, policy = spec_of(algorithm, autocast=True), untied()
-        assert spec.lora is not None
-        add_adapter(policy, spec.lora, 0)
-        learner = Learner(spec, policy)
-        if not holds:  # as they were
-            trunks = [policy, learner.critic.backbone] if learner.critic is not None else [policy]
-            plain = untied().state_dict()
-            for name, parameter in policy.named_parameters():
-                if not parameter.requires_grad:
-                    parameter.data = plain[name.replace("base_layer.", "")].clone()
-            assert all(p.dtype == torch.float32 for trunk in trunks for p in trunk.parameters())
-        else:
-            kinds = {name.rpartition(".")[0].rpartition(".")[2]: p.dtype for name, p in policy.named_parameters()}
-            assert (kinds["base_layer"], kinds["lm_head"]) == (torch.bfloat16, torch.bfloat16)
-            assert {kinds["norm"], kinds["embed_tokens"], kinds["default"]} == {torch.float32}
+def test_autocast_keeps_frozen_products_in_bfloat16_and_computes_the_same(algorithm, monkeypatch):
+    def found():
+        spec, policy, learner = adapted(algorithm, untied(), autocast=True)
         metrics = updated(spec, learner, make_batch())
         with torch.no_grad():
-            found.append((metrics, learner.logprobs(policy, make_batch())))
-        if holds:
-            assert np.isfinite(_learner_scores(policy, [((5, 9, 11, 30), 2)])).all()  # outside of the learner
-    (metrics, logprobs), (others, theirs) = found
+            return policy, metrics, learner.logprobs(policy, make_batch())
+
+    policy, metrics, logprobs = found()
+    kinds = {name.rpartition(".")[0].rpartition(".")[2]: p.dtype for name, p in policy.named_parameters()}
+    assert (kinds["base_layer"], kinds["lm_head"]) == (torch.bfloat16, torch.bfloat16)
+    assert {kinds["norm"], kinds["embed_tokens"], kinds["default"]} == {torch.float32}
+    assert np.isfinite(_learner_scores(policy, [((5, 9, 11, 30), 2)])).all()  # outside of the learner
+    monkeypatch.setattr(learner_module, "hold_frozen_products", lambda *_: None)
+    policy, others, theirs = found()
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert metrics == others
     assert torch.equal(logprobs, theirs)
 
@@ -175,15 +163,10 @@ def untied():
 
 
 def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():
-    policy = tiny_model(0)
-    targeted = spec_of(lora={"targets": ["q_proj", "v_proj"]}).lora
-    assert targeted is not None
-    add_adapter(policy, targeted, 0)
+    _, policy, _ = adapted(lora={"targets": ["q_proj", "v_proj"]})
     assert {name.split(".")[-4] for name in adapter_weights(policy)} == {"q_proj", "v_proj"}
-    wrong = spec_of(lora={"targets": ["query"]}).lora
-    assert wrong is not None
     with pytest.raises(ValueError, match=r"lora\.targets must name linear layers of the model \(down_proj, .*query"):
-        add_adapter(tiny_model(0), wrong, 0)
+        adapted(lora={"targets": ["query"]})
 
 
 def gradient(**changes):
