@@ -1,12 +1,10 @@
 """The built-in task: what its problems look like, and how many there are."""
 
 import re
-import time
 from collections import Counter
 
 import pytest
 from cohort.harness.spec.errors import SpecError
-from cohort.tasks import arithmetic
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 
@@ -26,13 +24,10 @@ def test_a_prompt_and_its_solution_read_as_documented():
         assert answer == str(total)
 
 
-def test_the_splits_have_the_documented_sizes_and_build_within_a_second():
-    arithmetic._build.cache_clear()
-    start = time.process_time()
+def test_the_splits_have_the_documented_sizes():
     task = Arithmetic()
     texts = [[d.prompt for d in task.demonstrations()]]
     texts += [[p.text for p in task.prompts(split)] for split in ("train", "validation", "test")]
-    assert time.process_time() - start < 1.0
     assert [*map(len, texts)] == [20_000, 8192, 512, 1024]
     assert len(set().union(*texts)) == sum(map(len, texts))  # none occurs twice
 

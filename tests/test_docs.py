@@ -12,6 +12,7 @@ import pytest
 import typer
 from cohort.harness import plugins
 from cohort.harness.cli import app
+from cohort.harness.mirror.address import TRACKING_URI
 from cohort.harness.spec import paths
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec
@@ -86,7 +87,10 @@ def test_the_pages_hold_commands():
 
 
 @pytest.mark.parametrize("line", CALLED)
-def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(line: str):
+def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(
+    line: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(TRACKING_URI, "")  # which an option sets
     command, words = command_of(line)
     given = command.make_context("cohort", words).params  # a wrong option, number or choice raises
     for override in given.get("sets") or []:
