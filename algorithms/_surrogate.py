@@ -26,9 +26,7 @@ class Clip(Algorithm):
     )
     clip_epsilon_high: float | None = Field(default=None, gt=0, description="ratio's rise above 1; null: clip_epsilon")
     ratio_bound: float | None = Field(
-        default=None,
-        gt=1,
-        description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound",
+        default=None, gt=1, description="bound of the ratio for negative advantages (dual clip); null: none"
     )
 
     @model_validator(mode="after")
@@ -125,9 +123,7 @@ class SummedLoss(LossKL):
     objective = {"aggregation": "sum over all tokens / (rows * loss_denominator)"}
 
     loss_denominator: float = Field(
-        default=128.0,
-        gt=0,
-        description="constant (tokens) that divides the sum over a completion; in Dr. GRPO's paper the token limit",
+        default=128.0, gt=0, description="divides the sum over a completion's tokens; in the paper the token limit"
     )
 
     def token_weights(self, batch: Batch) -> Tensor:

@@ -26,8 +26,7 @@ class GRPO(Clip, GroupStandardised):
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
     std_over: Literal["group", "batch"] = Field(
-        default="group",
-        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
+        default="group", description="standard deviation to divide by: of the group's rewards, or of all"
     )
 
     def advantages(self, batch: Batch) -> Batch:

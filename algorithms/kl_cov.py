@@ -26,10 +26,7 @@ class KLCov(GroupStandardised, TokenMean):
 
     name: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(
-        default=0.002,
-        gt=0,
-        le=1,
-        description="share of the tokens that pay the penalty, those with the largest covariance; at least one token",
+        default=0.002, gt=0, le=1, description="share of the tokens, of largest covariance, that pay the penalty"
     )
     penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
 

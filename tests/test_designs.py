@@ -101,7 +101,7 @@ def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
         (search(pruner="median", space={"steps": {"low": 5, "high": 9}}), "compares arms at equal steps"),
         (search(space={}), "search.space"),
         (search(space={"seed": {"low": 0, "high": 9}}), "'seed' cannot be searched, because seeds are replicates"),
-        (search(space={"steps": {"choices": [1, 2, 3]}}), "at most the number of points of the space (3), got 5"),
+        (search(space={"steps": {"choices": [1, 2, 3]}}), "at most the points of the space (3), got 5"),
         (search(space={"algorithm.kl_bta": RATE}), "did you mean 'kl_beta'?"),
         (search(space={"algorithm.group_size": {"low": 8, "high": 16}}, trials=2), "got 9; use 8 or 16"),
         (search(space={"steps": {"low": 5, "hihg": 9}}), "did you mean 'high'?"),

@@ -13,7 +13,7 @@ from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
 from cohort.harness.rewards.reasoning_length import ReasoningLength
-from cohort.harness.rewards.repetition import Repetition, repeated_fraction
+from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.step import collate, token_at
 from cohort.harness.spec.errors import SpecError
@@ -61,10 +61,8 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_al
 
 def test_repetition_counts_ngrams_that_occurred_before():
     # a b a b a: 2-grams ab ba ab ba, of which 2 of 4 are repeats
-    assert repeated_fraction("a b a b a", 2) == 0.5
-    assert repeated_fraction("a b c d", 2) == 0.0
-    assert repeated_fraction("a", 2) == repeated_fraction("", 2) == 0.0
-    assert Repetition(ngram=2).score(graded_group([0], completions=("a b a b a",))) == [-0.5]
+    group = graded_group([0] * 4, completions=("a b a b a", "a b c d", "a", ""))
+    assert Repetition(ngram=2).score(group) == [-0.5, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

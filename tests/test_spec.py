@@ -254,7 +254,7 @@ def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lack
             "factors must be named by their full path, got 'algorithm' with nested settings; write "
             "'algorithm.group_size: [4, 8]'",
         ),
-        ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write 'steps: [4]'"),
+        ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write [4]"),
         (
             {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
             "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'",

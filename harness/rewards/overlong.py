@@ -15,9 +15,7 @@ class Overlong(Reward):
     """0 for a short completion, then down to -1 over the last part of the token limit (DAPO)."""
 
     weight: float = Field(
-        default=0.5,
-        description="factor in the sum of rewards; 0.5 with accuracy's 1 / 0 equals 1 with the paper's 1 / -1; 0: "
-        "measured, never rewarded",
+        default=0.5, description="factor in the sum of all rewards; 0.5 with 1 / 0 equals the paper's 1 with 1 / -1"
     )
     buffer_fraction: float = Field(default=0.2, gt=0, le=1, description="share of the limit over which it grows")
 

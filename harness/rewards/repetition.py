@@ -20,11 +20,9 @@ class Repetition(Reward):
     ngram: int = Field(default=8, ge=1, description="n: words and symbols per n-gram")
 
     def score(self, group: GradedGroup) -> list[float]:
-        return [-repeated_fraction(text, self.ngram) for text in group.completions]
-
-
-def repeated_fraction(text: str, n: int) -> float:
-    """1 - (distinct n-grams) / (n-grams) of the words and symbols of a text; 0 if it has none."""
-    words = _WORD.findall(text)
-    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+        scores = []
+        for text in group.completions:
+            words = _WORD.findall(text)
+            grams = [tuple(words[i : i + self.ngram]) for i in range(len(words) - self.ngram + 1)]
+            scores.append(-(1 - len(set(grams)) / len(grams) if grams else 0.0))
+        return scores

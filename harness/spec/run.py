@@ -52,9 +52,7 @@ class Optimizer(Section):
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
     tokens_per_microbatch: int | None = Field(
-        default=None,
-        ge=1,
-        description="padded tokens in one forward pass; affects memory and speed; by default 1024, or 8192 on a GPU",
+        default=None, ge=1, description="padded tokens in a forward pass; by default 1024, or 8192 on a GPU"
     )
 
 
@@ -80,8 +78,7 @@ class Mismatch(Section):
     """The correction for differences between the engine's and the learner's probabilities."""
 
     correction: Literal["none", "truncated", "masked"] = Field(
-        default="none",
-        description="importance weights: truncated at the bound, or masked (0) outside [1 / bound, bound]",
+        default="none", description="importance weights: cut at the bound, or 0 outside [1 / bound, bound]"
     )
     level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
     bound: float = Field(default=2.0, gt=1, description="bound of the importance weights")
@@ -124,8 +121,7 @@ class Checkpoints(Section):
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
     finished: Literal["nothing", "weights"] | None = Field(
-        default=None,
-        description="nothing or weights: kept when the run has ended; by default nothing in a study, else the weights",
+        default=None, description="what is kept of an ended run; by default nothing in a study, else the weights"
     )
     rollouts_every: int = Field(default=20, ge=0, description="steps between batches kept in rollouts/; 0: none")
 
@@ -136,22 +132,16 @@ class Gates(Section):
 
     mismatch_kl: float | None = Field(default=0.1, gt=0, description="highest KL of engine and learner, nats per token")
     stuck_groups: float | None = Field(
-        default=0.98,
-        ge=0,
-        lt=1,
-        description="highest share of groups with no advantage and not the best reward, for 20 steps in a row",
+        default=0.98, ge=0, lt=1, description="highest share of groups of equal, not best rewards, 20 steps in a row"
     )
     weights_changed: float | None = Field(
         default=0.001,
         gt=0,
         le=1,
-        description="lowest share of the weights that an update with a gradient changes, for 5 such steps in a row",
+        description="lowest share of weights that an update with gradient changes, 5 in a row",
     )
     answered: float | None = Field(
-        default=0.25,
-        ge=0,
-        le=1,
-        description="lowest share of answered completions, relative to the first step's, for 20 steps in a row",
+        default=0.25, ge=0, le=1, description="lowest share of answers, relative to the first step's, 20 steps in a row"
     )
 
 
@@ -177,8 +167,7 @@ class RunSpec(Section):
     task: SerializeAsAny[Task] = Field(description="task: its name, or a mapping of name and settings")
     algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
-        default_factory=dict,
-        description="name -> weight, or a mapping of settings; added to the algorithm's own reward",
+        default_factory=dict, description="name -> weight or settings; added to the algorithm's own reward"
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(
         default="transformers",  # pyright: ignore
@@ -206,10 +195,7 @@ class RunSpec(Section):
         "format_only, inverted, shuffled_gold), or a policy that does not learn (frozen); by default no control",
     )
     rollouts_per_step: int = Field(
-        default=128,
-        ge=1,
-        le=1_000_000,
-        description="completions sampled per training step; algorithm.group_size must divide it",
+        default=128, ge=1, le=1_000_000, description="completions per training step; algorithm.group_size divides it"
     )
     staleness: int = Field(
         default=0,
@@ -219,16 +205,12 @@ class RunSpec(Section):
     )
     steps: int = Field(default=100, ge=0, description="training steps; 0: only evaluate the start")
     max_flops: float | None = Field(
-        default=None,
-        gt=0,
-        description="training operations after which the run ends, even before `steps`; operations of "
-        "evaluations and the cold start do not count; by default no limit",
+        default=None, gt=0, description="training operations, without evaluations and cold start, that end the run"
     )
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available, otherwise cpu")
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="precision of weights and optimiser; bfloat16 saves memory but loses small updates",
+        default="float32", description="precision of weights and optimiser; bfloat16 loses small updates"
     )
     autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
@@ -263,67 +245,45 @@ class RunSpec(Section):
         return dict(sorted({**own, **given}.items()))
 
     @model_validator(mode="after")
-    def _may_use_its_rewards(self) -> Self:
+    def _settings_agree(self) -> Self:
+        algorithm = self.algorithm.name
         for name, reward in self.rewards.items():
             if reward.sees_gold and reward.weight and not self.algorithm.sees_gold:
-                raise ValueError(
-                    f"rewards.{name} sees gold answers, and {self.algorithm.name} must not; got weight "
-                    f"{reward.weight}; remove it, or set rewards.{name}=0 to measure it only"
-                )
+                fix = f"remove it, or set rewards.{name}=0 to measure it only"
+                rule = f"rewards.{name} sees gold answers, and {algorithm} must not"
+                raise ValueError(f"{rule}; got weight {reward.weight}; {fix}")
             if reward.needs_partial_credit and not self.task.partial_credit:
-                raise ValueError(
-                    f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong, "
-                    "got true; remove it"
-                )
+                rule = f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong"
+                raise ValueError(f"{rule}, got true; remove it")
         if not any(reward.weight for reward in self.rewards.values()):
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
-            raise ValueError(
-                f"control must be random, format_only or frozen for {self.algorithm.name}, which must not see gold "
-                f"answers, got {self.control}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
+            rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
+            raise ValueError(f"{rule}, got {self.control}")
         if self.kl.schedule != "constant" and not self.algorithm.kl_beta:
-            raise ValueError(
-                f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
-            )
+            raise ValueError(f"kl.schedule must be constant for {algorithm} without kl_beta, got {self.kl.schedule}")
         if self.kl.schedule == "cosine":
             try:
                 type(self.algorithm).model_validate({**self.algorithm.model_dump(), "kl_beta": 0.0})
             except ValidationError:
-                raise ValueError(
-                    f"kl.schedule must not be cosine for {self.algorithm.name}, whose kl_beta must not fall to 0"
-                ) from None
+                rule = f"kl.schedule must not be cosine for {algorithm}, whose kl_beta must not fall to 0"
+                raise ValueError(rule) from None
         if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
-            raise ValueError(
-                f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
-                "its loss is not linear in its advantages"
-            )
+            rule = f"mismatch.correction must be none for {algorithm}, whose loss is not linear in its advantages"
+            raise ValueError(f"{rule}, got {self.mismatch.correction}")
         if self.dynamic_sampling > 1 and self.algorithm.group_size == 1:
-            raise ValueError(
-                "dynamic_sampling must be 1 with algorithm.group_size=1, whose groups never differ, got "
-                f"{self.dynamic_sampling}"
-            )
+            rule = "dynamic_sampling must be 1 with algorithm.group_size=1, whose groups never differ"
+            raise ValueError(f"{rule}, got {self.dynamic_sampling}")
         if self.kl.refresh_reference_every and self.lora is not None:
-            raise ValueError(
-                "kl.refresh_reference_every must be 0 with lora, whose reference is the model without adapter"
-            )
+            raise ValueError("kl.refresh_reference_every must be 0 with lora, whose reference has no adapter")
         if self.staleness and self.devices > 1:
             raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
         if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
-            raise ValueError(
-                f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights, got "
-                f"{self.staleness}; use engine=transformers"
-            )
-        group, rollouts = self.algorithm.group_size, self.rollouts_per_step
-        if group < self.algorithm.min_group_size:
-            raise ValueError(
-                f"algorithm.group_size must be at least {self.algorithm.min_group_size} for {self.algorithm.name}, "
-                f"got {group}"
-            )
+            rule = f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights"
+            raise ValueError(f"{rule}, got {self.staleness}; use engine=transformers")
+        group, least, rollouts = self.algorithm.group_size, self.algorithm.min_group_size, self.rollouts_per_step
+        if group < least:
+            raise ValueError(f"algorithm.group_size must be at least {least} for {algorithm}, got {group}")
         _must_divide("algorithm.group_size", group, rollouts)
         _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
         _must_divide("devices", self.devices, rollouts // self.optimizer.num_minibatches, "rollouts of a minibatch")

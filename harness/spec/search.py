@@ -79,8 +79,7 @@ class Search(Section):
     )
     sampler: Literal["tpe", "gp", "nsga2", "random"] = Field(default="tpe", description="Optuna sampler")
     pruner: Literal["none", "median", "hyperband"] = Field(
-        default="none",
-        description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
+        default="none", description="stops arms that fall behind; the seeds of an arm then run in order"
     )
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
@@ -105,7 +104,5 @@ class Search(Section):
             raise ValueError(f"search.space must have a setting to search{f' for {algorithm}' if algorithm else ''}")
         size = math.prod(dimension.size for dimension in space.values())
         if self.trials > size:
-            raise ValueError(
-                f"search.trials must be at most the number of points of the space ({size:g}), got {self.trials}"
-            )
+            raise ValueError(f"search.trials must be at most the points of the space ({size:g}), got {self.trials}")
         return self.model_copy(update={"space": space, "spaces": {}})

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from .. import plugins
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
-from .errors import SpecError, parsed
+from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
 from .run import Control, RunSpec, Scalar, get_path, parse_run
 from .search import Direction, Search, Seed
@@ -78,8 +77,7 @@ class Comparison(Section):
     algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of name and settings")
     tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
     controls: list[Control] = Field(
-        default_factory=list,
-        description="control arms of the first algorithm on each task; they are not part of the comparison",
+        default_factory=list, description="control arms of the first algorithm on each task, beside the comparison"
     )
 
     @model_validator(mode="after")
@@ -139,26 +137,16 @@ class StudySpec(Section):
     question: str = Field(min_length=1, description="the question that the study answers, in one sentence")
     run: dict[str, Any] = Field(description="settings of the run that all arms share; see `cohort list settings`")
     factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
-    arms: dict[str, dict[str, Any]] = Field(
-        default_factory=dict,
-        description="label -> settings by their full path; combined with every level of the factors",
-    )
-    components: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="name of the component -> its settings by their full path"
-    )
-    seeds: _Seeds = Field(
-        default=[0, 1, 2],
-        description="a list, or first, half_width and at_most: the number is decided while the study runs",
-    )
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="label -> settings by full path")
+    components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings by full path")
+    seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or first, half_width and at_most, decided on the way")
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
-        default=None,
-        ge=1,
-        description="training steps after which a trial pauses for one with fewer steps done; by default never",
+        default=None, ge=1, description="steps after which a trial pauses for one that is behind; by default never"
     )
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(default=None, description="label of the arm to compare with; by default the first")
@@ -169,14 +157,10 @@ class StudySpec(Section):
         for path, levels in factors.items() if isinstance(factors, Mapping) else ():
             if isinstance(levels, Mapping) and levels:
                 key, inner = next(iter(levels.items()))
-                raise ValueError(
-                    f"factors must be named by their full path, got '{path}' with nested settings; write "
-                    f"'{path}.{key}: {inner}'"
-                )
+                rule = f"factors must be named by their full path, got '{path}' with nested settings"
+                raise ValueError(f"{rule}; write '{path}.{key}: {inner}'")
             if not isinstance(levels, list):
-                raise ValueError(
-                    f"levels of factor '{path}' must be a list, got {levels!r}; write '{path}: [{levels}]'"
-                )
+                raise ValueError(f"levels of factor '{path}' must be a list, got {levels!r}; write [{levels}]")
         return factors
 
     @model_validator(mode="after")
@@ -254,9 +238,7 @@ class StudySpec(Section):
             if not levels:
                 raise ValueError(f"factor '{path}' has no levels; list at least one")
             if any(isinstance(level, list | dict) for level in levels):
-                raise ValueError(
-                    f"levels of factor '{path}' must be plain values; use 'arms' for several settings at once"
-                )
+                raise ValueError(f"levels of factor '{path}' must be plain values; use 'arms' for several settings")
             if any(level in levels[:i] for i, level in enumerate(levels)):
                 raise ValueError(f"factor '{path}' names a level twice: {levels}")
         return self
@@ -341,8 +323,7 @@ class StudySpec(Section):
         arms = self._varied() if self.compare is None else self._compared(self.compare)
         labels = [arm.label for arm in arms]
         if self.baseline is not None and self.baseline not in labels:
-            near = plugins.nearest(self.baseline, labels)
-            fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(labels)}"
+            fix = f"{did_you_mean(self.baseline, labels)}arms: {', '.join(labels[:20])}"
             raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
         return arms
 
