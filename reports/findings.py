@@ -16,7 +16,7 @@ from typing import Literal
 from ..harness.data import component_arm
 from .analysis import Analysis, Comparison
 from .prose import wording
-from .statistics import ALPHA, Interval, t_interval
+from .statistics import ALPHA, Interval
 from .trials import ArmSummary
 
 MEANINGS = {
@@ -33,14 +33,12 @@ _SERIES = {"labels": ("train/majority_accuracy", 10), "policy": ("validation/acc
 
 @dataclass(frozen=True)
 class Collapse:
-    """The steps at which `what` collapsed in seeds of an arm, of `num_seeds`; `interval` is Student's over these steps,
-    None for a single one."""
+    """The steps at which `what` collapsed in seeds of an arm, of `num_seeds`."""
 
     arm: str
     what: str
     steps: tuple[int, ...]
     num_seeds: int
-    interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,7 @@ def collapses(analysis: Analysis) -> list[Collapse]:
             series = [trial.history[metric] for trial in ended if trial.history.get(metric)]
             each = [collapse_step(one, window) for one in series]
             if steps := tuple(step for step in each if step is not None):
-                interval, last = t_interval(steps), max(one[-1][0] for one in series)
-                if interval is not None:  # without steps that no run took
-                    interval = replace(interval, low=max(interval.low, 0.0), high=min(interval.high, float(last)))
-                found.append(Collapse(arm.label, what, steps, len(series), interval))
+                found.append(Collapse(arm.label, what, steps, len(series)))
     return found
 
 

@@ -14,7 +14,7 @@ from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
-from .figures import curves, grid, outcome
+from .figures import curves, outcome
 from .figures.style import Drawing, color_of, roles
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
@@ -37,17 +37,16 @@ def page_drawings(
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
-    maps = grid.heat_maps(analysis) + grid.importances(analysis)
+    maps = outcome.heat_maps(analysis) + outcome.importances(analysis)
     num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
         "top": [*maps, *outcomes[:num_top]],
-        "outcome": outcomes[num_top:] + grid.difficulty_maps(analysis),
+        "outcome": outcomes[num_top:] + outcome.difficulty_maps(analysis),
         "curves": curves.learning_curves(analysis),
         "capability": curves.capability_curves(analysis, capable),
         "scaling": curves.scaling_curves(analysis, scaled),
-        "slices": grid.slices(analysis),
-        "interactions": grid.interactions(analysis),
-        "cost": outcome.cost_against_accuracy(analysis),
+        "slices": outcome.slices(analysis),
+        "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
     }
 

@@ -18,7 +18,7 @@ import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
-from cohort.reports.figures import curves, grid
+from cohort.reports.figures import curves, outcome
 from cohort.reports.figures.curves import aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
@@ -373,13 +373,13 @@ def test_a_heat_map_has_one_colour_until_an_effect_is_detected() -> None:
     def num_colours(drawing: Drawing) -> int:
         return len({patch.get_facecolor() for patch in drawing.figure.axes[0].patches})
 
-    (neutral,), (untested,) = grid.heat_maps(equal_grid()), grid.heat_maps(equal_grid([0]))
+    (neutral,), (untested,) = outcome.heat_maps(equal_grid()), outcome.heat_maps(equal_grid([0]))
     assert num_colours(neutral) == 1
     assert "no effect of the grid is detected, so all cells have one colour" in neutral.caption
     assert "no test of the grid is possible yet" in untested.caption
     arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
     detected = analysed(fake_study(arms, range(6), seed_deviation=0.005, num_steps=10))
-    (drawing,) = grid.heat_maps(detected)
+    (drawing,) = outcome.heat_maps(detected)
     assert num_colours(drawing) == 4
 
 
@@ -397,14 +397,14 @@ def by_depth(depths: Sequence[int]) -> Analysis:
 
 def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across() -> None:
     analysis = by_depth([10, 2])
-    drawing = next(one for one in grid.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
+    drawing = next(one for one in outcome.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
     (axes,) = drawing.figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "10"]
     assert [text.get_text() for text in axes.texts] == ["48.0", "40.0"] * len(analysis.finished_arms)
     assert drawing.title in [one.title for one in page_drawings(analysis, None, None)["outcome"]]
-    tall = next(one for one in grid.difficulty_maps(by_depth(range(1, 21))) if one.title.endswith("depth"))
+    tall = next(one for one in outcome.difficulty_maps(by_depth(range(1, 21))) if one.title.endswith("depth"))
     assert [tick.get_text() for tick in tall.figure.axes[0].get_yticklabels()] == [str(n) for n in range(1, 21)]
-    assert not any(one.title.endswith("depth") for one in grid.difficulty_maps(by_depth([3])))
+    assert not any(one.title.endswith("depth") for one in outcome.difficulty_maps(by_depth([3])))
 
 
 def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_other_factors() -> None:
@@ -442,20 +442,20 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     two = analysed(
         fake_study(factor_grid({"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}), num_steps=10)
     )
-    assert [drawing.name for drawing in grid.heat_maps(two)] == ["heat_0"]
+    assert [drawing.name for drawing in outcome.heat_maps(two)] == ["heat_0"]
     levels = {
         "algorithm.group_size": [2, 4, 8],
         "algorithm.clip_epsilon": [0.1, 0.2],
         "algorithm.kl_beta": [0.0, 0.1, 0.2],
     }
     three = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
-    maps = grid.heat_maps(three)
+    maps = outcome.heat_maps(three)
     assert [drawing.title for drawing in maps] == [f"Test accuracy (%), clip_epsilon = {level}" for level in (0.1, 0.2)]
-    titles = [drawing.title for drawing in grid.interactions(three)]
+    titles = [drawing.title for drawing in outcome.interactions(three)]
     assert len(titles) == 3 and all("interact" in title for title in titles)
     assert sum("group_size x" in title for title in titles) == 2
     none = analysed(fake_study(num_steps=10))
-    assert grid.heat_maps(none) == grid.interactions(none) == grid.importances(none) == []
+    assert outcome.heat_maps(none) == outcome.interactions(none) == outcome.importances(none) == []
 
 
 def test_curves_are_drawn_against_each_cost() -> None:
@@ -508,13 +508,13 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert "algorithm.kl_beta = 0.162.50.625complete" in text
     assert "algorithm.kl_beta = 0.2n/an/apruned" in text
     assert "script" not in page.tags
-    (drawing,) = grid.importances(analysis)
+    (drawing,) = outcome.importances(analysis)
     assert drawing.title == "What validation accuracy depends on"
     assert answer(analysis).startswith("1 of 2 complete arms forms the Pareto front of validation accuracy (maximized)")
     unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
     one = searched("validation/accuracy").search
     few = analysed(dataclasses.replace(record, search={**(one or {}), "importances": unknown}))
-    assert grid.importances(few) == []
+    assert outcome.importances(few) == []
     assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(few)
 
 
@@ -534,7 +534,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path: Path) -> None:
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
-    assert grid.importances(analysed(record)) == []
+    assert outcome.importances(analysed(record)) == []
     assert "tuning chose the settings of ppo (kl_beta = 0.1) and grpo (kl_beta = 0.1)" in answer(analysed(record))
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
@@ -556,7 +556,7 @@ def spaced(states: Sequence[str], direction: str = "maximize") -> StudyRecord:
 
 
 def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> None:
-    drawings = grid.slices(analysed(spaced(["complete"] * 4)))
+    drawings = outcome.slices(analysed(spaced(["complete"] * 4)))
     assert [one.title for one in drawings] == [
         "Validation accuracy against learning_rate",
         "Validation accuracy against group_size",
@@ -730,7 +730,7 @@ def with_ledger(record: StudyRecord, limit: float | None = None) -> StudyRecord:
     return dataclasses.replace(record, trials=trials)
 
 
-def test_a_report_says_what_each_arm_has_cost_and_draws_accuracy_against_operations(
+def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operations(
     hostile: ReportFiles, tmp_path: Path
 ) -> None:
     files = write_report(with_ledger(fake_study()), tmp_path, formats=())

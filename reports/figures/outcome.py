@@ -1,24 +1,29 @@
-"""Draws an outcome: each arm's, its difference to the baseline, and what it cost."""
+"""Draws outcomes: of arms, by difficulty, over a grid (maps, interactions), over a search (importances, slices)."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator
 
-from ..analysis import Analysis, Comparison
+from ...harness.data import short_path
+from ..analysis import Analysis, Comparison, marginal
 from ..prose import wording
-from ..trials import ArmSummary
+from ..statistics import ALPHA
+from ..trials import ArmSummary, score, search_of, tuning_of
 from . import style
-from .style import Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
+from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
-_COSTS = (  # key of an arm's costs, label on the x axis, its unit
-    ("seconds", "seconds per run", 1.0),
-    ("generated_tokens", "generated tokens per run", 1.0),
-    ("peak_memory_bytes", "peak memory, GiB", 2.0**30),
-    ("flops_train", "operations of training per run", 1.0),
-)
-_COST_CAPTION = "Mean over seeds with 95 % interval; up is more accurate, left is cheaper."
+_MOST_COLUMNS, _MOST_LEVELS = 8, 6
+_LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
+_LIGHT_TEXT = 0.75  # position from which on light text on a cell has more contrast than dark text
 
 
 def estimates(analysis: Analysis) -> list[Drawing]:
@@ -39,17 +44,131 @@ def estimates(analysis: Analysis) -> list[Drawing]:
     return drawings
 
 
-def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
-    """Each arm's outcome against what it cost."""
+def heat_maps(analysis: Analysis) -> list[Drawing]:
+    """The outcome over two factors; for three, one map per level of the third (the one with the fewest levels)."""
+    grid = analysis.grid
+    if grid is None or len(grid.factors) not in (2, 3) or not analysis.finished_arms:
+        return []
+    kept, maps = [0, 1], [(f" by {wording.factor_title(grid.factors)}", grid.labels)]
+    if len(grid.factors) == 3:
+        last = min(range(3), key=lambda axis: len(grid.levels[axis]))
+        name = short_path(grid.factors[last])
+        kept = [axis for axis in range(3) if axis != last]
+        maps = [(f", {name} = {level}", grid.labels.take(i, axis=last)) for i, level in enumerate(grid.levels[last])]
+    factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
+    title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
+    why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
+    shade = "stronger colour is higher" if grid.is_any_detected else f"{why}, so all cells have one colour"
+    caption = f"Mean over seeds with its 95 % interval; {shade}."
+    return [
+        drawn(f"heat_{index}", f"{title}{suffix}", caption, partial(_heat_map, analysis, labels, factors, levels,
+              grid.is_any_detected), style.WIDE, 1.1 + 0.62 * labels.shape[0])
+        for index, (suffix, labels) in enumerate(maps)
+    ]  # fmt: skip
+
+
+def difficulty_maps(analysis: Analysis) -> list[Drawing]:
+    """Test accuracy by arm and by a tag whose values are numbers, such as depth or level: one map per such tag.
+
+    Rows are arms, or the values of a tag that has too many for columns; there is no map for too many of both.
+    """
+    trials = {(trial.arm, trial.seed): trial for trial in analysis.record.trials if trial.state == "complete"}
+    arms = {arm.label: [trials[arm.label, seed] for seed in arm.scores] for arm in analysis.finished_arms}
+    tags: dict[str, dict[int, str]] = {}
+    for metric in sorted({key for seeds in arms.values() for trial in seeds for key in trial.history}):
+        if found := re.fullmatch(r"test/accuracy_([a-z_]+)_(\d+)", metric):
+            tags.setdefault(found[1], {})[int(found[2])] = metric
     drawings = []
-    for key, label, unit in _COSTS:
-        costs = [(arm, arm.costs[key] / unit) for arm in analysis.finished_arms if key in arm.costs]
-        spent = [cost for _, cost in costs]
-        if len(costs) > 1 and max(spent) > 1.05 * min(spent):
-            title = f"{wording.capitalised(analysis.outcome.label)} against {label.partition(',')[0]}"
-            plot = partial(_scatter, analysis=analysis, costs=costs)
-            draw = chart(plot, label, axis_label(analysis.outcome.name))
-            drawings.append(drawn(f"cost_{key}", title, _COST_CAPTION, draw, style.NARROW, 2.8))
+    for tag, metrics in tags.items():
+        values = sorted(metrics)
+        known = [
+            [[x for t in seeds if (x := score(t, metrics[v])) is not None] for v in values] for seeds in arms.values()
+        ]
+        means = np.array([[fmean(found) if found else math.nan for found in row] for row in known])
+        down, across, name = list(arms), [str(value) for value in values], tag.replace("_", " ")
+        title = f"Test accuracy (%) by {name}"
+        if len(across) > max(len(down), _MOST_COLUMNS):
+            means, down, across, name = means.T, across, down, ""
+        if len(values) < 2 or len(across) > _MOST_COLUMNS:
+            continue
+        caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
+        plot = partial(_difficulty_map, means=means, across=across, name=name)
+        drawings.append(style.row_chart(f"difficulty_{len(drawings)}", title, caption, down, plot))
+    return drawings
+
+
+def interactions(analysis: Analysis) -> list[Drawing]:
+    """For each two factors of a grid: the outcome over one, a line per level of the other.
+
+    At most six pairs, those with the smallest p first. Parallel lines do not interact.
+    """
+    grid = analysis.grid
+    if grid is None or len(grid.factors) < 2:
+        return []
+    effects = {effect.factors: effect for effect in grid.effects}
+    levels = dict(zip(grid.factors, grid.levels, strict=True))
+    pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
+    pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
+    num_others = len(grid.factors) - 2
+    others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
+    caption = (
+        f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
+        "Parallel lines show no interaction."
+    )
+    drawings = []
+    for number, pair in enumerate(pairs[:6]):
+        across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
+        if len(levels[lines]) <= len(style.PALETTE):
+            title = wording.factor_title((across, lines))
+            p = effects[pair].p_adjusted if pair in effects else None
+            if p is not None and math.isnan(p):
+                title += ": no test possible"
+            elif p is not None:
+                found = "they interact" if p < ALPHA else "no interaction detected"
+                title += f": {found} (Holm-adjusted {wording.p_equals(p)})"
+            draw = _interaction(analysis, across, levels[across], lines, levels[lines])
+            drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
+    return drawings
+
+
+def importances(analysis: Analysis) -> list[Drawing]:
+    """The importance of each parameter for a search's first objective; empty for a search with too few arms."""
+    search = search_of(analysis.record)
+    if search is None or not search["importances"]["values"]:
+        return []
+    found = search["importances"]
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    names, shares = [short_path(name) for name, _ in ranked], [100 * share for _, share in ranked]
+
+    def plot(axes: Axes) -> None:
+        axes.barh(range(len(shares)), shares, height=0.5, color=style.PALETTE[0])
+        axes.set_xlim(0, None)
+        for row, share in enumerate(shares):
+            style.text_beside(axes, row, f"{share:.0f}")
+        axes.set_xlabel("% of importance")
+
+    title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
+    caption = f"Importance by {found['method']}, over the arms that the search finished."
+    return [style.row_chart("importance_0", title, caption, names, plot)]
+
+
+def slices(analysis: Analysis) -> list[Drawing]:
+    """The first objective of every arm of a search against one setting, for each setting, the most important first."""
+    caption, drawings, own = "A dot per arm; bar: mean of the arms at a level.", [], search_of(analysis.record)
+    searches = tuning_of(analysis.record) or ({} if own is None else {"": own})  # tuned arm -> its search
+    for number, (name, search) in enumerate(searches.items()):
+        metric, importance = next(iter(search["objectives"])), search["importances"]["values"]
+        arms = [arm for arm in search["arms"] if math.isfinite(arm["values"].get(metric, math.nan))]
+        if len(arms) < 2:
+            continue
+        shared = [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)]
+        values = [scale_of(metric) * arm["values"][metric] for arm in arms]
+        of = f" of {cut(name, 40)}" if name else ""
+        for place, path in enumerate(sorted(shared, key=lambda path: -importance.get(path, 0.0))):
+            title = f"{wording.capitalised(wording.spoken(metric))} against {short_path(path)}{of}"
+            plot = partial(_slice, [arm["parameters"][path] for arm in arms], values)
+            draw = chart(plot, cut(path, 50), axis_label(metric))
+            drawings.append(drawn(f"slice_{number}_{place}", title, caption, draw, style.NARROW, 2.6))
     return drawings
 
 
@@ -73,26 +192,115 @@ def _estimates(
             if one.interval is not None:
                 ends = [scale * one.interval.low, scale * one.interval.high]
                 axes.plot(ends, [row, row], color=color, lw=2.2, solid_capstyle="round")
-            _mark(axes, analysis, label, scale * value, row)
+            marker = style.marker_of(analysis, label)
+            axes.plot([scale * value], [row], marker, color=color, ms=6.5, mec="white", mew=0.8)
             style.text_beside(axes, row, wording.number(value, metric, signed))
         axes.set_xlabel(x_label)
 
     return style.row_chart(name, title, caption, list(shown), plot)
 
 
-def _mark(axes: Axes, analysis: Analysis, label: str, x: float, y: float) -> None:
-    axes.plot([x], [y], style.marker_of(analysis, label), color=color_of(analysis, label), ms=6.5, mec="white", mew=0.8)
+def _heat_map(
+    analysis: Analysis,
+    labels: np.ndarray,
+    factors: Sequence[str],
+    levels: Sequence[Sequence[Any]],
+    is_detected: bool,
+    figure: Figure,
+) -> None:
+    """A cell per arm; colour follows the mean only if an effect `is_detected`, because noise gets no colour."""
+    metric, means = analysis.outcome.name, [arm.mean for arm in analysis.finished_arms]
+    low, high = min(means), max(means)  # one scale for all maps of a study
+    axes = figure.add_axes((0.17, 0.15, 0.8, 0.69))
+    for (row, column), label in np.ndenumerate(labels):
+        arm = analysis.arm(str(label))
+        position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
+        value = "no result" if math.isnan(arm.mean) else wording.number(arm.mean, metric)
+        limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
+        _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
+    axes.set_ylim(labels.shape[0] - 0.5, -0.5)
+    axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
+    axes.set_ylabel(short_path(factors[0]))
+    _columns(axes, [cut(str(level), 12) for level in levels[1]], short_path(factors[1]))
 
 
-def _scatter(axes: Axes, analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]]) -> list[End]:
-    scale, ends = scale_of(analysis.outcome.name), []
-    for arm, cost in costs:
-        color = color_of(analysis, arm.label)
-        if arm.interval is not None:
-            bar = [scale * arm.interval.low, scale * arm.interval.high]
-            axes.plot([cost, cost], bar, color=color, lw=1.4, alpha=0.6)
-        _mark(axes, analysis, arm.label, cost, scale * arm.mean)
-        if color != style.GREY:
-            ends.append((scale * arm.mean, style.end_label(analysis, arm.label), color))
-    axes.margins(x=0.12, y=0.1)
-    return ends
+def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: str) -> None:
+    """A cell per arm and value of a tag; `name` is written below what stands across."""
+    low, high = np.nanmin(means), np.nanmax(means)
+    axes.grid(visible=False)
+    for (row, column), mean in np.ndenumerate(means):
+        position = (mean - low) / (high - low) if high > low or math.isnan(mean) else 0.1
+        _cell(axes, row, column, position, "-" if math.isnan(mean) else wording.number(mean, "test/accuracy"))
+    _columns(axes, [cut(label, 60 // len(across)) for label in across], name)
+
+
+def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits: str = "") -> None:
+    """A cell for a value at a position between the lowest and the highest; NaN for none."""
+    shade: dict[str, Any] = {"color": style.SHADE, "alpha": 0.08 + 0.84 * position}
+    shade = {"color": style.EMPTY} if math.isnan(position) else shade
+    axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, lw=0, **shade))
+    ink = "white" if position >= _LIGHT_TEXT else style.INK
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
+    axes.text(column, row - (0.1 if limits else 0), value, weight="bold", size=9.5 if limits else 8.5, **centred)
+    if limits:
+        axes.text(column, row + 0.2, limits, size=7, **centred)
+
+
+def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
+    """Names and label below the columns of a map, without a frame."""
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlabel(label)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
+    metric, scale = analysis.outcome.name, scale_of(analysis.outcome.name)
+
+    def plot(axes: Axes) -> list[End]:
+        ends = []
+        for color, marker, level in zip(style.PALETTE, style.MARKERS, levels, strict=False):
+            shift = 0.05 * (len(ends) - (len(levels) - 1) / 2)  # so that intervals do not hide each other
+            points = []
+            for place, position in enumerate(positions):
+                if (found := marginal(analysis, {across: position, lines: level})) is not None:
+                    points.append((place + shift, scale * found.estimate))
+                    if found.interval is not None:
+                        limits = [scale * found.interval.low, scale * found.interval.high]
+                        axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
+                ends.append((points[-1][1], cut(str(level), 14), color))
+        axes.set_xlim(-0.3, len(positions) - 0.7)
+        axes.set_xticks(range(len(positions)), [cut(str(position), 12) for position in positions])
+        axes.text(1.02, 1.05, cut(short_path(lines), 16), transform=axes.transAxes, color=style.MUTED, size=7.5)
+        return ends
+
+    return chart(plot, short_path(across), axis_label(metric))
+
+
+def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list[End]:
+    """Numbers that rarely repeat stand on a scale, which is logarithmic if they span much; others side by side."""
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in settings)
+    levels = list({str(value): value for value in settings}.values())
+    if are_numbers and len(levels) >= min(len(settings), _MOST_LEVELS + 1):
+        places, low, high = settings, min(settings), max(settings)
+        is_log = low > 0 and high / low >= _LOGARITHMIC
+        locator = LogLocator(subs=(1.0, 3.0)) if is_log else MaxNLocator(4, steps=style.STEPS)
+        ticks = [float(mark) for mark in locator.tick_values(low, high) if low <= mark <= high] or [low]
+        axes.set_xscale("log" if is_log else "linear")
+        axes.minorticks_off()
+        axes.set_xticks(ticks, [wording.short(tick) for tick in ticks])
+    else:
+        levels = sorted(levels) if are_numbers else levels
+        names = [str(level) for level in levels]
+        places = [names.index(str(value)) for value in settings]
+        for place in range(len(names)):
+            mean = fmean(value for value, at in zip(values, places, strict=True) if at == place)
+            axes.plot([place - 0.3, place + 0.3], [mean, mean], color=style.INK, lw=1.2, zorder=1)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_xticks(range(len(names)), [cut(wording.short(level), 48 // len(names)) for level in levels])
+    axes.set_position((0.11, 0.19, 0.84, 0.62))  # no line has a name at its end
+    axes.scatter(places, values, s=20, color=style.PALETTE[0], alpha=0.6, linewidths=0, zorder=2)
+    return []

@@ -191,15 +191,13 @@ def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
         return None
     arms: dict[str, list[str]] = {}
     for one in found:
-        limits = "" if one.interval is None else f" [{one.interval.low:.0f}, {one.interval.high:.0f}]"
-        step, seeds = sum(one.steps) / len(one.steps), wording.plural(one.num_seeds, "seed")
-        text = f"{one.what} in {len(one.steps)} of {seeds}, at step {step:.0f}{limits}"
-        arms.setdefault(one.arm, []).append(text)
+        seeds, at = wording.plural(one.num_seeds, "seed"), wording.listed([str(step) for step in one.steps], most=8)
+        arms.setdefault(one.arm, []).append(f"{one.what} in {len(one.steps)} of {seeds}, at step {at}")
     shown = "; ".join(f"{arm}: {', '.join(parts)}" for arm, parts in arms.items())
     return "Collapse", (
         "Labels (the majority's answer is right) or the policy (validation accuracy) collapse at the first step "
         "from which they stay below half of their best earlier value. "
-        + (f"{shown}. Intervals are Student's, over the seeds that collapsed." if shown else "No arm collapsed.")
+        + (f"{shown}." if shown else "No arm collapsed.")
     )
 
 
