@@ -30,7 +30,7 @@ from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import write_report as render
-from factories import make_study
+from factories import FEW, make_study
 from fake_study import fake_study
 from fake_trials import a_study
 from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, run
@@ -138,10 +138,9 @@ def last_step(directory: Path) -> int:
 
 def a_real_study() -> StudySpec:
     run = {
-        "task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.04}, "cold_start": {"steps": 30},
-        "rewards": {"format": 1.0}, "rollouts_per_step": 16, "steps": 4,
-        "evaluation": {"every": 2, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
-        "checkpoints": {"finished": "weights"},
+        **FEW, "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.04}, "cold_start": {"steps": 30}, "steps": 4,
+        "rewards": {"format": 1.0}, "sampling": {"max_tokens": 12}, "checkpoints": {"finished": "weights"},
+        "evaluation": {**FEW["evaluation"], "every": 2},
     }  # fmt: skip
     return make_study(name="real", run=run, arms={"one": {}}, seeds=[0])
 

@@ -52,7 +52,9 @@ def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path: Path, u
     ]  # fmt: skip
     first = status.trials[0]
     assert (first.accuracy, first.seconds, first.generated_tokens) == (0.5, 8.0, 100.0)
-    assert claimed(queue).key == claims[2].key  # what was stopped comes again
+    other.retry_failed()  # the study is started again
+    assert claimed(queue).key == claims[2].key  # what was stopped comes again, and nothing else
+    assert queue.claim() is None and other.claim() is None
     assert queue.num_claims() == other.num_claims() == 5
 
 

@@ -218,20 +218,6 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 # The queue, without processes -----------------------------------------------------------------------------------------
 
 
-def test_what_is_complete_or_runs_is_not_claimed_again_when_the_study_is_started_again(runs: Path):
-    queue = a_queue(a_study(), runs)
-    claim = claimed(queue)
-    queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
-    running = queue.claim()
-    queue.retry_failed()
-    other = Queue(queue.plan)
-    other.retry_failed()
-    assert [claim.key for claim in (other.claim(), queue.claim()) if claim] == queue.plan.keys[2:]
-    assert queue.claim() is None
-    assert running is not None
-    assert queue.num_claims() == 4
-
-
 def test_a_failed_trial_waits_for_the_next_start_and_comes_last(runs: Path):
     queue = a_queue(a_study(seeds=[0]), runs)
     claim = claimed(queue)
