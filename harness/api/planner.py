@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from ...reports.statistics import minimum_detectable_difference
-from ..ground.files import read_json
 from ..ground.inputs import digest
 from ..ground.machine import usable_cores
 from ..mirror.address import TRACKING_URI
@@ -34,7 +33,7 @@ from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from ..spec.study import StudySpec, parse_study
 from ..study.checks import check_study
-from ..study.estimates import planned
+from ..study.estimates import complete_runs, planned
 from ..study.launchers.local import default_workers
 from ..study.runner import run_study
 from ..study.two_stage import on_test_split
@@ -260,15 +259,11 @@ def spread_of(study: StudySpec, runs: Path) -> float | None:
     scores: dict[str, dict[int, float]] = defaultdict(dict)
     arms = [arm for arm in study.design_arms() if arm.spec.control is None]
     label_of = {_alike(arm.spec.model_dump(mode="json")): arm.label for arm in arms}
-    for file in runs.glob("studies/*/trials/*/result.json"):
-        try:
-            result, spec = read_json(file), read_json(file.with_name("run.json"))["spec"]
-            label = label_of.get(_alike(spec))
-            metric = max((on_test_split(study.metric), study.metric), key=lambda name: name in result["metrics"])
-            if label is not None and result["state"] == "complete":
-                scores[label][spec["seed"]] = float(result["metrics"][metric])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # half written or damaged: the plan does not need it
+    for spec, result in complete_runs(runs):
+        label, metrics = label_of.get(_alike(spec)), result.get("metrics", {})
+        for metric in (study.metric, on_test_split(study.metric)):  # the second counts if there are both
+            if label is not None and metric in metrics:
+                scores[label][spec["seed"]] = float(metrics[metric])
     baseline = study.baseline or next((arm.label for arm in arms), "")
     own, found = scores.pop(baseline, {}), []
     if len(arms) == 1:

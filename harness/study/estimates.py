@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -71,7 +72,12 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     `at_least` has the trials and seconds of the first seeds. Seconds come from complete trials of the same shape in
     this runs folder (`measured` of them); they are None if an arm has none.
     """
-    measured = _measured(plan.runs)
+    measured = defaultdict(list)  # shape -> seconds per step, including evaluations
+    for spec, result in complete_runs(plan.runs):
+        if (steps := spec.get("steps")) and isinstance(
+            seconds := result.get("summary", {}).get("seconds"), int | float
+        ):
+            measured[_shape(spec)].append(seconds / steps)
     arms, samples = [], 0
     for arm, trials in planned(plan.study):
         spec = arm.spec
@@ -116,19 +122,13 @@ def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
         yield replace(search.base, label=label), trials
 
 
-def _measured(runs: Path) -> dict[str, list[float]]:
-    """Shape -> seconds per step (including evaluations) of each complete run of the runs folder."""
-    found: dict[str, list[float]] = defaultdict(list)
+def complete_runs(runs: Path) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """(settings, result) of each complete run of the runs folder whose files can be read."""
     for file in [*runs.glob("studies/*/trials/*/result.json"), *runs.glob("train/*/result.json")]:
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # half written or damaged: no estimate needs it
             result, run = json.loads(file.read_text()), json.loads(file.with_name("run.json").read_text())
-        except (OSError, ValueError):
-            continue  # half written or damaged: the estimate does not need it
-        if result.get("state") == "complete":
-            spec, seconds = run.get("spec", {}), result.get("summary", {}).get("seconds")
-            if (steps := spec.get("steps") or 0) and isinstance(seconds, int | float):
-                found[_shape(spec)].append(seconds / steps)
-    return found
+            if result["state"] == "complete":
+                yield run["spec"], result
 
 
 def _shape(spec: Mapping[str, Any]) -> str:
