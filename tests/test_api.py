@@ -109,7 +109,7 @@ def test_settings_mean_what_they_mean_on_the_command_line():
     [
         (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
         (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
-        (lambda: cohort.run("group_size", workers=0), "--workers must be a number of at least 1"),
+        (lambda: cohort.run("group_size", workers=0), "the number of workers must be at least 1, got 0"),
         (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
         (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
         (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),

@@ -9,7 +9,7 @@ bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autoc
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = Tru
 
     from ..console import terminal
     from ..spec.raw import parse_overrides, with_overrides
+    from ..spec.run import get_path
 
     given = with_overrides({"model": model}, parse_overrides(sets or ()))
     if _is_built_in(given["model"]):
@@ -35,9 +36,9 @@ def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = Tru
     if given.get("device") != "cpu" and torch.cuda.is_available():
         if "dtype" not in given and torch.cuda.is_bf16_supported():
             wanted["autocast"] = True
-        if "engine" not in given and not _is_given(given, "sampling.stop") and find_spec("vllm") is not None:
+        if "engine" not in given and get_path(given, "sampling.stop") is None and find_spec("vllm") is not None:
             wanted["engine.name"] = "vllm"
-    found = [f"{path}={json.dumps(value)}" for path, value in wanted.items() if not _is_given(given, path)]
+    found = [f"{path}={json.dumps(value)}" for path, value in wanted.items() if get_path(given, path) is None]
     if found:
         shown = ", ".join(found)
         terminal.say(f"For model {given['model']}: {shown} (--set PATH=VALUE for another value)", stderr=True)
@@ -53,12 +54,3 @@ def _is_built_in(model: str) -> bool:
 
     found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
     return all(found.get(key) == getattr(own, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
-
-
-def _is_given(given: Mapping[str, Any], path: str) -> bool:
-    value: Any = given
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False
-        value = value[key]
-    return True

@@ -212,18 +212,13 @@ def run_to_report(
     results. KeyboardInterrupt if the study was asked to stop.
     """
     from ..console.progress import phase_bar, study_view
-    from ..devices.device import resolve_device
     from ..study.launchers.local import default_workers
     from ..study.runner import run_study
     from .reporting import write_report
 
-    if workers is not None and workers < 1:
-        raise SpecError(f"--workers must be a number of at least 1, or auto, got '{workers}'")
     spec, command = study.spec, study.command
-    if cluster is None:
-        workers = workers or default_workers(spec.devices)
-        for arm in spec.checked_arms():
-            resolve_device(arm.spec.device)
+    if cluster is None and workers is None:
+        workers = default_workers(spec.devices)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
     with study_view() as view:
