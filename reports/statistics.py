@@ -342,6 +342,7 @@ def _t_quantile(tail: float, df: float) -> float:
 def _power(standardised: float, critical: float, df: float) -> float:
     """Chance that a t statistic with this non-centrality is above `critical`: a finding with the true sign.
 
-    Up to 1e6, beyond which it is 1 and scipy has NaN.
+    scipy has NaN for some chances that are 1.
     """
-    return 1 - float(special.nctdtr(df, min(standardised, 1e6), critical))
+    missed = float(special.nctdtr(df, standardised, critical))
+    return 1.0 if math.isnan(missed) else 1 - missed
