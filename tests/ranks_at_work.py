@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cohort.harness.data import InvalidRun
-from cohort.harness.devices import group, launch, ranks
+from cohort.harness.devices import group, ranks
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 RUN = {
@@ -173,7 +174,7 @@ def command(*words: str) -> None:
         assert python == sys.executable
         return elastic_launch(replace(config, start_method="fork"), lambda *given: command(*given[3:]))
 
-    launch.elastic_launch = again  # pyright: ignore
+    api.elastic_launch = again  # pyright: ignore
     sys.argv = ["cohort", *words]
     main()
 

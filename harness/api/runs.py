@@ -82,7 +82,7 @@ def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> No
             raise SystemExit(0)
     elif devices > 1:
         from ..checks.preflight import check_devices
-        from ..devices.launch import start
+        from ..devices.group import start
 
         check_devices(specs)
         if command is None:

@@ -1,12 +1,13 @@
-"""The group of processes in which a trial with several devices runs: who they are, and the trials that rank 0 tells.
+"""The group of processes in which a trial with several devices runs: their start, and the trials that rank 0 tells.
 
-torch's agent starts them, on one host (`launch.py`) or on several (`torchrun`). Rank 0 decides, logs and claims trials;
-the others run the trials that it tells them, in a process group of their own for each. They talk through torch's
-TCPStore, which lets in whoever reaches it: so both sides prove that they know a secret before any trial is told, and
+torch's elastic agent starts them, and ends all of them when one dies: the process that calls `start` becomes the agent
+on one host, `torchrun` is it on several. Rank 0 decides, logs and claims trials; the others run the trials that it
+tells them, in a process group of their own for each. They talk through torch's TCPStore, which lets in whoever reaches
+it (on one host the loopback interface alone): so both sides prove that they know a secret before any trial is told, and
 what rank 0 tells is signed with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
 
 The first error of any rank ends the trial on all of them, and rank 0 raises it; the group lives on. A rank that dies
-ends the group, and a new one continues from the last checkpoint.
+ends the group; who started the agent starts it again, and the trial goes on from its checkpoint.
 """
 
 import atexit
@@ -18,16 +19,19 @@ import os
 import secrets
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..data import InvalidRun
@@ -43,6 +47,7 @@ from .device import resolve_device
 STORE = "COHORT_STORE"  # that of a group on one host: ADDRESS:PORT
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
+STOP_SECONDS = 1800  # for a step and its checkpoint
 LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed
 POLL_SECONDS = 0.1
 OF_THE_AGENT = {
@@ -191,6 +196,60 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *given: None
+
+
+def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> int:
+    """The exit status of a group that runs `python COMMAND` in so many processes of this host: 0 if all ended well,
+    `when_stopped` after SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, else that of the first that failed.
+
+    A signal lets the group end its step; a second SIGINT ends it at once.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
+
+    asked = []
+    logging.disable(logging.ERROR)  # what counts is said below
+    os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // processes))
+
+    def leave(number: int, _: object) -> None:
+        if not asked:  # a scheduler may repeat it
+            asked.append(number)
+            signal.raise_signal(signal.SIGINT)  # what torch passes on; its SIGTERM is for processes that lost another
+
+    for number in (signal.SIGTERM, *stop.LEAVE):
+        signal.signal(number, leave)
+    with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        store: Any = dist.TCPStore(  # pyright: ignore
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        os.environ |= {
+            STORE: f"127.0.0.1:{port}", SECRET: secrets.token_hex(32), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
+        config = api.LaunchConfig(
+            1, 1, processes, DefaultLogsSpecs(log_dir=folder), "cohort", rdzv_endpoint=str(Path(folder) / "meeting"),
+            rdzv_backend="c10d", rdzv_configs={"store_type": "file"}, max_restarts=0, signals_to_handle="SIGINT",
+            local_addr="127.0.0.1", shutdown_timeout=STOP_SECONDS,
+        )  # fmt: skip
+        try:
+            api.elastic_launch(config, sys.executable)(*command)
+        except (SignalException, KeyboardInterrupt):
+            return when_stopped
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode > 0:
+                return failure.exitcode
+            print(
+                f"process {rank} of the trial was killed by signal {-failure.exitcode}; the trial continues from its "
+                "last checkpoint when it is started again",
+                file=sys.stderr,
+            )
+            return 128 - failure.exitcode
+        finally:
+            del store  # it closes
+    return 0
 
 
 def join() -> Group | None:

@@ -273,7 +273,7 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[1])  # of `worker_main`, from `launchers.local.start_worker`
     options["runs"], devices = Path(options["runs"]), options.pop("devices")
     if not in_group() and devices > 1:
-        from ..devices.launch import start
+        from ..devices.group import start
 
         arguments = (options["parent"], partial(os.kill, os.getpid(), signal.SIGTERM))
         threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
