@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,9 @@ def claims_a_difference(text: str) -> bool:
     return any(p < 0.05 for p in found)
 
 
-def arms(rng: Generator, num_seeds: int, **spread: Any) -> bool:
-    """Five arms against a baseline."""
-    return _answered(_scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
-
-
-def grid(rng: Generator, num_seeds: int, **spread: Any) -> bool:
-    """Three by two levels."""
-    return _answered(_scored(_record(_grid, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
+def crossed(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]], **spread: Any) -> bool:
+    """Six arms, five of them against a baseline or three by two levels, with the scores of single problems."""
+    return _answered(_scored(_record(build, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
 
 
 def greedy(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
@@ -101,26 +96,6 @@ def claims(rng: Generator, num_seeds: int) -> bool:
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
 
 
-DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
-    "5 arms": arms,
-    "5 arms, seeds differ by arm": functools.partial(arms, arm_by_problem=0.6, seed_deviations=UNEQUAL),
-    "grid": grid,
-    "grid, problems differ much by arm": functools.partial(grid, arm_by_problem=1.2),
-    "grid, seeds differ by arm": functools.partial(grid, arm_by_problem=0.6, seed_deviations=UNEQUAL),
-    "grid, greedy accuracy": lambda rng, num_seeds: greedy(rng, num_seeds, _grid),
-    "5 arms, greedy accuracy": lambda rng, num_seeds: greedy(rng, num_seeds, _arms),
-    "5 arms, pass@k": pass_at_k,
-    "search of 12 arms": search,
-    "6 claims": claims,
-}
-
-
-def error_rate(design: str, num_seeds: int, studies: int) -> float:
-    """The share of studies in which a difference is claimed; equal calls draw equal studies."""
-    rng = np.random.default_rng([num_seeds, list(DESIGNS).index(design)])
-    return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
-
-
 def _answered(record: StudyRecord) -> bool:
     return claims_a_difference(answer(analysed(record)))
 
@@ -143,7 +118,7 @@ def _claimed(_: int) -> list[FakeArm]:
     return found
 
 
-@functools.cache
+@cache
 def _record(build: Callable[[int], list[FakeArm]], num_arms: int, num_seeds: int) -> StudyRecord:
     return fake_study(build(num_arms), seeds=range(num_seeds), num_problems=2, num_steps=10)
 
@@ -170,6 +145,26 @@ def _counted(record: StudyRecord, quantity: str, values: np.ndarray) -> StudyRec
         history = {f"{split}/{quantity}": [(10, value)] for split in ("validation", "test")}
         trials.append(dataclasses.replace(trial, history={**history, "test/num_prompts": [(10, float(PROBLEMS))]}))
     return dataclasses.replace(record, metric=f"validation/{quantity}", trials=trials)
+
+
+DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
+    "5 arms": partial(crossed, build=_arms),
+    "5 arms, seeds differ by arm": partial(crossed, build=_arms, arm_by_problem=0.6, seed_deviations=UNEQUAL),
+    "grid": partial(crossed, build=_grid),
+    "grid, problems differ much by arm": partial(crossed, build=_grid, arm_by_problem=1.2),
+    "grid, seeds differ by arm": partial(crossed, build=_grid, arm_by_problem=0.6, seed_deviations=UNEQUAL),
+    "grid, greedy accuracy": partial(greedy, build=_grid),
+    "5 arms, greedy accuracy": partial(greedy, build=_arms),
+    "5 arms, pass@k": pass_at_k,
+    "search of 12 arms": search,
+    "6 claims": claims,
+}
+
+
+def error_rate(design: str, num_seeds: int, studies: int) -> float:
+    """The share of studies in which a difference is claimed; equal calls draw equal studies."""
+    rng = np.random.default_rng([num_seeds, list(DESIGNS).index(design)])
+    return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -53,10 +53,8 @@ def fake_study(
     arms: Sequence[FakeArm] | None = None,
     seeds: Sequence[int] = (0, 1, 2),
     *,
-    baseline: str | None = None,
     states: Mapping[tuple[str, int], TrialState | None] | None = None,
     num_problems: int = 128,
-    num_samples: int = 4,
     seed_deviation: float = 0.02,
     num_steps: int = 100,
     name: str = "fake",
@@ -70,7 +68,7 @@ def fake_study(
     for arm, seed in itertools.product(arms, seeds):
         state = (states or {}).get((arm.label, seed), "complete")
         luck = rng.normal(0, seed_deviation)
-        fractions = _fractions(arm.accuracy + luck, difficulty, num_samples, rng)
+        fractions = _fractions(arm.accuracy + luck, difficulty, rng)
         if state is not None:
             trials.append(_trial(arm, seed, state, fractions, num_steps, rng))
     factors: dict[str, list[Any]] = {}
@@ -87,7 +85,7 @@ def fake_study(
         name=name,
         question="Which algorithm gains most on <arithmetic> at equal rollouts & one cold start?",
         metric="validation/accuracy",
-        baseline=baseline or arms[0].label,
+        baseline=arms[0].label,
         arms=[arm.label for arm in arms],
         seeds=list(seeds),
         expected=len(arms) * len(seeds),
@@ -132,15 +130,15 @@ def random_scores_truth() -> float:
     return float((weights / (1 + np.exp(-(1.2 + deviation * points)))).sum() / weights.sum())
 
 
-def _fractions(accuracy: float, difficulty: np.ndarray, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Fraction right per problem: harder problems are right less often, the mean is `accuracy`."""
+def _fractions(accuracy: float, difficulty: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Fraction of 4 samples right per problem: harder problems are right less often, the mean is `accuracy`."""
     if accuracy <= 0:
         return np.zeros(difficulty.size)
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if np.mean(1 / (1 + np.exp(-(middle + difficulty)))) < accuracy else (low, middle)
-    return rng.binomial(num_samples, 1 / (1 + np.exp(-(low + difficulty)))) / num_samples
+    return rng.binomial(4, 1 / (1 + np.exp(-(low + difficulty)))) / 4
 
 
 def _trial(

@@ -10,13 +10,45 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cohort.harness.record.study import StudyRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
 from cohort.reports.render import analysed, write_report
 from cohort.reports.statistics import fraction_interval
-from fake_capability import capability_study, sharpened
-from fake_study import fake_study
+from fake_study import FakeArm, fake_study
 from scipy import special
+
+
+def sharpened(chances_N: np.ndarray, lost_N: np.ndarray) -> np.ndarray:
+    """What training makes of problems: some are lost, all others are solved as often as by one of four tries before."""
+    return np.where(lost_N, 0.002 * chances_N, 1 - (1 - chances_N) ** 4)
+
+
+def capability_study(num_problems: int, num_samples: int, with_start: bool = True) -> StudyRecord:
+    """Arm `sharp` is `sharpened`, arm `mild` as often right as by one of two tries; one start for both."""
+    rng = np.random.default_rng(5)
+    chances, lost = rng.beta(0.4, 1.2, num_problems), rng.random(num_problems) < 0.25
+    after = {"sharp": sharpened(chances, lost), "mild": 1 - (1 - chances) ** 2}
+    record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in after], num_problems=2, num_steps=20)
+
+    def fractions(chances_N: np.ndarray) -> dict[str, float]:
+        return {f"problem-{i}": n / num_samples for i, n in enumerate(rng.binomial(num_samples, chances_N).tolist())}
+
+    starts = [fractions(chances) if with_start else {} for _ in range(3)]
+
+    def sampled(trial: TrialRecord) -> TrialRecord:
+        right = fractions(after[trial.arm])
+        mean = float(np.mean(list(right.values())))
+        numbers = {"test/accuracy": mean, "test/num_samples": num_samples, "test/pass_at_2": 0.5}
+        history = {**trial.history, **{name: [(20, float(number))] for name, number in numbers.items()}}
+        return dataclasses.replace(
+            trial,
+            history={**history, "start/num_samples": [(0, float(num_samples))]},
+            summary={**trial.summary, "test_accuracy": mean},
+            per_problem=right,
+            start_per_problem=starts[trial.seed],
+        )
+
+    return dataclasses.replace(record, trials=[sampled(trial) for trial in record.trials])
 
 
 def found_in(record: StudyRecord) -> Capabilities | None:

@@ -18,7 +18,7 @@ import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
-from cohort.reports.figures import curves, outcome
+from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
@@ -458,12 +458,6 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     assert outcome.heat_maps(none) == outcome.interactions(none) == outcome.importances(none) == []
 
 
-def test_curves_are_drawn_against_each_cost() -> None:
-    analysis = analysed(fake_study(num_steps=10))
-    names = [drawing.name for drawing in curves.learning_curves(analysis)]
-    assert names == ["learning_steps", "learning_rollouts", "learning_tokens", "learning_seconds"]
-
-
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "old.pdf").write_bytes(b"")
@@ -649,16 +643,9 @@ def test_no_interval_of_a_fraction_leaves_its_range() -> None:
         assert -1 <= interval.low <= interval.high <= 1
 
 
-def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:
+def test_arms_keep_their_colour_and_of_a_crowd_the_baseline_the_highest_and_the_lowest() -> None:
     few = analysed(fake_study())
     assert [color_of(few, arm.label) for arm in few.arms] == list(PALETTE[:3])
-    many = analysed(fake_study(factor_grid({"algorithm.group_size": list(range(2, 12))}), num_steps=10))
-    colours = [color_of(many, arm.label) for arm in many.arms]
-    assert len(colours) == 10
-    assert 2 <= len(colours) - colours.count(GREY) <= 3
-
-
-def test_of_equal_arms_one_is_the_highest_in_every_figure() -> None:
     scores = {f"arm {i}": [value] * 4 for i, value in enumerate([0.5, 0.3, 0.7, 0.4, 0.7, 0.3, 0.5, 0.6])}
     analysis = analysed(with_scores(scores))
     roles = {
