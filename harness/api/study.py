@@ -312,15 +312,13 @@ def launcher(
         from ..study.launchers.ray import Cluster
 
         return Cluster(1 if cpus is None else cpus, gpus)
-    from ..study.launchers.slurm import Slurm, sbatch_parameters, time_limit
+    from ..study.launchers.slurm import Slurm, sbatch_parameters
 
     if any(count is not None and count != int(count) for count in (cpus, gpus)):
         raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
     if gpus is None:
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
-    asked = sbatch_parameters(list(sbatch))
-    minutes = time_limit(str(asked.pop("time", "4:00:00")))
-    return Slurm(minutes, None if cpus is None else int(cpus), int(gpus), asked)
+    return Slurm(None if cpus is None else int(cpus), int(gpus), sbatch_parameters(list(sbatch)))
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

@@ -31,7 +31,6 @@ from .local import Pool, last_words, log
 
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 SIGNAL_SECONDS = 120  # before SLURM ends a job: time for a step and a checkpoint
-LEAST_MINUTES = 5
 REFRESH_SECONDS = 15  # between two calls of sacct
 HELD_SECONDS = 600.0  # how long a job that was sent SIGTERM waits for SLURM to end it, or to queue it again
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -41,9 +40,8 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 @dataclass(frozen=True)
 class Slurm:
-    """The resources of each job. `parameters` are further ones of sbatch, such as its partition."""
+    """The resources of each job. `parameters` are those of sbatch, such as its partition and its time limit."""
 
-    minutes: int = 240
     num_cpus: int | None = None
     num_gpus: int = 0
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
@@ -68,7 +66,7 @@ class Slurm:
                 f"the runs folder of --launcher slurm must have no % in its path, got '{folder}', because SLURM "
                 "fills it in; name another one with --runs"
             )
-        asked = {"time": self.minutes, "cpus-per-task": self.num_cpus,
+        asked = {"cpus-per-task": self.num_cpus,
                  "gpus-per-node": self.num_gpus or None, **self.parameters}  # fmt: skip
         flags = [
             f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None
@@ -173,7 +171,7 @@ class SlurmPool(Pool):
         if slurm.num_cpus is not None:  # srun does not take it from sbatch
             asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
         executor.update_parameters(
-            **asked, time=slurm.minutes, job_name=f"cohort-{self.options['name']}", array_parallelism=count,
+            **asked, job_name=f"cohort-{self.options['name']}", array_parallelism=count,
             signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
         )  # fmt: skip
         try:
@@ -185,26 +183,9 @@ class SlurmPool(Pool):
         self.alive |= {job.job_id: job for job in jobs}
 
 
-def time_limit(text: str) -> int:
-    """Minutes of a time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text, re.ASCII)
-    if found is None:
-        raise SpecError(f"--slurm-set time must be a time limit of sbatch (90, 4:00:00, 1-12:30:00), got '{text}'")
-    days, *clock = found.groups()
-    whole = days is not None or clock[2] is not None  # it begins with hours
-    hours, minutes, seconds = (int(part or 0) for part in (clock if whole else [0, *clock[:2]]))
-    total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
-    if total < LEAST_MINUTES:
-        raise SpecError(
-            f"--slurm-set time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s earlier "
-            "a job writes its checkpoints"
-        )
-    return total
-
-
 def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
-    """The options of sbatch that texts NAME=VALUE, or NAME alone, give."""
-    found: dict[str, str | bool] = {}
+    """The options of sbatch that texts NAME=VALUE, or NAME alone, give, and a time limit in any case."""
+    found: dict[str, str | bool] = {"time": "4:00:00"}
     for text in texts:
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
