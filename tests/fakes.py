@@ -1,7 +1,7 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
 import torch
-from cohort.harness.data import GradedGroup, SampleRow
+from cohort.harness.data import Batch, GradedGroup, SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
 from safetensors.torch import load_file
@@ -28,6 +28,18 @@ def graded_group(classes, correct=None, **changes):
         "correct": None if correct is None else tuple(correct),
     }
     return GradedGroup(**{**fields, **changes})
+
+
+def batch_of(mask, rewards, group_size, **tensors):
+    """Rows of tokens 0 with this completion mask and these rewards."""
+    mask = torch.tensor(mask, dtype=torch.bool)
+    named = {
+        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64),
+        "lengths_B": torch.full((len(mask),), mask.shape[1]),
+        "sampler_logprobs_BT": torch.zeros(mask.shape),
+        **tensors,
+    }
+    return Batch(completion_mask_BT=mask, rewards_B=torch.tensor(rewards), group_size=group_size, **named)
 
 
 class MemoryLog:

@@ -10,7 +10,7 @@ import random
 
 STEP = 1e-5  # of the central differences, whose error is then near 1e-9
 
-# Settings that are exercised; keys are field names of the algorithm.
+# Settings that are exercised; keys are field names of the algorithm, and what is left out has its default.
 SETTINGS = {
     "grpo": {"name": "grpo", "kl_beta": 0.1, "std_floor": 0.01},
     "grpo_no_kl": {"name": "grpo", "kl_beta": 0.0},
@@ -53,32 +53,6 @@ SETTINGS = {
     "remax": {"name": "remax", "loss_denominator": 16.0, "kl_beta": 0.05},
 }  # fmt: skip
 
-# The defaults of the library that the formulas below need, as their papers or docstrings give them.
-DEFAULTS = {
-    "grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.04, "kl_estimator": "k3", "std_floor": 1e-4,
-             "std_over": "group", "ratio_bound": None, "kl_importance_weighted": False},
-    "dr_grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.0, "kl_estimator": "k3",
-                "loss_denominator": 128.0},
-    "dapo": {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
-    "gspo": {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
-    "cispo": {"clip_epsilon_high": 4.0, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
-    "rloo": {"clip_epsilon": None, "kl_beta": 0.01},
-    "ppo": {"clip_epsilon": 0.2, "kl_beta": 0.01, "gamma": 1.0, "gae_lambda": 1.0,
-            "value_clip": 0.2, "entropy_bonus": 0.0, "whiten_advantages": True},
-    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
-    "online_dpo": {"kl_beta": 0.1},
-}  # fmt: skip
-DEFAULTS["grpo_self_consistency"] = DEFAULTS["grpo"]
-DEFAULTS["lite_ppo"] = DEFAULTS["dapo"] | {"clip_epsilon_high": None}
-for name in ("maxrl", "opo", "pass_at_k", "remax"):
-    DEFAULTS[name] = DEFAULTS["dr_grpo"]
-STANDARDISED = {"std_floor": 1e-4, "kl_beta": 0.0, "kl_estimator": "k3"}
-DEFAULTS["gmpo"] = {**STANDARDISED, "clip_log_ratio": 0.4}
-DEFAULTS["sapo"] = {**STANDARDISED, "tau_positive": 1.0, "tau_negative": 1.05}
-DEFAULTS["rgra"] = {**STANDARDISED, "kl_beta": 0.04}
-DEFAULTS["kl_cov"] = {**STANDARDISED, "covariance_share": 0.002, "penalty": 1.0}
-DEFAULTS["dppo"] = {"kl_beta": 0.0, "kl_estimator": "k3", "loss_denominator": 128.0, "divergence": "tv",
-                    "divergence_bound": 0.15, "weight_max": None}  # fmt: skip
 SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over tokens, then divided by a constant
 TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov")
 
@@ -124,10 +98,8 @@ def inputs():
     }
 
 
-def answers(label, given):
-    """What the objective must give: advantages, loss, gradient by log-probs, and what is reported."""
-    setting = SETTINGS[label]
-    s = DEFAULTS[setting["name"]] | setting
+def answers(s, given):
+    """What an objective with the settings `s` must give: advantages, loss, gradient by log-probs, what is reported."""
     advantages, returns = advantages_of(s, given)
     now, values = given["now"], given["values"]
 

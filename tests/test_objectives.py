@@ -11,23 +11,10 @@ from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.rloo import RLOO
-from cohort.harness.data import Batch, PolicyOutput
+from cohort.harness.data import PolicyOutput
 from cohort.harness.run.grading import score
 from cohort.harness.spec.run import parse_run
-from fakes import graded_group
-
-
-def batch_of(mask, rewards, group_size, **tensors):
-    mask = torch.tensor(mask, dtype=torch.bool)
-    return Batch(
-        tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
-        completion_mask_BT=mask,
-        lengths_B=torch.full((len(mask),), mask.shape[1]),
-        sampler_logprobs_BT=torch.zeros(mask.shape),
-        rewards_B=torch.tensor(rewards),
-        group_size=group_size,
-        **tensors,
-    )
+from fakes import batch_of, graded_group
 
 
 def loss_and_gradient(algorithm, batch, logprobs):

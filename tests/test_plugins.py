@@ -81,7 +81,7 @@ def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(
 
 def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import torch
-    from test_objectives import batch_of
+    from fakes import batch_of
 
     source = python_of_the_readme(1)
     install(tmp_path, monkeypatch, "positive_grpo", source, "PositiveGRPO")

@@ -88,8 +88,6 @@ def test_repetition_counts_ngrams_that_occurred_before():
         ("2/0=5", []),
         ("7=7", []),
         ("x=5", []),
-        ("2x+3=7", []),
-        ("x - 5 = 3", []),
         ("y - 3 + 4 = 10", []),
         ("2y+3+4=7", []),
         ("5. 3 + 4 = 7", [(12, True)]),
@@ -217,14 +215,6 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
 def test_rewards_that_cannot_be_paid_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         run(**changes)
-
-
-def test_a_self_consistency_run_may_measure_what_it_must_not_be_paid_for():
-    spec = run(algorithm="grpo_self_consistency", rewards={"accuracy": 0})
-    group = graded_group([0, 0, 1], [False, False, True])
-    (scores,) = score(spec.rewards, [group])
-    assert scores.totals == [1.0, 1.0, -0.1]
-    assert reward_metrics(spec.rewards, [group], [scores])["reward/accuracy"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.spec.run import parse_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fakes import graded_group
+from fakes import batch_of, graded_group
 
 GROUP_SIZE = 4
 CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
@@ -140,20 +140,10 @@ def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
     # Two answers to one prompt. The better one is already 2 nats likelier than in the reference, the other 2 nats less
     # likely: with a large kl_beta the step goes back to the reference, or (in the margin of a pair) no further.
     heavy = algorithm.model_copy(update={"kl_beta": 100.0})
-    mask = torch.tensor([[False, True, True]] * 2)
     old = torch.tensor([[0.0, -1.0, -1.0]] * 2)
-    batch = Batch(
-        tokens_BT=torch.zeros(2, 3, dtype=torch.int64),
-        completion_mask_BT=mask,
-        lengths_B=torch.tensor([3, 3]),
-        sampler_logprobs_BT=old,
-        rewards_B=torch.tensor([1.0, 0.0]),
-        greedy_rewards_B=torch.zeros(2),
-        group_size=2,
-        old_logprobs_BT=old,
-        ref_logprobs_BT=old - torch.tensor([[1.0], [-1.0]]) * mask,
-        values_BT=torch.zeros(2, 3),
-    )
+    reference = old - torch.tensor([[0.0, 1, 1], [0, -1, -1]])
+    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 3)}
+    batch = batch_of([[0, 1, 1]] * 2, [1.0, 0.0], 2, old_logprobs_BT=old, ref_logprobs_BT=reference, **greedy)
     gradient = policy_gradient(heavy, weighted(heavy, heavy.advantages(batch)), old).sum(dim=1)
     if "implied" in heavy.objective["kl"]:
         assert gradient.abs().max() < 1e-6
@@ -186,17 +176,9 @@ def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
     plain = without_divergence(algorithm, group_size=2)
     policy = tiny_model(0)
     tokens = torch.tensor([[10, 11, 12, 1], [10, 11, 40, 1]])
-    mask = torch.tensor([[False, False, True, True]] * 2)
-    batch = Batch(
-        tokens_BT=tokens,
-        completion_mask_BT=mask,
-        lengths_B=torch.tensor([4, 4]),
-        sampler_logprobs_BT=torch.zeros(2, 4),
-        rewards_B=torch.tensor([1.0, 0.0]),
-        greedy_rewards_B=torch.zeros(2),
-        group_size=2,
-        values_BT=torch.zeros(2, 4),
-    )
+    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 4)}
+    batch = batch_of([[0, 0, 1, 1]] * 2, [1.0, 0.0], 2, tokens_BT=tokens, **greedy)
+    mask = batch.completion_mask_BT
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
     batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=old)))
@@ -250,22 +232,11 @@ def test_tokens_weigh_in_the_loss_as_the_objective_says(algorithm):
 def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
     # the first of a row's three tokens became a hundred times likelier, its advantage is positive
     plain = without_divergence(algorithm)
-    mask = torch.tensor([[False, True, True, True]])
-    old = -1.0 * mask
-    batch = Batch(
-        tokens_BT=torch.zeros(1, 4, dtype=torch.int64),
-        completion_mask_BT=mask,
-        lengths_B=torch.tensor([4]),
-        sampler_logprobs_BT=old,
-        rewards_B=torch.zeros(1),
-        group_size=1,
-        old_logprobs_BT=old,
-        ref_logprobs_BT=old if plain.needs_reference else None,
-        values_BT=torch.zeros(1, 4),
-        advantages_BT=0.5 * mask,
-        returns_BT=torch.zeros(1, 4),
-        held_BT=torch.zeros_like(mask),
-    )
+    mask = torch.tensor([[0, 1, 1, 1]])
+    old, nothing = -1.0 * mask, torch.zeros(1, 4)
+    learned = {"advantages_BT": 0.5 * mask, "returns_BT": nothing, "values_BT": nothing, "held_BT": nothing.bool()}
+    batch = batch_of(mask.tolist(), [0.0], 1, old_logprobs_BT=old, ref_logprobs_BT=old, **learned)
+    batch = for_algorithm(plain, batch)
     moved = old + math.log(100) * torch.tensor([[0, 1, 0, 0]])
     clip = plain.objective["clip"]
     kinds = {
