@@ -62,7 +62,7 @@ $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
 # SHORT=1: one round of the smallest setting, so that CI sees a name that moved.
 bench: $(BENCH_BIN)/.installed
 	$(BENCH_BIN)/python tests/benchmarks/speed.py \
-		$(if $(SHORT),--only a: --rounds 1 --warm-up 1 --steps 2 --tuning-steps 1 --out build/bench.json)
+		$(if $(SHORT),--only a: --rounds 1 --warm-up 1 --steps 2 --out build/bench.json)
 
 # Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
 # transformers, an older packaging through tensordict) are left out, and what that module imports is named here.

@@ -4,8 +4,8 @@
     python tests/benchmarks/speed.py --only "a:" --rounds 3
 
 Each side runs in a process of its own, in turn (ours, TRL, ours, TRL, ...), so that a busy spell of the machine meets
-both; medians are over the steps of all rounds, warm-up left out. TRL first tries attention, cache and micro-batch and
-keeps the fastest. Prints a table and writes `results/latest.json` beside; the README beside explains the figures.
+both; medians are over the steps of all rounds, warm-up left out. TRL has the attention, cache and micro-batch that were
+its fastest here. Prints a table and writes `results/latest.json` beside; the README beside explains the figures.
 """
 
 from __future__ import annotations
@@ -26,86 +26,58 @@ from typing import Any
 from _workload import SETTINGS, Setting, write_model
 
 HERE = Path(__file__).parent
-FIRST_GUESS = {"attention": "sdpa", "cache": None}
+FASTEST = {
+    "168k": {"attention": "eager", "cache": "static", "micro_batch": 128},
+    "3.4M": {"attention": "sdpa", "cache": "static", "micro_batch": 128},
+}  # of TRL's settings, tried one after another: sdpa or eager, dynamic or static cache, 128 or 64 rows
 
 
-class Driver:
-    """Starts the sides of the comparison and keeps what TRL runs fastest with."""
+def compare(setting: Setting, options: argparse.Namespace, workplace: Path) -> dict[str, Any]:
+    """Both sides of a setting, in turn."""
+    folder = workplace / f"{setting.shape}-{setting.natural_stops}"
+    if not folder.is_dir():
+        write_model(setting, folder)
+    steps = options.steps if setting.num_inner_epochs == 1 else max(2, options.steps // 2)
+    job = {"setting": dataclasses.asdict(setting), "folder": str(folder), **FASTEST[setting.shape]}
+    job |= {"warm_up": options.warm_up, "steps": steps, "threads": options.threads}
+    runs: dict[str, list[Any]] = {"ours": [], "trl": []}
+    for _ in range(options.rounds):
+        for side in runs:
+            runs[side].append(_run(job | {"side": side}, workplace))
+    ours, trl = (_summary(setting, found) for found in runs.values())
+    return {
+        "name": setting.name,
+        "ours": ours,
+        "trl": trl | {"settings": FASTEST[setting.shape]},
+        "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
+        "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
+        "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
+    }
 
-    def __init__(self, options: argparse.Namespace, workplace: Path):
-        self.options = options
-        self.workplace = workplace
-        self.fastest: dict[str, dict[str, Any]] = {}
 
-    def compare(self, setting: Setting) -> dict[str, Any]:
-        """Both sides of a setting, in turn."""
-        folder = self._model(setting)
-        tuned = self._tuned(setting, folder)
-        steps = self.options.steps if setting.num_inner_epochs == 1 else max(2, self.options.steps // 2)
-        runs: dict[str, list[Any]] = {"ours": [], "trl": []}
-        for _ in range(self.options.rounds):
-            for side in runs:
-                runs[side].append(self._run(side, setting, folder, self.options.warm_up, steps, tuned))
-        ours, trl = (_summary(setting, found) for found in runs.values())
-        return {
-            "name": setting.name,
-            "ours": ours,
-            "trl": trl | {"settings": tuned},
-            "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
-            "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
-            "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
-        }
-
-    def _tuned(self, setting: Setting, folder: Path) -> dict[str, Any]:
-        """The attention, cache and micro-batch with which TRL's own step is fastest, tried once per model shape."""
-        if setting.shape not in self.fastest:
-            tried: list[tuple[float, dict[str, Any]]] = []
-            rows = min(128, setting.rollouts)
-            best: dict[str, Any] = {**FIRST_GUESS, "micro_batch": rows}
-            for change in ({}, {"attention": "eager"}, {"cache": "static"}, {"micro_batch": 64}):
-                run = self._run("trl", setting, folder, 1, self.options.tuning_steps, {**best, **change})
-                tried.append((statistics.median(s["seconds"] for s in run["steps"]), {**best, **change}))
-                print(f"  TRL with {tried[-1][1]}: {tried[-1][0]:.2f} s/step", flush=True)
-                best = min(tried, key=lambda pair: pair[0])[1]
-            self.fastest[setting.shape] = best
-        return self.fastest[setting.shape]
-
-    def _model(self, setting: Setting) -> Path:
-        folder = self.workplace / f"{setting.shape}-{setting.natural_stops}"
-        if not folder.is_dir():
-            write_model(setting, folder)
-        return folder
-
-    def _run(
-        self, side: str, setting: Setting, folder: Path, warm_up: int, steps: int, tuned: dict[str, Any]
-    ) -> dict[str, Any]:
-        job = {"side": side, "setting": dataclasses.asdict(setting), "folder": str(folder), **tuned}
-        job |= {"warm_up": warm_up, "steps": steps, "threads": self.options.threads}
-        job_file, result_file = self.workplace / "job.json", self.workplace / "result.json"
-        job_file.write_text(json.dumps(job))
-        done = subprocess.run(
-            [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)],
-            env={**os.environ, **self._environment()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            raise SystemExit(f"{side} failed in setting '{setting.name}':\n{done.stdout[-4000:]}")
-        return json.loads(result_file.read_text())
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(self.options.threads)
-        return {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }
+def _run(job: dict[str, Any], workplace: Path) -> dict[str, Any]:
+    job_file, result_file = workplace / "job.json", workplace / "result.json"
+    job_file.write_text(json.dumps(job))
+    environment = {
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "MKL_NUM_THREADS": str(job["threads"]),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"{job['side']} failed in setting '{job['setting']['name']}':\n{done.stdout[-4000:]}")
+    return json.loads(result_file.read_text())
 
 
 def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,16 +118,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how often the sides take turns")
     parser.add_argument("--warm-up", type=int, default=2, help="steps left out at the start of every process")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of every process; half with mu > 1")
-    parser.add_argument("--tuning-steps", type=int, default=2, help="steps of each of TRL's settings that are tried")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "latest.json")
     options = parser.parse_args()
     entries = []
     with tempfile.TemporaryDirectory() as workplace:
-        driver = Driver(options, Path(workplace))
         for setting in SETTINGS:
             if options.only in setting.name:
                 print(f"{setting.name}: ...", flush=True)
-                entries.append(driver.compare(setting))
+                entries.append(compare(setting, options, Path(workplace)))
                 _print(entries[-1])
     machine = {"platform": platform.platform(), "cores": os.cpu_count(), "threads": options.threads}
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
