@@ -38,6 +38,11 @@ class Row:
 ROWS: defaultdict[str, Row] = defaultdict(Row)
 
 
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COHORT_TRACKING_URI", "")  # which a command sets
+
+
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task, algorithm and engine named `fake`."""

@@ -58,7 +58,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
-    monkeypatch.setenv(mlflow_address.TRACKING_URI, "")  # which a command sets
     return tmp_path / "runs"
 
 

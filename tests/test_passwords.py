@@ -16,7 +16,6 @@ import pytest
 import typer
 from cohort.harness.cli import app
 from cohort.harness.ground.addresses import hides, shown, without_secrets
-from cohort.harness.mirror.address import TRACKING_URI
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.study.queue import open_storage
@@ -46,7 +45,6 @@ needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reaso
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_trials.install(tmp_path / "plugins", monkeypatch)
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv(TRACKING_URI, "")  # which a command sets
 
 
 @pytest.fixture(scope="module")

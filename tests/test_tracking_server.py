@@ -291,8 +291,9 @@ def test_a_silent_server_is_refused_before_anything_is_written(silent: str, tmp_
 
 @pytest.mark.attack("Tracking server that takes calls and never answers")
 def test_a_run_goes_on_without_a_silent_server_says_so_once_and_loses_nothing(
-    silent: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    silent: str, tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")  # making one takes seconds
     with mirrored(tmp_path, tmp_path / "train" / "run"), open_log(tmp_path) as log:
         log_batch(log, 0, 5)
         wait_for(lambda: "'run' goes on" in caplog.text)

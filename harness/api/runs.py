@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -154,7 +153,6 @@ def evaluate(
     task: str,
     *,
     split: str = "test",
-    path: str | Path | None = None,
     samples: int | None = None,
     settings: Settings = (),
     name: str | None = None,
@@ -165,7 +163,7 @@ def evaluate(
     The arguments:
 
         model     `tiny`, a Hub id, a model folder, a checkpoint, or the folder of a run
-        task      by name; `path` says where its data are: a Hub id, a local file or folder
+        task      by name; the setting `task.path` says where its data are: a Hub id, a local file or folder
         split     train, validation or test
         samples   completions of each problem
         settings  dotted path -> value, as after `--set`
@@ -174,8 +172,7 @@ def evaluate(
     from ..console.progress import phase_bar
 
     part, folder = checked_split(split), runs_folder(runs)
-    texts = [] if path is None else [f"task.path={json.dumps(str(path))}"]
-    texts += as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
+    texts = as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once
 

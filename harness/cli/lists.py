@@ -11,7 +11,7 @@ from .. import api
 from ..console import terminal
 from ..console.terminal import percent, shortened, yes
 from .commands import command
-from .options import DataPath, Json, Sets, Split, with_path
+from .options import Json, Sets, Split
 
 if TYPE_CHECKING:
     from ..plugins import Kind
@@ -128,21 +128,20 @@ def grade(
 @command(
     "task show",
     "cohort task show arithmetic",
-    "cohort task show gsm8k -n 3 --path data/gsm8k --set task.answer_format=think_answer --set task.shots=2",
-    "cohort task show gsm8k --path data/gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --set prompt.system='Be brief.'",
+    "cohort task show gsm8k -n 3 --set task.path=data/gsm8k --set task.answer_format=think_answer --set task.shots=2",
+    "cohort task show gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --set prompt.system='Be brief.'",
     "cohort task show math --model Qwen/Qwen3-0.6B --set prompt.template_arguments.enable_thinking=false",
 )
 def task_show(
     task: Annotated[str, typer.Argument(help="Task by name.")],
     count: Annotated[int, typer.Option("-n", min=0, metavar="N", help="Problems shown.")] = 3,
     split: Split = "test",
-    path: DataPath = None,
     model: Annotated[str | None, typer.Option(help="Show the texts exactly as this model reads them.")] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Show a task's settings, sizes and problems exactly as a policy reads them."""
-    document = api.describe_task(task, with_path(sets, path), split=split, count=count, model=model)
+    document = api.describe_task(task, sets or (), split=split, count=count, model=model)
     if as_json:
         return terminal.print_json(document)
     settings = [(key, repr(value)) for key, value in document["settings"].items()]

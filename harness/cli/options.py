@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -75,9 +74,6 @@ Storage = Annotated[
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")]
 Task = Annotated[str, typer.Option(help="Task by name.")]
 Split = Annotated[str, typer.Option(help="train, validation or test.")]
-DataPath = Annotated[
-    str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, or a local file or folder.")
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and estimate only; run and write nothing.")]
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a study file.")]
 
@@ -89,11 +85,6 @@ def num_workers(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--workers must be a number of at least 1, or auto, got '{text}'")
     return int(text)
-
-
-def with_path(sets: list[str] | None, path: str | None) -> list[str]:
-    """The settings of --set and --path."""
-    return [*([] if path is None else [f"task.path={json.dumps(path)}"]), *(sets or ())]
 
 
 def words(text: str | None) -> list[str]:

@@ -65,13 +65,12 @@ def train(
     "evaluate",
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
     "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
-    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --path data/math500 --json",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --set task.path=data/math500 --json",
 )
 def evaluate(
     model: options.Model,
     task: options.Task,
     split: options.Split = "test",
-    path: options.DataPath = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
     sets: options.Sets = None,
     name: options.Name = None,
@@ -86,9 +85,7 @@ def evaluate(
     same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
     installed, the engine vllm; a line lists these settings, and --set overrides them.
     """
-    found = api.evaluate(
-        model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
-    )
+    found = api.evaluate(model, task, split=split, samples=samples, settings=sets or (), name=name, runs=runs)
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
@@ -115,8 +112,8 @@ def register(
 @command(
     "probe contamination",
     "cohort probe contamination tiny --task arithmetic --set cold_start.steps=400",
-    "cohort probe contamination Qwen/Qwen2.5-0.5B --task gsm8k --path data/gsm8k --problems 200",
-    "cohort probe contamination runs/train/my-run --task math500 --path data/math500 --reference fresh.jsonl",
+    "cohort probe contamination Qwen/Qwen2.5-0.5B --task gsm8k --set task.path=data/gsm8k --problems 200",
+    "cohort probe contamination runs/train/my-run --task math500 --set task.path=data/math500 --reference fresh.jsonl",
 )
 def contamination(
     model: options.Model,
@@ -129,7 +126,6 @@ def contamination(
             help="Problems of the same kind to compare with, ideally ones that the model cannot have seen.",
         ),
     ] = "validation",
-    path: options.DataPath = None,
     problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
     sets: options.Sets = None,
     name: options.Name = None,
@@ -146,7 +142,7 @@ def contamination(
     """
     found = api.probe(
         model, task, split=split, reference=reference, num_problems=problems,
-        settings=options.with_path(sets, path), name=name, runs=runs,
+        settings=sets or (), name=name, runs=runs,
     )  # fmt: skip
     said, directory = found.pop("said"), runs / "probes" / found["name"]
     if as_json:

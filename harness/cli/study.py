@@ -259,7 +259,7 @@ def study_clone(
 @command(
     "compare",
     "cohort compare --algorithms ppo,grpo --task arithmetic --set steps=50",
-    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --path data/gsm8k --set steps=5 --dry-run",
+    "cohort compare --algorithms ppo,grpo --task gsm8k --set task.path=data/gsm8k --set steps=5 --dry-run",
     "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
     "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
     "cohort compare --algorithms grpo,dapo --task arithmetic --controls random,frozen",
@@ -279,7 +279,6 @@ def compare(
     sets: options.Sets = None,
     name: options.Name = None,
     workers: options.Workers = "auto",
-    path: options.DataPath = None,
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -298,7 +297,7 @@ def compare(
     count = options.num_workers(workers)
     study = api.comparison(
         options.words(algorithms), options.words(task), model, seeds=options.integers(seeds or "0,1,2"), tune=tune,
-        controls=options.words(controls), settings=options.with_path(sets, path), name=name,
+        controls=options.words(controls), settings=sets or (), name=name,
     )  # fmt: skip
     _run(study, runs, count, as_json, dry_run)
 
