@@ -50,6 +50,12 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the cold starts that all runs of this process share."""
+    return tmp_path_factory.mktemp("cold-starts")
+
+
+@pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_trials.empty_store(tmp_path_factory)
 

@@ -47,11 +47,6 @@ def spec_of(**changes: Any) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cold-starts")
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Runs:
     """A step of one run without a control and with each."""
     found = {}

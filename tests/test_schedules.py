@@ -6,18 +6,11 @@ import pytest
 import torch
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, correct_mismatch
-from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
-from fakes import MemoryLog
 from test_learner import make_batch
-from test_train import BASE, StopAfter, assert_same_weights, final_weights
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cold-starts")
+from test_train import BASE
 
 
 def factors(steps, **settings):
@@ -64,22 +57,6 @@ def test_scheduled_rates_and_weights_are_used_and_returned_as_metrics():
         assert used == [pytest.approx(factor * 1e-3), pytest.approx(factor * 5e-2)]
         assert learner.algorithm.kl_beta == pytest.approx(beta)
     assert Learner(run(), tiny_model(0)).begin_step(3) == {}
-
-
-def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(tmp_path, cache):
-    kl = {"schedule": "adaptive", "target": 1e-4, "refresh_reference_every": 2}
-    few = {"every": 2, "num_prompts": 2, "num_test_prompts": 2, "num_samples": 1}
-    spec = run(kl=kl, optimizer={"learning_rate": 1e-3, "schedule": "cosine"}, evaluation=few, steps=4)
-    whole, parts = MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=cache)
-    train(spec, tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(3))
-    assert train(spec, tmp_path / "parts", parts, cache=cache).state == "complete"
-    assert parts.without_clocks() == whole.without_clocks()
-    assert_same_weights(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
-    betas, divergences = ([value for _, value in whole.history(name)] for name in ("kl/beta", "kl/reference"))
-    adapted = [adapted_kl_beta(spec.kl, *pair) for pair in zip(betas, divergences, strict=True)]
-    assert betas[1:] == pytest.approx(adapted[:-1])
-    assert betas[1] < betas[0]
 
 
 @pytest.mark.parametrize("name", ["dapo", "kl_cov", "ppo", "rloo", "remax"])  # KL in loss or reward, sums, a critic

@@ -36,11 +36,10 @@ PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """A folder with the start of the specs here: a cold start would ask `should_stop` too."""
-    folder = tmp_path_factory.mktemp("cold-starts")
-    start_policy(make_spec(), folder)
-    return folder
+def cache(cache):
+    """With the start of the specs here: a cold start would ask `should_stop` too."""
+    start_policy(make_spec(), cache)
+    return cache
 
 
 def make_spec(algorithm="grpo", group_size=4, **changes):

@@ -8,6 +8,7 @@ import pytest
 from cohort.harness import plugins
 from cohort.harness.data import Prompt
 from cohort.harness.run.loop import train
+from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.run.step import step_prompts
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
@@ -27,19 +28,22 @@ def make_spec(algorithm="grpo", **changes):
     return parse_run({**BASE, "algorithm": settings, **changes}, "test")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cold-starts")
+# Whatever a step may change for the next: rate, KL weight, reference, and the weights that sample.
+CHANGING = make_spec(
+    kl={"schedule": "adaptive", "target": 1e-4, "refresh_reference_every": 2}, staleness=2,
+    optimizer={"learning_rate": 1e-3, "schedule": "cosine"},
+)  # fmt: skip
+SPECS = {"changing": CHANGING, **{name: make_spec(name) for name in ("grpo", "ppo", "remax")}}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache):
-    """Algorithm -> (folder, log, result) of its run, made when it is first asked for."""
+    """Name -> (folder, log, result) of its run, made when it is first asked for."""
 
     @functools.cache
-    def run_of(algorithm):
-        folder, log = tmp_path_factory.mktemp(algorithm), MemoryLog()
-        return folder, log, train(make_spec(algorithm), folder, log, cache=cache)
+    def run_of(name):
+        folder, log = tmp_path_factory.mktemp(name), MemoryLog()
+        return folder, log, train(SPECS[name], folder, log, cache=cache)
 
     return run_of
 
@@ -81,14 +85,21 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert not plain.history("start/accuracy")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_stopped_run_resumes_bit_for_bit(algorithm, tmp_path, cache, undisturbed):
-    spec, parts, (folder, whole, _) = make_spec(algorithm), MemoryLog(), undisturbed(algorithm)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "changing"])
+def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
+    spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
     assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
     assert train(spec, tmp_path, parts, cache=cache).state == "complete"
     assert parts.resumed_at == [-1, 3]
     assert parts.without_clocks() == whole.without_clocks()
     assert_same_weights(final_weights(folder), final_weights(tmp_path))
+
+
+def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed):
+    betas, divergences = ([v for _, v in undisturbed("changing")[1].history(n)] for n in ("kl/beta", "kl/reference"))
+    adapted = [adapted_kl_beta(CHANGING.kl, *pair) for pair in zip(betas, divergences, strict=True)]
+    assert betas[1:] == pytest.approx(adapted[:-1])
+    assert betas[1] < betas[0]
 
 
 @pytest.mark.attack("Events that a power cut took")
