@@ -56,20 +56,18 @@ class Algorithm(Section, ABC):
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Fill in `objective`; ValueError for a method that is newer than what is stated there, and may contradict it.
+        """Fill in `objective`; ValueError for a class that changes a method and states nothing there.
 
         Methods are those of algorithms (`advantages`, `loss`, `loss_weights` and what a base adds), not properties.
         """
         super().__init_subclass__(**kwargs)
         cls._stated = vars(cls).get("objective", {})
-        told = [vars(base).get("_stated", {}) for base in reversed(cls.__mro__)]
+        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Algorithm)]
+        told = [base._stated for base in bases]
         cls.objective = {**Algorithm.objective, **{key: text for words in told for key, text in words.items()}}
-        bases = [base for base in cls.__mro__ if base is not Algorithm]
-        stated = next((i for i, base in enumerate(bases) if vars(base).get("_stated")), len(bases))
-        older = [Algorithm, *(base for base in bases[stated:] if issubclass(base, Algorithm))]
-        methods = {name for base in older for name, value in vars(base).items() if isfunction(value)}
-        changed = {name for base in bases[:stated] for name in vars(base)} & methods - set(dir(Section))
-        if changed:
+        methods = {name for base in bases[:-1] for name, value in vars(base).items() if isfunction(value)}
+        changed = vars(cls).keys() & methods - set(dir(Section))
+        if changed and not cls._stated:
             raise ValueError(
                 f"{cls.__module__}.{cls.__name__} must state its own `objective`, because it has its own "
                 f"{' and '.join(sorted(changed))}; write objective = {{...}} with what differs"

@@ -13,7 +13,7 @@ completions, which are alike but for their noise.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 
 from pydantic import Field
@@ -35,7 +35,7 @@ class MajorityVote(Reward):
     def score(self, group: GradedGroup) -> list[float]:
         scores: list[float] = []
         for judged, voters in self._ballots(group.classes):
-            counts, won = votes(voters), self._winners(voters)
+            counts, won = votes(voters), winners(voters, self.min_share)
             for c in judged:
                 if self.soft:
                     share = counts[c] / len(voters) if c is not None and won else 0.0
@@ -54,7 +54,7 @@ class MajorityVote(Reward):
         """
         assert group.correct is not None
         right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
-        ballots = [(judged, self._winners(voters)) for judged, voters in self._ballots(group.classes)]
+        ballots = [(judged, winners(voters, self.min_share)) for judged, voters in self._ballots(group.classes)]
         counts = votes(group.classes)
         first, second = [*sorted(counts.values(), reverse=True), 0, 0][:2]
         labels = [len(won & right) / len(won) for _, won in ballots if won]
@@ -76,20 +76,17 @@ class MajorityVote(Reward):
         half = len(classes) // 2
         return [(classes[:half], classes[half:]), (classes[half:], classes[:half])]
 
-    def _winners(self, voters: Classes) -> set[int]:
-        """The classes that win this vote: none where the most votes are less than `min_share` of the voters."""
-        counts = votes(voters)
-        return winners(counts) if max(counts.values(), default=0) >= self.min_share * len(voters) else set()
 
-
-def votes(classes: Iterable[int | None]) -> Counter[int]:
+def votes(classes: Classes) -> Counter[int]:
     """Class -> the number of its answers; no answer is no vote."""
     return Counter(c for c in classes if c is not None)
 
 
-def winners(counts: Counter[int]) -> set[int]:
-    """The classes with the most votes; more than one in a tie, none without a vote."""
-    return {c for c, count in counts.items() if count == max(counts.values())}
+def winners(voters: Classes, min_share: float = 0.0) -> set[int]:
+    """The classes with the most votes, several in a tie; none where that is less than `min_share` of the voters."""
+    counts = votes(voters)
+    most = max(counts.values(), default=0)
+    return {c for c, count in counts.items() if count == most >= min_share * len(voters)}
 
 
 def majority_correct(group: GradedGroup) -> float:
@@ -98,6 +95,6 @@ def majority_correct(group: GradedGroup) -> float:
     It is the share of the winning classes that are correct, as chance breaks ties.
     """
     assert group.correct is not None
-    won = winners(votes(group.classes))
+    won = winners(group.classes)
     right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
     return len(won & right) / len(won) if won else 0.0

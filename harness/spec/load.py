@@ -30,7 +30,13 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study; any other
     changes the base run (`steps=20`, `task.path=...`).
     """
-    path = _study_file(name_or_path)
+    shipped = shipped_studies()
+    path = shipped.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
+            raise SpecError(f"{path}: no such study file")
+        near, fix = did_you_mean(name_or_path, list(shipped)), "or give a path to a YAML file"
+        raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
     raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise SpecError(f"{path}: a study file must be a mapping, got {type(raw).__name__}")
@@ -72,18 +78,3 @@ def shipped_studies() -> dict[str, Path]:
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = raw.get(key)
     return section if isinstance(section, Mapping) else {}
-
-
-def _study_file(name_or_path: str) -> Path:
-    shipped = shipped_studies()
-    if name_or_path in shipped:
-        return shipped[name_or_path]
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
-    if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
-        raise SpecError(f"{path}: no such study file")
-    raise SpecError(
-        f"unknown study '{name_or_path}'; {did_you_mean(name_or_path, list(shipped))}shipped: {', '.join(shipped)}, "
-        "or give a path to a YAML file"
-    )

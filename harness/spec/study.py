@@ -83,11 +83,9 @@ class Comparison(Section):
     @model_validator(mode="after")
     def _named(self) -> Self:
         for kind in ("algorithms", "tasks", "controls"):
-            items = [{"name": item} if isinstance(item, str) else item for item in getattr(self, kind)]
-            for item in items:
-                if not isinstance(item.get("name"), str):
-                    raise ValueError(f"compare.{kind} must be names, or mappings with a 'name', got {item!r}")
-            names = [item["name"] for item in items]
+            names = [item if isinstance(item, str) else item.get("name") for item in getattr(self, kind)]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"compare.{kind} must be names, or mappings with a 'name', got {getattr(self, kind)}")
             if len(set(names)) != len(names):
                 raise ValueError(f"compare.{kind} must be distinct, got {', '.join(names)}")
         return self
