@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -13,14 +12,13 @@ import sys
 import urllib.request
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import typer
 from cohort.harness.api.machine import check_machine
-from cohort.harness.api.study import comparison, ran_elsewhere
+from cohort.harness.api.study import comparison
 from cohort.harness.cli import app
 from cohort.harness.console import progress, terminal
 from cohort.harness.data import TrialState
@@ -487,20 +485,6 @@ def trial(
 
 def status(*trials: TrialStatus) -> StudyStatus:
     return StudyStatus(name="s", question="?", trials=trials)
-
-
-def test_only_compared_trials_without_folder_and_record_ran_on_other_hosts(tmp_path: Path):
-    tuned = comparison(["grpo", "rloo"], ["arithmetic"], seeds=[0], tune=2).spec
-    grid = comparison(["grpo", "rloo"], ["arithmetic"], seeds=[0]).spec
-    record: Any = SimpleNamespace(trials=[SimpleNamespace(arm="grpo", seed=0)])
-    absent, here = tmp_path / "absent", tmp_path
-    tuning = [dataclasses.replace(trial("rloo 001: x", "complete", seed=1), directory=absent)]
-    recorded = dataclasses.replace(trial("grpo", "complete"), directory=absent)
-    invalid, elsewhere = (dataclasses.replace(trial("rloo", "invalid"), directory=folder) for folder in (here, absent))
-    assert ran_elsewhere(tuned, status(*tuning, recorded, invalid), record) == 0
-    assert ran_elsewhere(tuned, status(*tuning, recorded, elsewhere), record) == 1
-    assert ran_elsewhere(grid, status(recorded, elsewhere), record) == 1
-    assert ran_elsewhere(grid, status(recorded, dataclasses.replace(elsewhere, held=True)), record) == 0  # it never ran
 
 
 class Clock:

@@ -183,13 +183,11 @@ def compare(
 
 @dataclass(frozen=True)
 class Ended:
-    """A study with nothing left to run: its progress, its record, its report, and the number of compared trials that
-    are neither in the record nor in a folder here, because other hosts ran them."""
+    """A study with nothing left to run: its progress, its record, its report."""
 
     status: StudyStatus
     record: StudyRecord
     files: ReportFiles
-    elsewhere: int
 
     @property
     def all_valid(self) -> bool:
@@ -230,18 +228,7 @@ def run_to_report(
         raise KeyboardInterrupt
     with phase_bar(f"report of {spec.name}", REPORTING):
         record, files = write_report(spec.name, runs)
-    return Ended(status, record, files, ran_elsewhere(spec, status, record))
-
-
-def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
-    """Number of compared trials that are neither in the record nor in a folder here, and were not stopped; tuning
-    trials do not count."""
-    compared, known = study.arm_labels(), {(trial.arm, trial.seed) for trial in record.trials}
-    return sum(
-        not (trial.held or (trial.arm, trial.seed) in known or trial.directory.exists())
-        for trial in status.trials
-        if not compared or trial.arm in compared
-    )
+    return Ended(status, record, files)
 
 
 def say_without_result(status: StudyStatus, runs: Path) -> None:

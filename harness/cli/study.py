@@ -320,12 +320,6 @@ def _run(
         return views.show_dry_run(study.name, study.question, document)
     ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
     status, record, files = ended.status, ended.record, ended.files
-    if ended.elsewhere:
-        terminal.say(
-            f"This host's report lacks {ended.elsewhere} of {len(status.trials)} trials, because other "
-            "hosts ran them. `cohort study status` shows all trials.",
-            stderr=True,
-        )
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
         document = {"study": study.name, "answer": files.answer, **paths, "command": record.command}
