@@ -6,7 +6,6 @@ it writes anything.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,8 @@ def run_study(
     def show(status: StudyStatus) -> None:
         with suppress(OSError):  # a full disk ends the workers, and they say so
             write_status(plan.folder, status, _failed(plan, status), ended=False)
+        if not (plan.folder / SEEDS).exists() and (decided := queue.seeds_record()) is not None:
+            write_json(plan.folder / SEEDS, decided)
         if on_status is not None:
             on_status(status)
 
@@ -66,7 +67,7 @@ def run_study(
     with pool.running():
         _opened(queue, command, inputs)
         with mirrored(runs, plan.folder):
-            status = watch(pool, queue, show, partial(write_json, plan.folder / SEEDS))
+            status = watch(pool, queue, show)
             if study.search is not None:
                 write_json(plan.folder / SEARCH, queue.search_record())
             write_status(plan.folder, status, _failed(plan, status, ended=True), ended=True)

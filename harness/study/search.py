@@ -55,11 +55,8 @@ class ArmSearch:
 
     def create(self) -> None:
         """Create the Optuna study if it is missing."""
-        try:
-            self._load()
-        except KeyError:
-            directions = list(self.plan.objectives.values())
-            optuna.create_study(storage=self.storage, study_name=self.name, directions=directions)
+        directions = list(self.plan.objectives.values())
+        optuna.create_study(storage=self.storage, study_name=self.name, directions=directions, load_if_exists=True)
 
     def handed_out(self) -> list[FrozenTrial]:
         """The trials of all arms so far, in order."""

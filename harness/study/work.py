@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..ground.machine import in_group
 from ..mirror.address import TRACKING_URI, remote_uri
@@ -57,26 +56,20 @@ def work(
 
 
 def watch(
-    pool: Pool,
-    queue: Queue,
-    on_status: Callable[[StudyStatus], None] | None,
-    on_seeds: Callable[[dict[str, Any]], None] = lambda decided: None,
-    *,
-    leaves: bool = False,
+    pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None, *, leaves: bool = False
 ) -> StudyStatus:
     """Keep the workers running and the caller informed until nothing is left to do; returns the study's progress.
 
-    `on_seeds` is called once when the number of seeds is decided, or was before. If the storage does not answer, the
-    workers continue, and are watched again when it answers. A pool that `leaves` does not restart workers for trials
-    that others run.
+    If the storage does not answer, the workers continue, and are watched again when it answers. A pool that `leaves`
+    does not restart workers for trials that others run.
     """
-    decided, begun = None, False
+    begun = False
     while True:
         began = time.monotonic()
         try:
             alive, status = pool.collect(queue.num_claims()), queue.status()
-            if decided is None and (decided := queue.seeds_record()) is not None:
-                on_seeds(decided)
+            if on_status is not None:
+                on_status(status)
         except StorageUnavailable as error:
             if not pool.collect(None) and pool.stopping:
                 raise
@@ -86,8 +79,6 @@ def watch(
         open_trials = [trial for trial in status.trials if trial.is_open]
         unfinished = len(open_trials) + status.to_come
         waiting = unfinished - len([trial for trial in open_trials if trial.state == "running"])
-        if on_status is not None:
-            on_status(status)
         if not alive and (pool.stopping or not (waiting if leaves and begun else unfinished)):
             return status
         pool.fill(unfinished, waiting)

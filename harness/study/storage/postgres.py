@@ -15,7 +15,7 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,8 @@ class PostgresStorage(Storage):
         with self._locked("tables"):  # two hosts may start at once
             return RDBStorage(self._url, engine_kwargs={"pool": self._engine.pool})
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        with self._locked(f"study/{self._study}"):
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        return self._locked(f"study/{self._study}")
 
     def take_lease(self, directory: Path) -> Lease | None:
         trial, token = directory.name, uuid.uuid4().hex
