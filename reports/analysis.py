@@ -166,13 +166,15 @@ class ControlArm:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All numbers of a report. `comparisons` holds every arm that can be compared with the baseline.
+    """All numbers of a report. `comparisons` holds every arm that can be compared with the baseline, `usable` the
+    complete trials with a finite outcome.
 
     Only `controls` includes control arms; even `record` leaves them out.
     """
 
     record: StudyRecord
     outcome: Outcome
+    usable: Trials
     arms: Sequence[ArmSummary]
     comparisons: Sequence[Comparison]
     gaps: Sequence[Gap]
@@ -229,7 +231,7 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
         alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
         compared = _compare(alike, summary, everything, outcome, rng)
         found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
-    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid, found)
+    return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found)
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
@@ -250,7 +252,7 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first = num_first(analysis.record, found.differences)
-    p = _p_value(None, found.differences, summed, first, resolution=1 / summed.shape[1])
+    p = _p_value(found.differences, summed, first, 1 / summed.shape[1])
     interval = bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
@@ -274,14 +276,14 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
     The outcome has the arm's stated interval, the others have Student's over seeds. An arm stands under a metric that
     all of its usable trials have.
     """
-    usable = usable_trials(analysis.record, analysis.outcome).values()
-    logged = {name for trial in usable for name in trial.history if ACCURACIES.fullmatch(name)}
+    usable = analysis.usable
+    logged = {name for trial in usable.values() for name in trial.history if ACCURACIES.fullmatch(name)}
     found: dict[str, dict[str, tuple[float, Interval | None]]] = {}
     for name in sorted(logged, key=accuracy_order):
         outcome = Outcome(name, per_problem=False)
         found[name] = {}
         for arm in analysis.finished_arms:
-            trials = sorted((trial for trial in usable if trial.arm == arm.label), key=lambda trial: trial.seed)
+            trials = [usable[arm.label, seed] for seed in arm.scores]
             values = [value for trial in trials if (value := score(trial, name)) is not None]
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
@@ -319,24 +321,18 @@ def _compare(
             low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
-        p = _p_value(interval, differences, cells, first, resolution)
+        p = _p_value(differences, cells, first, resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first))
     return found
 
 
-def _p_value(
-    interval: Interval | None,
-    differences: Mapping[int, float],
-    cells: Floats | None,
-    first: int | None,
-    resolution: float = 0.0,
-) -> float:
+def _p_value(seeds: Mapping[int, float], cells: Floats | None, first: int | None, resolution: float) -> float:
     """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
 
     NaN if one of them is: a difference without spread whose scores were not counted.
     """
-    tests = [interval, statistics.t_interval(list(differences.values()), first)]
+    tests = [statistics.t_interval(list(seeds.values()), first)]
     if cells is not None:
         tests.append(statistics.crossed_interval(cells, first))
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]

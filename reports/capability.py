@@ -20,7 +20,7 @@ from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
 from .statistics import Floats, Interval
-from .trials import num_first, usable_trials
+from .trials import num_first
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -94,10 +94,11 @@ def pass_table(num_samples: int) -> Floats:
 def capabilities(analysis: Analysis) -> Capabilities | None:
     """The capabilities of a study; None unless an arm has enough samples of its test problems in all of its seeds."""
     after, starts = {}, []
-    usable = usable_trials(analysis.record, analysis.outcome)
     for arm in analysis.finished_arms:
-        trials = sorted((trial for (label, _), trial in usable.items() if label == arm.label), key=lambda t: t.seed)
-        first = num_first(analysis.record, [trial.seed for trial in trials])
+        trials, first = (
+            [analysis.usable[arm.label, seed] for seed in arm.scores],
+            num_first(analysis.record, arm.scores),
+        )
         if (found := _capability(arm.label, trials, "test", first)) is not None:
             after[arm.label] = found
         if (found := _capability(arm.label, trials, "start", first)) is not None:

@@ -19,7 +19,7 @@ from . import statistics
 from .analysis import Analysis, Contrast, contrast, outcome_contrast
 from .prose import wording
 from .statistics import ALPHA
-from .trials import Trials, arm_specs, score, setting, usable_trials
+from .trials import arm_specs, score, setting
 
 Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = dict[str, float]
@@ -44,8 +44,7 @@ class Claim:
 
 def check_claims(analysis: Analysis) -> list[Claim]:
     """Every claim with its verdict, in a fixed order; p-values form one Holm family."""
-    trials = usable_trials(analysis.record, analysis.outcome)
-    evidence = [test(analysis, trials) for _, _, test in _CLAIMS]
+    evidence = [test(analysis) for _, _, test in _CLAIMS]
     adjusted = statistics.holm([p for _, _, p in evidence])
     found = []
     for (statement, source, _), (measured, verdict, _), p in zip(_CLAIMS, evidence, adjusted, strict=True):
@@ -54,21 +53,21 @@ def check_claims(analysis: Analysis) -> list[Claim]:
     return found
 
 
-def _memory(analysis: Analysis, trials: Trials) -> Evidence:
+def _memory(analysis: Analysis) -> Evidence:
     """Peak memory of PPO over that of GRPO. The reason, a critic as large as the policy, is that of section 4.1.
 
     Not tested with the built-in model `tiny`, because its peak is mostly the memory of the libraries.
     """
-    weights = _ppo_minus_grpo(trials)
-    is_tiny = any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights)
+    weights = _ppo_minus_grpo(analysis)
+    is_tiny = any(trial.spec.get("model") == "tiny" for (arm, _), trial in analysis.usable.items() if arm in weights)
     return _ratio(
-        analysis, trials, weights, lambda trial: trial.summary.get("peak_memory_bytes"), MEMORY_RATIO,
+        analysis, weights, lambda trial: trial.summary.get("peak_memory_bytes"), MEMORY_RATIO,
         "PPO's peak is {} times that of GRPO", "a recorded peak memory",
         ", but with the model tiny the libraries take most of the peak." if is_tiny else "",
     )  # fmt: skip
 
 
-def _time(analysis: Analysis, trials: Trials) -> Evidence:
+def _time(analysis: Analysis) -> Evidence:
     """Seconds of GRPO's training steps over those of PPO's, without evaluations and the first step, which warms up.
 
     PPO's critic is computed in the same way as the policy, so the ratio is due to the algorithms.
@@ -78,22 +77,22 @@ def _time(analysis: Analysis, trials: Trials) -> Evidence:
         steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
         return float(np.mean(steps)) if steps else None
 
-    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
+    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(analysis).items()}
     text = "A training step of GRPO takes {} times as long as one of PPO"
-    return _ratio(analysis, trials, weights, seconds, TIME_RATIO, text, "timed steps")
+    return _ratio(analysis, weights, seconds, TIME_RATIO, text, "timed steps")
 
 
-def _accuracy(analysis: Analysis, trials: Trials) -> Evidence:
+def _accuracy(analysis: Analysis) -> Evidence:
     """Accuracy of GRPO minus that of PPO. "At least as accurate" counts as supported if GRPO is detectably above:
     finding no difference does not show equality."""
-    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
+    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(analysis).items()}
     found = outcome_contrast(analysis, weights) if weights else None
     if found is None or not found.differences:
         return _untested("PPO and GRPO share no complete seed." if weights else _NO_PAIR)
     return _tested(f"GRPO is {_points(found, analysis)} PPO", found.estimate >= 0, found.p, found)
 
 
-def _group_size(analysis: Analysis, trials: Trials) -> Evidence:
+def _group_size(analysis: Analysis) -> Evidence:
     """The drop from a run's best to its final validation accuracy, with G >= 8 (the default of TRL) against G < 8.
 
     "Stable" is made measurable here: a run that collapses ends below its best. An invalid run with G >= 8 forbids
@@ -104,11 +103,11 @@ def _group_size(analysis: Analysis, trials: Trials) -> Evidence:
         values = [value for _, value in trial.history.get(metric, ()) if math.isfinite(value)]
         return max(values) - values[-1] if len(values) > 1 else None
 
-    metric, blocks = analysis.record.metric, _blocks(trials, "algorithm.group_size")
+    metric, blocks = analysis.record.metric, _blocks(analysis, "algorithm.group_size")
     weights = _weights(blocks, lambda size: size >= STABLE_GROUP, lambda size: size < STABLE_GROUP)
     if not weights:
         return _untested(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
-    found = _contrast(analysis, trials, weights, drawdown)
+    found = _contrast(analysis, weights, drawdown)
     if found is None:
         return _untested("No seed shared by such arms has a learning curve.")
     text = (
@@ -123,14 +122,14 @@ def _group_size(analysis: Analysis, trials: Trials) -> Evidence:
     return measured, "undecided" if broken and verdict == "supported" else verdict, p
 
 
-def _kl_weight(analysis: Analysis, trials: Trials) -> Evidence:
+def _kl_weight(analysis: Analysis) -> Evidence:
     """The arms with beta from 0.02 to 0.06 against each other beta; the paper trains with 0.04.
 
     Supported if the range is detectably above every other beta (the largest p, an intersection-union test, Berger
     1982), contradicted if one beta outside is detectably above it (the smallest p, Holm-adjusted).
     """
     low, high = BETA_RANGE
-    blocks = _blocks(trials, "algorithm.kl_beta")
+    blocks = _blocks(analysis, "algorithm.kl_beta")
     contrasts: dict[float, Contrast] = {}
     for level in sorted({beta for found in blocks for beta, _ in found if not low <= beta <= high}):
         weights = _weights(blocks, lambda beta: low <= beta <= high, lambda beta, level=level: beta == level)
@@ -144,7 +143,7 @@ def _kl_weight(analysis: Analysis, trials: Trials) -> Evidence:
     return _tested(text, not below, float(np.fmin.reduce(below) if below else np.max(p_values)))
 
 
-def _hard_tasks(analysis: Analysis, trials: Trials) -> Evidence:
+def _hard_tasks(analysis: Analysis) -> Evidence:
     """The gain of the largest group over the smallest on the hardest problems, minus that on the easiest.
 
     The reason of the claim is that a group without any right answer teaches nothing. Difficulty is a tag of the task;
@@ -152,13 +151,13 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> Evidence:
     problems within the two tags.
     """
     blocks: Blocks = []
-    for found in _blocks(trials, "algorithm.group_size"):
+    for found in _blocks(analysis, "algorithm.group_size"):
         ends = [choose(size for size, _ in found) for choose in (min, max)]
         blocks.append([(size == ends[1], arm) for size, arm in found if size in ends and ends[0] < ends[1]])
     weights = _weights(blocks, lambda is_largest: is_largest, lambda is_largest: not is_largest)
     if not weights:
         return _untested("No arms with two group sizes that differ in nothing else.")
-    tags = _difficulty(trials, analysis.outcome.name)
+    tags = _difficulty(analysis)
     if tags is None:
         return _untested("The task has no difficulty tags.")
     easy, hard, shares = tags
@@ -169,7 +168,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> Evidence:
         ends = [score(trial, metric) for metric in (hard, easy)]
         return None if ends[0] is None or ends[1] is None else ends[0] - ends[1]
 
-    found = _contrast(analysis, trials, weights, gap)
+    found = _contrast(analysis, weights, gap)
     if found is None:
         return _untested("No seed shared by such arms has accuracy by difficulty.")
     p, interval = found.p, found.interval
@@ -195,7 +194,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> Evidence:
 
 _NO_PAIR = "No arms of PPO and GRPO that differ in nothing else."
 _GUIDES = "practitioners' guides"
-_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, Trials], Evidence]], ...] = (
+_CLAIMS: tuple[tuple[str, str, Callable[[Analysis], Evidence]], ...] = (
     ("GRPO needs 1.7 to 2 times less memory than PPO", f"{_GUIDES}; arXiv:2402.03300, section 4.1", _memory),
     ("GRPO takes 35 to 50 % less time than PPO", _GUIDES, _time),
     ("GRPO is at least as accurate as PPO", f"{_GUIDES}; arXiv:2501.12948", _accuracy),
@@ -221,7 +220,6 @@ def _tested(text: str, is_supported: bool, p: float, found: Contrast | None = No
 
 def _ratio(
     analysis: Analysis,
-    trials: Trials,
     weights: Weights,
     value: Callable[[TrialRecord], float | None],
     bound: float,
@@ -238,7 +236,7 @@ def _ratio(
         number = value(trial)
         return math.log(number) if number is not None and number > 0 else None
 
-    found = _contrast(analysis, trials, weights, log)
+    found = _contrast(analysis, weights, log)
     if found is None:
         return _untested(f"No seed shared by PPO and GRPO has {missing}." if weights else _NO_PAIR)
     interval, p = found.interval, math.nan
@@ -250,17 +248,17 @@ def _ratio(
     return _untested(text + caveat) if caveat else _tested(text, (excess >= 0) == (bound > 1), p, found)
 
 
-def _ppo_minus_grpo(trials: Trials) -> Weights:
+def _ppo_minus_grpo(analysis: Analysis) -> Weights:
     """Arms named ppo and grpo whose runs differ in nothing but the algorithm and its settings."""
-    blocks = _blocks(trials, "algorithm", "algorithm.name")
+    blocks = _blocks(analysis, "algorithm", "algorithm.name")
     return _weights(blocks, lambda name: name == "ppo", lambda name: name == "grpo")
 
 
-def _blocks(trials: Trials, dotted: str, read: str = "") -> Blocks:
+def _blocks(analysis: Analysis, dotted: str, read: str = "") -> Blocks:
     """The arms whose settings agree apart from the seed and the setting at `dotted`, with that setting (or `read`)."""
     blocks: dict[str, list[tuple[Any, str]]] = {}
     *parents, last = dotted.split(".")
-    for arm, spec in arm_specs(trials.values()).items():
+    for arm, spec in arm_specs(analysis.usable.values()).items():
         if (value := setting(spec, read or dotted)) is not None:
             node = kept = json.loads(json.dumps({key: v for key, v in spec.items() if key != "seed"}, default=str))
             for parent in parents:
@@ -281,21 +279,20 @@ def _weights(blocks: Blocks, first: Callable[[Any], bool], second: Callable[[Any
     return weights
 
 
-def _contrast(
-    analysis: Analysis, trials: Trials, weights: Weights, value: Callable[[TrialRecord], float | None]
-) -> Contrast | None:
+def _contrast(analysis: Analysis, weights: Weights, value: Callable[[TrialRecord], float | None]) -> Contrast | None:
     """The contrast of a value of every trial; None without weights, or if no seed has the value in all arms."""
-    found: dict[str, dict[int, float]] = {arm: {} for arm, _ in trials}
-    for (arm, seed), trial in trials.items():
+    found: dict[str, dict[int, float]] = {arm: {} for arm, _ in analysis.usable}
+    for (arm, seed), trial in analysis.usable.items():
         if (number := value(trial)) is not None and math.isfinite(number):
             found[arm][seed] = number
     summed = contrast(analysis.record, found, weights) if weights else None
     return summed if summed is not None and summed.differences else None
 
 
-def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, Sequence[float]] | None:
+def _difficulty(analysis: Analysis) -> tuple[str, str, Sequence[float]] | None:
     """The metrics of the easiest and the hardest tag that all trials share (`test/accuracy_level_5`), and the shares of
     the problems that carry them; no shares if the accuracy by tag does not determine them."""
+    outcome, trials = analysis.outcome.name, analysis.usable
     prefix = f"{outcome.partition('/')[0]}/accuracy_"
     shared = set.intersection(*({key for key in trial.history if key.startswith(prefix)} for trial in trials.values()))
     families: dict[str, list[str]] = {}

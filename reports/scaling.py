@@ -24,7 +24,7 @@ from . import statistics
 from .analysis import Analysis
 from .findings import collapse_step
 from .statistics import Floats, Interval
-from .trials import num_first, usable_trials
+from .trials import num_first
 
 COST = "train/generated_tokens"
 FEWEST_POINTS = 8
@@ -75,7 +75,7 @@ class Scalings:
 
 def scalings(analysis: Analysis) -> Scalings | None:
     """The curves of all arms with a result; None if the tokens are not known or the metric is no fraction."""
-    record, usable = analysis.record, usable_trials(analysis.record, analysis.outcome)
+    record, usable = analysis.record, analysis.usable
     if not usable or any(COST not in one.history for one in usable.values()) or not analysis.outcome.is_fraction:
         return None
     fits, refused, shifts = [], {}, []
