@@ -54,13 +54,12 @@ def sample(
 
     prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
     decoder = kind(policy, prompt_tokens.shape[1] + limit)
-    if adapters is not None:
-        adapters.use(policies)
+    use_adapters = adapters.use if adapters is not None else lambda policies: None
+    use_adapters(policies)
     logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
     decoder.expand(repeats)
     policies = policies.repeat_interleave(repeats, dim=0)
-    if adapters is not None:
-        adapters.use(policies)
+    use_adapters(policies)
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
     is_end[[token for token in end_ids if token < len(is_end)]] = True
     is_stopped: Any = StopStringCriteria(codec.tokenizer, list(sampling.stop)) if sampling.stop else None
@@ -87,10 +86,8 @@ def sample(
             if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
                 keep = _fill_holes(running)
                 decoder.select(keep)
-                active, running = active[keep], running[keep]
-                chosen = chosen[keep]
-                if adapters is not None:
-                    adapters.use(policies[active])
+                active, running, chosen = active[keep], running[keep], chosen[keep]
+                use_adapters(policies[active])
         logits = decoder.step(chosen)
     ends = lengths.tolist()
     ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
@@ -146,8 +143,7 @@ class RereadingDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-        self.model = model
-        self.capacity = capacity
+        self.model, self.capacity = model, capacity
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""

@@ -208,23 +208,22 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
-    from transformers.cache_utils import DynamicCache
-
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
         return None  # transformers recomputes activations then, and keeps no states
     starts_B = mask_BT.int().argmax(dim=1)
     if not can_share_prompts(model) or int(starts_B.min()) < 2:
         return None
-    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
     width = int(starts_B.max())  # of the longest prompt
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
     if len(prompts_UT) == len(tokens_BT):
         return None
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
-    inputs = prompts_UT[:, :-1].clamp(min=0)
-    lean, weights = None, []
+    inputs, lean, weights = prompts_UT[:, :-1].clamp(min=0), None, []
     if not fused_llama.recognised(model):
+        from transformers.cache_utils import DynamicCache
+
+        cache: Any = DynamicCache(config=model.config)  # pyright: ignore
         backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
         states = [(layer.keys, layer.values) for layer in cache.layers]
     else:

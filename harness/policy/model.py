@@ -100,8 +100,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A causal language model on the CPU, without dropout, an adapter merged into its base.
+def load_policy(name: str, *, seed: int) -> nn.Module:
+    """A causal language model on the CPU in float32, without dropout, an adapter merged into its base.
 
     `seed` only matters for the initial weights of `tiny`.
     """
@@ -112,7 +112,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return nn.Module.to(model, dtype).eval()
+    return nn.Module.to(model, torch.float32).eval()
 
 
 def on_base(name: str, seed: int, load: Callable[[str, int], M]) -> M:
