@@ -298,7 +298,7 @@ def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equa
 def test_a_file_that_exists_is_not_replaced_by_a_capsule(made: Path, tmp_path: Path, capsys: Any):
     (tmp_path / "out.zip").write_text("mine")
     assert cohort("study", "export", "sizes", str(tmp_path / "out.zip"), "--runs", str(made)) == 2
-    assert "exists; choose another file" in capsys.readouterr().err
+    assert "must be a new .zip file" in capsys.readouterr().err
     assert (tmp_path / "out.zip").read_text() == "mine"
 
 

@@ -48,15 +48,17 @@ def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyR
 
 def export_capsule(folder: Path, target: Path) -> int:
     """Write the capsule of the study in a folder; returns the number of its files. ValueError if files are missing."""
-    if not folder.is_dir():
-        raise ValueError(f"the runs folder '{folder.parent.parent}' has no study '{folder.name}'")
-    if target.suffix != ".zip":
-        raise ValueError(f"a capsule must be a file that ends with .zip, got '{target}'")
-    if target.exists():
-        raise ValueError(f"'{target}' exists; choose another file, or move it away")
-    if not target.parent.is_dir():
-        raise ValueError(f"'{target.parent}' is not a folder; make it first")
-    names = _names(folder)
+    if not (folder / STUDY).is_file():
+        raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
+    if target.suffix != ".zip" or target.exists() or not target.parent.is_dir():
+        raise ValueError(f"a capsule must be a new .zip file in a folder that exists, got '{target}'; name another")
+    found = {EVIDENCE, *read_evidence(folder).files}
+    for events in [name for name in found if name.endswith(f"/{EVENTS}")]:
+        directory = events.removesuffix(EVENTS)
+        found |= {directory + event["file"] for event in read_events(folder / events) if event["type"] == "kept"}
+    names = sorted(found)
+    if bad := [name for name in names if not is_inside(name)]:
+        raise ValueError(f"the files of a study must be in its folder, got {bad[0]!r:.80}")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
@@ -104,20 +106,6 @@ def unpacked(file: Path) -> Iterator[Path]:
         raise ValueError(f"'{file}' is not a capsule, or it is damaged ({error}); get another copy") from None
 
 
-def _names(folder: Path) -> list[str]:
-    """The files that verify a study: those that its evidence names and those that its runs have kept."""
-    if not (folder / STUDY).is_file():
-        raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
-    names = {EVIDENCE, *read_evidence(folder).files}
-    for events in [name for name in names if name.endswith(f"/{EVENTS}")]:
-        directory = events.removesuffix(EVENTS)
-        names |= {directory + event["file"] for event in read_events(folder / events) if event["type"] == "kept"}
-    for name in names:
-        if not is_inside(name):
-            raise ValueError(f"the files of a study must be in its folder, got {name!r:.80}")
-    return sorted(names)
-
-
 def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
     """The members of a zip file that may be unpacked: all of them. ValueError otherwise."""
     size, most = sum(member.file_size for member in members), MOST_INFLATION * file.stat().st_size + ALLOWANCE
@@ -125,11 +113,6 @@ def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
         raise ValueError(
             f"capsule '{file}' would unpack to {len(members)} files of {size / 1e6:,.0f} MB, more than a study takes "
             f"({MOST_FILES} files, {most / 1e6:,.0f} MB for its size); nothing was unpacked"
-        )
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if size > free:
-        raise ValueError(
-            f"capsule '{file}' needs {size / 1e6:,.0f} MB in {tempfile.gettempdir()}, {free / 1e6:,.0f} MB are free"
         )
     seen: set[str] = set()
     for member in members:
