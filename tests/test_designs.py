@@ -11,7 +11,6 @@ import yaml
 from cohort.harness.api.study import comparison
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
-from cohort.harness.spec.raw import read_yaml
 from cohort.harness.spec.study import parse_study
 
 RUN: dict[str, Any] = {"task": "arithmetic", "algorithm": "grpo"}
@@ -151,22 +150,6 @@ def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path: Path):
     assert (changed.search.trials, changed.search.space["optimizer.learning_rate"].choices) == (7, [1, 2, 3, 4])
     with pytest.raises(SpecError, match=r"the study searches it; change the range: --set 'search.space.optimizer"):
         load_study(str(file), ["optimizer.learning_rate=0.1"])
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a: 1\nb: 2\na: 3\n", "line 3: key 'a' is already in line 1"),
-        ("run:\n  steps: 1\n  # more\n  steps: 2\n", "line 4: key 'steps' is already in line 2"),
-        ("run: {steps: 1, steps: 2}\n", "line 1: key 'steps' is already in line 1"),
-        ('{"a": 1,\n "a": 2}', "line 2: key 'a' is already in line 1"),
-    ],
-)
-def test_a_key_that_stands_twice_is_refused_with_file_and_line(tmp_path: Path, text: str, words: str):
-    file = tmp_path / "toy.yaml"
-    file.write_text(text)
-    with pytest.raises(SpecError, match=re.escape(f"{file}: not valid YAML: {words}; remove one")):
-        read_yaml(file)
 
 
 def test_every_example_of_the_documentation_is_a_valid_study():

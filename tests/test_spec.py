@@ -238,10 +238,6 @@ def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lack
         ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'search' or 'compare'"),
         ({"qestion": "?"}, "did you mean 'question'?"),
         ({"seeds": {"frst": 3}}, "seeds.frst: unknown key 'frst'; did you mean 'first'?"),
-        (
-            {"search": {"trials": 1, "space": {"steps": {"hgh": 2}}}},
-            "steps.hgh: unknown key 'hgh'; did you mean 'high'",
-        ),
         ({"question": ""}, "question"),
         ({"name": "../up"}, "name"),
         # 0.04 is the default
@@ -344,6 +340,8 @@ HOSTILE_YAML = {
     "code": ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "a list as key": ("run: {[1]: 2}", "line 1: found unhashable key"),
     "NUL": ("question: a\0b", "special characters are not allowed"),
+    "a key twice": ("run:\n  steps: 1\n  # more\n  steps: 2\n", "line 4: key 'steps' is already in line 2; remove one"),
+    "a key twice in JSON": ('{"a": 1,\n "a": 2}', "line 2: key 'a' is already in line 1; remove one"),
     "two documents": ("a: 1\n---\nb: 2", "line 2: but found another document"),
 }
 

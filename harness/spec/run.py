@@ -65,7 +65,7 @@ class KLControl(Section):
         "adaptive: follows a target KL",
     )
     target: float | None = Field(default=None, gt=0, description="adaptive: target KL to the reference, nats per token")
-    refresh_reference_every: int = Field(default=0, ge=0, description="copy the policy there every N steps; 0: never")
+    refresh_reference_every: int = Field(default=0, ge=0, description="steps between copies of the policy; 0: never")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
