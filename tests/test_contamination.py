@@ -216,7 +216,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(changes: list[str], messag
     assert not runs.exists()
 
 
-def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path):
+def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path, runs: Path):
     rows = [
         {"question": f"Ann has {n} eggs and buys {n + 3}. How many?", "answer": f"#### {2 * n + 3}"} for n in range(24)
     ]
@@ -224,9 +224,9 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path):
         (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
     raw = {"task": {"name": "gsm8k", "path": str(tmp_path / "test.jsonl")}, "algorithm": "grpo"}
     fresh = str(tmp_path / "fresh.jsonl")
-    found = probe_contamination(parse_run(raw, "test"), tmp_path / "runs", "one", reference=fresh)
+    found = probe_contamination(parse_run(raw, "test"), runs, "one", reference=fresh)
     assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 2
-    start = json.loads((tmp_path / "runs/probes/one/probe.json").read_text())["probed"][0]["start"]
+    start = json.loads((runs / "probes/one/probe.json").read_text())["probed"][0]["start"]
     assert start.startswith("Ann has")  # the words of the problem, not its template
 
 

@@ -102,9 +102,8 @@ def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
     assert evaluate_once(spec, "test", runs, "kept") == first
 
 
-@pytest.mark.parametrize("autocast", [True, False])
 def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(
-    autocast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[object] = []
 
@@ -120,9 +119,9 @@ def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engin
 
     load = plugins.load
     monkeypatch.setattr(plugins, "load", lambda kind, name: Recording if kind == "engine" else load(kind, name))
-    spec = make_spec(2, num_samples=1).model_copy(update={"autocast": autocast})
-    evaluate_once(spec, "validation", tmp_path, "one")
-    assert seen == [autocast, autocast, "closed"]  # samples, and greedy
+    spec = make_spec(2, num_samples=1).model_copy(update={"autocast": True})
+    evaluate_once(spec, "validation", runs, "one")
+    assert seen == [True, True, "closed"]  # samples, and greedy
     with pytest.raises(RuntimeError, match="out of order"):
-        evaluate_once(spec, "validation", tmp_path, "other")
-    assert seen[3:] == [autocast, "closed"]
+        evaluate_once(spec, "validation", runs, "other")
+    assert seen[3:] == [True, "closed"]

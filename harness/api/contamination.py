@@ -118,17 +118,11 @@ def probe_contamination(
         exact = [float(np.mean([one.exact for one in rows])) for rows in known]
         best = sorted(known[0], key=lambda one: (one.exact, len(words(one.held_back))), reverse=True)
         document = {
-            **facts,
-            "name": name,
-            "model": spec.model,
-            "task": spec.task.name,
-            "exact": exact[0],
-            "exact_reference": exact[1],
-            "findings": findings,
+            **facts, "name": name, "model": spec.model, "task": spec.task.name, "exact": exact[0],
+            "exact_reference": exact[1], "findings": findings,
             "examples": [asdict(one) for one in best[:EXAMPLES] if one.exact],
-            "spec": spec.model_dump(mode="json"),
-            "inputs": inputs,
-        }
+            "spec": spec.model_dump(mode="json"), "inputs": inputs,
+        }  # fmt: skip
         metrics = {"probe/exact": exact[0], "probe/exact_reference": exact[1]}
         for one in findings:
             values = {f"probe/{one['probe']}_{key}": value for key, value in one.items() if key != "probe"}

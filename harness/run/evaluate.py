@@ -155,17 +155,12 @@ def _sampled(
 def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
     """The record of a problem, from its samples and its greedy completion."""
     return ProblemScore(
-        prompt_id=graded.prompt_id,
-        num_samples=len(graded.completions),
-        num_correct=sum(graded.correct or ()),
-        majority=float(majority_correct(graded)),
-        credit=None if graded.scores is None else float(sum(graded.scores)),
-        answered=sum(answer is not None for answer in graded.answers),
-        truncated=sum(graded.truncated),
-        format=float(sum(graded.format_scores)),
-        num_tokens=sum(graded.num_tokens),
+        prompt_id=graded.prompt_id, num_samples=len(graded.completions), num_correct=sum(graded.correct or ()),
+        majority=float(majority_correct(graded)), credit=None if graded.scores is None else float(sum(graded.scores)),
+        answered=sum(answer is not None for answer in graded.answers), truncated=sum(graded.truncated),
+        format=float(sum(graded.format_scores)), num_tokens=sum(graded.num_tokens),
         greedy=bool(greedy.correct and greedy.correct[0]),
-    )
+    )  # fmt: skip
 
 
 def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:

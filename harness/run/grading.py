@@ -64,23 +64,18 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
             correct[answer] = is_gold[number] and (answer == gold or task.is_answered(answer, question, gold))
             scores[answer] = task.score(answer, gold) if task.partial_credit else 0.0
             votes[answer] = number if task.is_answered(answer, question, None) else None
-        texts = [rollout.text for rollout in group.rollouts]
-        graded.append(
-            GradedGroup(
-                prompt_id=group.prompt.id,
-                prompt=group.prompt.text,
-                completions=tuple(texts),
-                num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
-                max_tokens=max_tokens,
-                truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
-                answers=answers,
-                classes=tuple(votes[answer] for answer in answers),
-                format_scores=tuple(task.format_score(text) for text in texts),
-                reasoning_chars=tuple(len(task.reasoning(text)) for text in texts),
-                correct=tuple(correct[answer] for answer in answers),
-                scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
-            )
-        )
+        texts = tuple(rollout.text for rollout in group.rollouts)
+        marked = GradedGroup(
+            prompt_id=group.prompt.id, prompt=question, completions=texts, max_tokens=max_tokens, answers=answers,
+            num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
+            truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
+            classes=tuple(votes[answer] for answer in answers),
+            format_scores=tuple(task.format_score(text) for text in texts),
+            reasoning_chars=tuple(len(task.reasoning(text)) for text in texts),
+            correct=tuple(correct[answer] for answer in answers),
+            scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
+        )  # fmt: skip
+        graded.append(marked)
         left -= allowed - task.allow_overruns(None)
     return graded
 

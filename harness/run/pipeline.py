@@ -132,9 +132,7 @@ def _stage(base: Mapping[str, Any], raw: Mapping[str, Any], place: int, where: s
         if spec.steps < 1:
             raise SpecError(f"{where}: steps must be at least 1, got {spec.steps}; a cold start is part of a stage")
         if spec.checkpoints.finished == "nothing":
-            raise SpecError(
-                f"{where}: checkpoints.finished must be weights, from which the next stage starts, got nothing"
-            )
+            raise SpecError(f"{where}: checkpoints.finished must be weights, where the next stage starts, got nothing")
         return Stage(str(raw["name"]), kind, spec)
     fit = parsed(ColdStart, raw.get("fit", {}), f"{where}: fit")
     if fit.steps < 1:
@@ -245,14 +243,9 @@ def rejection_sampling(
             engine.sleep()
             fitted, _ = start_policy(start if stage.rejection.restart else spec, cache)
             fit_demonstrations(
-                fitted,
-                codec,
-                kept,
-                stage.fit,
-                device=resolve_device(spec.device),
-                on_progress=partial(watch, "fit"),
+                fitted, codec, kept, stage.fit, device=resolve_device(spec.device), on_progress=partial(watch, "fit"),
                 on_loss=lambda step, loss: log.metrics(step, {"fit/loss": loss}),
-            )
+            )  # fmt: skip
             with publish_folder(directory / "policy") as folder:
                 save_model(folder, fitted.cpu(), codec.tokenizer)
             policy.load_state_dict(fitted.state_dict())
@@ -266,15 +259,11 @@ def rejection_sampling(
         finally:
             engine.close()
     summary = {
-        "accuracy_initial": before.metrics["accuracy"],
-        "accuracy_final": after.metrics["accuracy"],
-        "test_accuracy": test.metrics["accuracy"],
-        "rollouts": costs["train/rollouts"],
-        "generated_tokens": costs["train/generated_tokens"],
-        "optimizer_steps": float(stage.fit.steps),
-        "seconds": time.perf_counter() - begun,
-        "peak_memory_bytes": float(peak_memory()),
-    }
+        "accuracy_initial": before.metrics["accuracy"], "accuracy_final": after.metrics["accuracy"],
+        "test_accuracy": test.metrics["accuracy"], "rollouts": costs["train/rollouts"],
+        "generated_tokens": costs["train/generated_tokens"], "optimizer_steps": float(stage.fit.steps),
+        "seconds": time.perf_counter() - begun, "peak_memory_bytes": float(peak_memory()),
+    }  # fmt: skip
     return RunResult("complete", None, summary)
 
 
@@ -316,12 +305,10 @@ def kept_answers(
     metrics = {
         "rejection/prompts": float(len(prompts)),
         **{f"rejection/{key}": float(counts[key]) for key in ("samples", "correct", "duplicates")},
-        "rejection/kept": float(len(kept)),
-        "rejection/acceptance": len(kept) / counts["samples"],
+        "rejection/kept": float(len(kept)), "rejection/acceptance": len(kept) / counts["samples"],
         "rejection/covered": counts["covered"] / len(prompts),
-        "train/rollouts": float(counts["samples"]),
-        "train/generated_tokens": float(counts["tokens"]),
-    }
+        "train/rollouts": float(counts["samples"]), "train/generated_tokens": float(counts["tokens"]),
+    }  # fmt: skip
     lines = [json.dumps(metrics), *(json.dumps(dataclasses.asdict(answer)) for answer in kept)]
     write_text(file, "\n".join(lines) + "\n")
     return kept, metrics

@@ -122,18 +122,10 @@ class Run:
         learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
         if ranks.rank() == 0:
             save_checkpoint(
-                self.directory / CHECKPOINTS,
-                step,
-                spec_digest=self.spec.digest(),
-                policy=self.learner.policy,
-                weights=weights,
-                tokenizer=self.codec.tokenizer,
-                learner_state=learner_state,
-                progress=progress,
-                keep=self.spec.checkpoints.keep,
-                inputs=self.inputs,
-                base=self.base,
-            )
+                self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(), policy=self.learner.policy,
+                weights=weights, tokenizer=self.codec.tokenizer, learner_state=learner_state, progress=progress,
+                keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base,
+            )  # fmt: skip
 
     def charge(self, seconds: float) -> None:
         """Add time of the run, on all its devices."""

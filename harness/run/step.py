@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from .grading import control_rewards, grade, reward_metrics, score
 from .learner import correct_mismatch
 from .state import Run
 from .sync import check_sync, probe
+
+T = TypeVar("T")
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Drawn]:
@@ -72,17 +75,11 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     synced = {} if run.probe is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.probe)}
     clock.lap("sync")
     metrics = merged(
-        updated,
-        scheduled,
-        corrected,
-        synced,
-        reward_metrics(spec.rewards, drawn.graded, drawn.scores),
-        rollout_metrics(drawn.graded, drawn.totals),
-        drawn.metrics(spec),
-        group_metrics(batch, run.gates),
+        updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),
+        rollout_metrics(drawn.graded, drawn.totals), drawn.metrics(spec), group_metrics(batch, run.gates),
         {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
         clock.metrics(),
-    )
+    )  # fmt: skip
     return metrics, drawn
 
 
@@ -133,13 +130,11 @@ class Drawn:
         if len(self.groups) == count:
             return self
         index = sorted(sorted(range(len(self.groups)), key=lambda p: len(set(self.totals[p])) == 1)[:count])
-        return Drawn(
-            [self.groups[p] for p in index],
-            [self.graded[p] for p in index],
-            [self.scores[p] for p in index],
-            [self.greedy[p] for p in index if self.greedy],
-            [self.greedy_rewards[p] for p in index if self.greedy],
-        )
+
+        def at(parts: Sequence[T]) -> list[T]:
+            return [parts[p] for p in index if parts]
+
+        return Drawn(at(self.groups), at(self.graded), at(self.scores), at(self.greedy), at(self.greedy_rewards))
 
     def metrics(self, spec: RunSpec) -> dict[str, float]:
         """`reward/greedy`, where there are greedy completions; with dynamic sampling its counts: `sampling/batches`,
