@@ -58,7 +58,7 @@ def _memory(analysis: Analysis) -> Evidence:
 
     Not tested with the built-in model `tiny`, because its peak is mostly the memory of the libraries.
     """
-    weights = _ppo_minus_grpo(analysis)
+    weights = _apart(analysis, "ppo", "grpo")
     is_tiny = any(trial.spec.get("model") == "tiny" for (arm, _), trial in analysis.usable.items() if arm in weights)
     return _ratio(
         analysis, weights, lambda trial: trial.summary.get("peak_memory_bytes"), MEMORY_RATIO,
@@ -77,7 +77,7 @@ def _time(analysis: Analysis) -> Evidence:
         steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
         return float(np.mean(steps)) if steps else None
 
-    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(analysis).items()}
+    weights = _apart(analysis, "grpo", "ppo")
     text = "A training step of GRPO takes {} times as long as one of PPO"
     return _ratio(analysis, weights, seconds, TIME_RATIO, text, "timed steps")
 
@@ -85,7 +85,7 @@ def _time(analysis: Analysis) -> Evidence:
 def _accuracy(analysis: Analysis) -> Evidence:
     """Accuracy of GRPO minus that of PPO. "At least as accurate" counts as supported if GRPO is detectably above:
     finding no difference does not show equality."""
-    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(analysis).items()}
+    weights = _apart(analysis, "grpo", "ppo")
     found = outcome_contrast(analysis, weights) if weights else None
     if found is None or not found.differences:
         return _untested("PPO and GRPO share no complete seed." if weights else _NO_PAIR)
@@ -248,10 +248,11 @@ def _ratio(
     return _untested(text + caveat) if caveat else _tested(text, (excess >= 0) == (bound > 1), p, found)
 
 
-def _ppo_minus_grpo(analysis: Analysis) -> Weights:
-    """Arms named ppo and grpo whose runs differ in nothing but the algorithm and its settings."""
-    blocks = _blocks(analysis, "algorithm", "algorithm.name")
-    return _weights(blocks, lambda name: name == "ppo", lambda name: name == "grpo")
+def _apart(analysis: Analysis, one: str, other: str) -> Weights:
+    """One algorithm minus another, by arms whose runs differ in nothing but the algorithm and its settings."""
+    return _weights(
+        _blocks(analysis, "algorithm", "algorithm.name"), lambda name: name == one, lambda name: name == other
+    )
 
 
 def _blocks(analysis: Analysis, dotted: str, read: str = "") -> Blocks:

@@ -141,20 +141,6 @@ def test_in_the_dark_the_page_and_its_figures_are_dark_and_all_text_is_legible(b
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
 
 
-def test_figures_are_half_as_wide_as_paper_and_wide_enough_to_read_on_a_phone(browser: Any, page: Path) -> None:
-    smallest = """
-        return Math.min(...[...document.querySelectorAll('svg')].map(svg =>
-            7 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width))"""  # CSS pixels of text of 7 points
-    opened(browser, page, 390)
-    assert browser.execute_script(smallest) > 8
-    opened(browser, page, 695)  # A4 less its margins is 184 mm
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        assert browser.execute_script(smallest) > 7
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
 def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser: Any, tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
