@@ -20,7 +20,7 @@ import pytest
 from cohort.harness.data import FINAL
 from cohort.harness.ground.files import sync, write_text
 from cohort.harness.mirror.writer import COST_AREAS
-from cohort.harness.record.events import EVENTS, RunHistory, read_events
+from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.spec.run import RunSpec, parse_run
 
@@ -160,9 +160,7 @@ def work(runs: Path, spec: RunSpec, train: Callable[..., Any], cache: Path, cut:
 
 def logged(runs: Path) -> tuple[Any, ...]:
     """All that the trial's event file says, clocks and memory apart, and how often."""
-    history = RunHistory()
-    for event in read_events(runs / "trials" / "one" / EVENTS):
-        history.add(event)
+    history = read_history(runs / "trials" / "one" / EVENTS)
     values = {
         key: {step: value.hex() for step, (value, _) in steps.items()}
         for key, steps in history.history.items()

@@ -365,27 +365,22 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path: Path, mo
         read_study(runs, "size")
 
 
-def a_whole_study(runs: Path, watch: Callable[[], Any] = lambda: None) -> Path:
-    """A study from its start to its report, with a trial that failed without a word; `watch` is called in between."""
+@pytest.mark.attack("A lost or locked MLflow store")
+def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs: Path, empty_store: Path):
     folder = begin_study(runs, a_study())
-    watch()
+    copy = lambda: Mirror(runs, folder).copy()  # noqa: E731
+    copy()
     log_trial(runs, "group_size=2", 0, "complete")
-    watch()
-    failed = {"trial": "lost", "arm": "group_size=4", "seed": 1, "factors": {}, "reason": "its workers died"}
+    copy()
     log_trial(runs, "group_size=4", 0, "complete")
+    failed = {"trial": "lost", "arm": "group_size=4", "seed": 1, "factors": {}, "reason": "its workers died"}
     write_json(folder / STATUS, {"state": "complete", "stopped": [], "failed": [failed]})
-    watch()
+    copy()
     (folder / "report").mkdir()
     (folder / "report" / "index.html").write_text("<p>yes")
     means = [{"arm": "group_size=2", "metric": "test/accuracy", "seeds": 2, "mean": 0.5, "low": 0.25, "high": 0.75}]
     write_evidence(folder, read_folder(folder), "Yes, by 3 points.", means, {"group_size=2": PALETTE[4]})
-    watch()
-    return folder
-
-
-@pytest.mark.attack("A lost or locked MLflow store")
-def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs: Path, empty_store: Path):
-    folder = a_whole_study(runs, lambda: copy_all(runs))
+    copy()
     later = runs.parent / "later"
     shutil.copytree(runs / "studies", later / "studies", ignore=shutil.ignore_patterns("mlflow.*"))
     shutil.copy(empty_store, later / "mlflow.db")
@@ -405,10 +400,6 @@ def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
     written = (later / "mlflow.db").read_bytes()
     catch_up(later)
     assert (later / "mlflow.db").read_bytes() == written
-
-
-def copy_all(runs: Path) -> None:
-    Mirror(runs, runs / "studies" / "sizes").copy()
 
 
 def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: Path):
@@ -460,8 +451,6 @@ def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy_and_mlfl
     pipeline: Any = mlflow.transformers.load_model("models:/sizes/1")
     assert all(bool((ours == pipeline.model.state_dict()[k]).all()) for k, ours in tiny_model(3).state_dict().items())
     assert pipeline.tokenizer("1+1=")["input_ids"] == tiny_tokenizer()("1+1=")["input_ids"]
-    (said,) = mlflow.pyfunc.load_model("models:/sizes/1").predict(["1+1="])
-    assert said.startswith("1+1=")
     (policy / "adapter_config.json").write_text("{}")  # MLflow would look for an adapter's base under its path
     shutil.rmtree(policy.parent / "components")
     (policy.parent / "MLmodel").unlink()

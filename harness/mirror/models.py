@@ -56,7 +56,6 @@ def _describe(policy: Path) -> None:
     """Write `MLmodel` and the tokenizer beside a policy; nothing for an adapter, whose base MLflow would look for under
     its path on this machine."""
     from mlflow.models import Model
-    from mlflow.pyfunc import add_to_model
     from mlflow.transformers.flavor_config import build_flavor_config_from_local_checkpoint
     from transformers import AutoTokenizer
 
@@ -66,5 +65,4 @@ def _describe(policy: Path) -> None:
     config = build_flavor_config_from_local_checkpoint(str(policy), "text-generation")
     model = Model()
     model.add_flavor("transformers", **config | {"model_binary": policy.name, "source_model_name": policy.name})
-    add_to_model(model, "mlflow.transformers")
     model.save(str(policy.parent / "MLmodel"))
