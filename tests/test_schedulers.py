@@ -21,6 +21,7 @@ import fake_trials
 import pytest
 import typer
 import yaml
+from cohort.harness.api.study import Study, launcher
 from cohort.harness.cli.app import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
@@ -125,7 +126,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
     study = a_study(seeds=[0])
-    what = Slurm(2, 1, sbatch_parameters(["partition=gpu", "exclusive", "time=1:30:00"]))
+    what = launcher("slurm", Study("", (), study), 2, 1, ["partition=gpu", "exclusive", "time=1:30:00"])
     status = run(study, runs, workers=2, cluster=what)
     assert (status.finished, status.all_valid) == (True, True)
     check_as_undisturbed(study, runs)

@@ -305,7 +305,8 @@ def launcher(
         raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
     if gpus is None:
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
-    return Slurm(None if cpus is None else int(cpus), int(gpus), sbatch_parameters(list(sbatch)))
+    asked = {"cpus-per-task": cpus, "gpus-per-node": gpus or None}
+    return Slurm({**{key: f"{n:g}" for key, n in asked.items() if n is not None}, **sbatch_parameters(list(sbatch))})
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

@@ -40,10 +40,8 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 @dataclass(frozen=True)
 class Slurm:
-    """The resources of each job. `parameters` are those of sbatch, such as its partition and its time limit."""
+    """The options of sbatch for each job: its resources, partition, time limit."""
 
-    num_cpus: int | None = None
-    num_gpus: int = 0
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
 
     def check(self, runs: Path, workers: int | None) -> None:
@@ -66,11 +64,7 @@ class Slurm:
                 f"the runs folder of --launcher slurm must have no % in its path, got '{folder}', because SLURM "
                 "fills it in; name another one with --runs"
             )
-        asked = {"cpus-per-task": self.num_cpus,
-                 "gpus-per-node": self.num_gpus or None, **self.parameters}  # fmt: skip
-        flags = [
-            f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None
-        ]
+        flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in self.parameters.items()]
         tried = subprocess.run(
             ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False
         )
@@ -163,16 +157,15 @@ class SlurmPool(Pool):
         from submitit.core.utils import FailedJobError, FailedSubmissionError
         from submitit.helpers import environment_variables
 
-        folder, slurm = self.logs / "slurm", self.cluster
+        folder, asked = self.logs / "slurm", self.cluster.parameters
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
         executor = submitit.SlurmExecutor(folder, max_num_timeout=10**6)  # one queued again has come further
-        asked: dict[str, Any] = {"gpus_per_node": slurm.num_gpus} if slurm.num_gpus else {}
-        if slurm.num_cpus is not None:  # srun does not take it from sbatch
-            asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
+        cpus = [f"--{key}={value}" for key, value in asked.items() if key == "cpus-per-task"]
         executor.update_parameters(
-            **asked, job_name=f"cohort-{self.options['name']}", array_parallelism=count,
-            signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
+            job_name=f"cohort-{self.options['name']}", array_parallelism=count, signal_delay_s=SIGNAL_SECONDS,
+            srun_args=cpus,  # srun does not take it from sbatch
+            additional_parameters={"requeue": True, **asked},
         )  # fmt: skip
         try:
             with environment_variables(**self.environment), executor.batch():
