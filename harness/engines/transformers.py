@@ -9,7 +9,7 @@ study that share a seed share their noise (common random numbers).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -73,13 +73,18 @@ class TransformersEngine(RolloutEngine):
         from ._decoding import sample
 
         groups: list[list[Group]] = [[] for _ in calls]
+        places = [(number, prompt) for number, call in enumerate(calls) for prompt in call.prompts]
         with whole(self.policy):
             kind = self._decoder_class()
-            for chunk in _chunks(calls, self.settings.max_batch_rows):
-                numbers, parts = zip(*chunk, strict=True)
+            while places:  # cut so that a batch has `max_batch_rows` rows or one prompt at most
+                rows = accumulate(calls[number].group_size for number, _ in places)
+                count = max(1, sum(end <= self.settings.max_batch_rows for end in rows))
+                few = {n: [p for _, p in part] for n, part in groupby(places[:count], key=lambda place: place[0])}
+                parts = [replace(calls[number], prompts=prompts) for number, prompts in few.items()]
                 found = sample(self.policy, self.codec, self.end_ids, parts, sampling, kind, self.adapters)
-                for number, drawn in zip(numbers, found, strict=True):
+                for number, drawn in zip(few, found, strict=True):
                     groups[number] += drawn
+                places = places[count:]
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -98,14 +103,3 @@ class TransformersEngine(RolloutEngine):
         if recognised(self.policy):  # not under autocast
             return LeanDecoder
         return LibraryDecoder if self.keeps_states else RereadingDecoder
-
-
-def _chunks(calls: Sequence[Call], max_rows: int) -> Iterator[list[tuple[int, Call]]]:
-    """The calls with their places, cut between prompts so that a chunk has `max_rows` rows or one prompt at most."""
-    places = [(number, prompt) for number, call in enumerate(calls) for prompt in call.prompts]
-    while places:
-        rows = accumulate(calls[number].group_size for number, _ in places)
-        count = max(1, sum(end <= max_rows for end in rows))
-        parts = groupby(places[:count], key=lambda place: place[0])
-        yield [(number, replace(calls[number], prompts=[prompt for _, prompt in part])) for number, part in parts]
-        places = places[count:]

@@ -337,12 +337,12 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **place,
-        **_split(settings.tensor_parallel_size, on_gpu),
+        **_split(settings.tensor_parallel_size),
         **more,
     )
 
 
-def _split(size: int, on_gpu: bool) -> dict[str, Any]:
+def _split(size: int) -> dict[str, Any]:
     """Arguments by which the vLLMs of `size` successive ranks of a trial compute as one; none in a single process.
 
     Each rank runs the same scheduler over the same requests, so they stay in step without messages. vLLM joins the
@@ -351,20 +351,10 @@ def _split(size: int, on_gpu: bool) -> dict[str, Any]:
     if size == 1 or not (dist.is_available() and dist.is_initialized()):
         return {}
     os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK="0")  # a rank sees its own GPU alone
-    launcher = "external_launcher" if on_gpu else _cpu_launcher()
-    return {"tensor_parallel_size": size, "distributed_executor_backend": launcher, "disable_custom_all_reduce": True}
-
-
-def _cpu_launcher() -> type:
-    """vLLM's external launcher without memory that processes share. vLLM names it alike for all trials of a host and
-    leaves it behind; with a name for each rank it takes the process group instead."""
-
-    class Launcher(import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            _, rank, local_rank = super()._distributed_args()
-            return f"file://{rank}", rank, local_rank
-
-    return Launcher
+    return {
+        "tensor_parallel_size": size, "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,
+    }  # fmt: skip
 
 
 def _vllm() -> Any:
