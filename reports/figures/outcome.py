@@ -119,13 +119,10 @@ def interactions(analysis: Analysis) -> list[Drawing]:
     for number, pair in enumerate(pairs[:6]):
         across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
         if len(levels[lines]) <= len(style.PALETTE):
-            title = wording.factor_title((across, lines))
-            p = effects[pair].p_adjusted if pair in effects else None
-            if p is not None and math.isnan(p):
-                title += ": no test possible"
-            elif p is not None:
-                found = "they interact" if p < ALPHA else "no interaction detected"
-                title += f": {found} (Holm-adjusted {wording.p_equals(p)})"
+            p = effects[pair].p_adjusted if pair in effects else math.nan
+            found = "they interact" if p < ALPHA else "no interaction detected"
+            tested = "no test possible" if math.isnan(p) else f"{found} (Holm-adjusted {wording.p_equals(p)})"
+            title = f"{wording.factor_title((across, lines))}: {tested}"
             draw = _interaction(analysis, across, levels[across], lines, levels[lines])
             drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
