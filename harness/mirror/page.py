@@ -51,17 +51,13 @@ def page(index: str, views: list[dict[str, Any]]) -> str:
     return index.replace("<head>", "<head>" + _HEAD.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
 
 
-def _views() -> list[dict[str, Any]]:
-    """The views of the store's experiments, the newest last."""
+def _serve() -> Response:
     experiments = MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"]).search_experiments()
     found = [(one, read_view(one.tags)) for one in sorted(experiments, key=lambda one: one.creation_time or 0)]
-    return [{"id": one.experiment_id, "view": view[0], "colors": view[1]} for one, view in found if view is not None]
-
-
-def _serve() -> Response:
+    views = [{"id": one.experiment_id, "view": view[0], "colors": view[1]} for one, view in found if view is not None]
     served: Response = _mlflow_page()
     served.direct_passthrough = False
-    text = page(served.get_data(as_text=True), _views())
+    text = page(served.get_data(as_text=True), views)
     return Response(text, mimetype="text/html", headers={"Cache-Control": "no-store"})
 
 

@@ -115,8 +115,12 @@ def connect(runs: Path) -> MlflowClient:
     elif not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(runs / "mlflow.lock"):
-            if not store.exists():
-                _create_store(store)
+            if not store.exists():  # made under another name, so that a crash cannot leave half a schema
+                for leftover in store.parent.glob("mlflow.db.new*"):
+                    leftover.unlink()
+                new = store.with_name("mlflow.db.new")
+                MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+                new.rename(store)
     return MlflowClient(uri)
 
 
@@ -259,14 +263,3 @@ def _schema_version() -> str:
             found[name] |= set(re.findall(r"[0-9a-f]{12}", value))
     (head,) = found["revision"] - found["down_revision"]
     return head
-
-
-def _create_store(store: Path) -> None:
-    """Make an empty store under another name and rename it, so that a crash cannot leave half a schema."""
-    from mlflow import MlflowClient
-
-    for leftover in store.parent.glob("mlflow.db.new*"):
-        leftover.unlink()
-    new = store.with_name("mlflow.db.new")
-    MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
-    new.rename(store)
