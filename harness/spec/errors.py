@@ -33,7 +33,6 @@ def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
 def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
     """One line for each thing wrong with `raw`: where, key, rule, value, and the nearest valid key."""
     lines, is_run = [], hasattr(model, "plugin_fields")
-    every = [name for name, _ in paths.settings(model, raw)]
     for item in error.errors():
         keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]
         path = ".".join(keys)
@@ -41,7 +40,7 @@ def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any]
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             *above, key = keys
-            start = "".join(f"{name}." for name in above)
+            every, start = [name for name, _ in paths.settings(model, raw)], "".join(f"{name}." for name in above)
             below = [name.removeprefix(start) for name in every if name.startswith(start)]
             known = list(dict.fromkeys(name.split(".")[0] for name in below))
             elsewhere = next((f"did you mean '{name}'? " for name in every if name.split(".")[-1] == key), "")

@@ -15,13 +15,12 @@ def settings(model: type[Section], raw: Mapping[str, Any] | None = None) -> Iter
 
     A plugin (task, algorithm, engine) that `raw` names counts with its settings, otherwise as one setting.
     """
-    key: Any
     for key, field in model.model_fields.items():
         node = raw.get(key) if isinstance(raw, Mapping) else None
         kind: Any = field.annotation
         if key in getattr(model, "plugin_fields", ()):
             name = node.get("name") if isinstance(node, Mapping) else node
-            kind = plugins.settings_class(key, name) if name in plugins.names(key) else None
+            kind = plugins.settings_class(key, name) if name in plugins.names(key) else None  # pyright: ignore
         elif isinstance(field.default, list) and not isinstance(node, Mapping):
             kind = None  # `seeds`, a list or a section, is one setting
         inside = [(f"{key}.{path}", inner) for path, inner in _inside(kind, node)]

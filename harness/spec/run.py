@@ -222,7 +222,7 @@ class RunSpec(Section):
     @classmethod
     def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
         """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
-        kind: Any = info.field_name
+        kind = cast(plugins.Kind, info.field_name)
         if isinstance(value, Section):
             return value
         fields = {"name": value} if isinstance(value, str) else value
