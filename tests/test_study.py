@@ -218,29 +218,22 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 # The queue, without processes -----------------------------------------------------------------------------------------
 
 
-def test_a_failed_trial_waits_for_the_next_start_and_comes_last(runs: Path):
-    queue = a_queue(a_study(seeds=[0]), runs)
-    claim = claimed(queue)
-    queue.finish(claim, Outcome("failed", "no memory"))
-    assert [trial.state for trial in queue.status().trials] == ["failed", "waiting"]
-    other = Queue(queue.plan)
-    other.retry_failed()
-    assert [trial.state for trial in queue.status().trials] == ["waiting", "waiting"]
-    assert queue.status().trials[0].reason is None
-    assert [claim.key for claim in (queue.claim(), other.claim()) if claim] == [queue.plan.keys[1], queue.plan.keys[0]]
-
-
-def test_a_trial_in_progress_comes_before_one_that_was_never_begun_and_a_stuck_one_after(runs: Path):
-    queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), runs)
-    first, second = claimed(queue), claimed(queue)
+def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path: Path):
+    queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), tmp_path)
+    first, second, third = (claimed(queue) for _ in range(3))
     queue.finish(second, Outcome("stopped"))
+    queue.finish(third, Outcome("failed", "no memory"))
     die(first, queue)
+    assert [trial.state for trial in queue.status().trials[:3]] == ["stopped", "stopped", "failed"]
+    Queue(queue.plan).retry_failed()  # the study is started again
+    assert (queue.status().trials[2].state, queue.status().trials[2].reason) == ("waiting", None)
     claims = [claimed(queue) for _ in range(2)]
     assert [claim.key for claim in claims] == [first.key, second.key]
     for claim in claims:
         die(claim, queue)
     # the first has lost two workers at step 0 and waits for the others
-    assert [claimed(queue).key for _ in range(2)] == [second.key, queue.plan.keys[2]]
+    order = [claimed(queue).key for _ in range(6)]
+    assert order == [second.key, *queue.plan.keys[3:], third.key, first.key]
 
 
 def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs: Path):

@@ -1,6 +1,6 @@
 """Runs a study: every (arm, seed) exactly once, in worker processes that may die at any moment.
 
-`queue.py` records who runs which trial and how it ended; `processes.py` starts the workers. A study is checked before
+`queue.py` records who runs which trial and how it ended; `launchers/` starts the workers. A study is checked before
 it writes anything.
 """
 
