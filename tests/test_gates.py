@@ -79,30 +79,21 @@ def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, 
     assert step == end and words in reason
 
 
-def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward():
-    state = GateState()
+def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_the_run():
+    def shares(state, rewards, advantages):
+        found = group_metrics(batch_of(rewards, advantages), state)
+        return found["train/zero_advantage_groups"], found["train/stuck_groups"]
+
+    state, zero = GateState(), [[0.0, 0], [0, 0]]
     # Of four groups one has advantages; of the others one earns 1, the best so far, and two earn 0.
-    found = group_metrics(
-        batch_of([[0.0, 1], [1, 1], [0, 0], [0, 0]], [[-0.5, 0.5], [0, 0], [0, 0], [0, 0]]), state
-    )  # fmt: skip
-    assert found == {"train/zero_advantage_groups": 0.75, "train/stuck_groups": 0.5}
-    found = group_metrics(batch_of([[0.5, 0.5], [1, 1]], [[0.0, 0], [0, 0]]), state)  # the run has seen 1
-    assert found == {"train/zero_advantage_groups": 1.0, "train/stuck_groups": 0.5}
-
-
-def test_while_all_rewards_of_a_run_are_equal_every_group_is_stuck():
+    assert shares(state, [[0.0, 1], [1, 1], [0, 0], [0, 0]], [[-0.5, 0.5], [0, 0], *zero]) == (0.75, 0.5)
+    assert shares(state, [[0.5, 0.5], [1, 1]], zero) == (1.0, 0.5)  # the run has seen 1
     state = GateState()
-    nothing = batch_of([[0.0, 0], [0, 0]], [[0.0, 0], [0, 0]])
-    assert group_metrics(nothing, state)["train/stuck_groups"] == 1.0
-    group_metrics(batch_of([[0.0, 1]], [[-1.0, 1]]), state)
-    assert group_metrics(nothing, state)["train/stuck_groups"] == 1.0
-    solved = batch_of([[1.0, 1], [1, 1]], [[0.0, 0], [0, 0]])
-    assert group_metrics(solved, state) == {"train/zero_advantage_groups": 1.0, "train/stuck_groups": 0.0}
-
-
-def test_equal_rewards_with_a_gradient_are_not_stuck():
-    critic = batch_of([[0.0, 0]], [[0.2, -0.2]])  # PPO's advantages come from its critic
-    assert group_metrics(critic, GateState()) == {"train/zero_advantage_groups": 0.0, "train/stuck_groups": 0.0}
+    assert shares(state, zero, zero) == (1.0, 1.0)  # as long as all rewards are equal, none counts as best
+    assert shares(state, [[0.0, 1]], [[-1.0, 1]]) == (0.0, 0.0)
+    assert shares(state, zero, zero) == (1.0, 1.0)
+    assert shares(state, [[1.0, 1], [1, 1]], zero) == (1.0, 0.0)  # solved
+    assert shares(GateState(), [[0.0, 0]], [[0.2, -0.2]]) == (0.0, 0.0)  # PPO's advantages come from its critic
 
 
 def test_the_share_of_changed_weights_is_counted():

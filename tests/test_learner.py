@@ -1,16 +1,24 @@
-"""What an update must not depend on (split, padding, row order) and what it must hold to (on-policy ratios)."""
+"""What an update must not depend on (split, padding, row order), what it holds to (on-policy ratios), its critic."""
 
 import factories
 import pytest
 import torch
+from cohort.harness.checks.memory import estimate
 from cohort.harness.data import Batch, InvalidRun
-from cohort.harness.policy.forward import prompt_states, token_logprobs
+from cohort.harness.policy.forward import hidden_states, prompt_states, token_logprobs
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance
 
+# PPO with a value head on the policy's trunk.
+SHARED = {"name": "ppo", "group_size": 2, "critic": "shared", "value_loss_weight": 1.0}
+SEPARATE = {**SHARED, "critic": "separate"}
+
 
 def make_spec(algorithm="grpo", **changes):
-    return factories.make_spec({"name": algorithm, "group_size": 2}, rollouts_per_step=8, optimizer=changes)
+    algorithm = {"name": algorithm, "group_size": 2} if isinstance(algorithm, str) else algorithm
+    return factories.make_spec(algorithm, rollouts_per_step=8, optimizer=changes)
 
 
 def make_batch(policy=None, extra_columns=0):
@@ -39,16 +47,21 @@ def make_batch(policy=None, extra_columns=0):
         return batch.replace(sampler_logprobs_BT=learner.logprobs(policy, batch))
 
 
-def gradients(spec, batch):
-    policy = tiny_model(0).double()
-    learner = Learner(spec, policy)
+def learner_for(spec):
+    """With a critic that says something."""
+    learner = Learner(spec, tiny_model(0).double())
     learner.critic and torch.nn.init.normal_(learner.critic.head.weight, generator=torch.Generator().manual_seed(1))
-    batch = learner.annotate(batch)
-    batch = spec.algorithm.advantages(batch)
+    return learner
+
+
+def gradients(spec, batch):
+    """One vector: those of the policy, then those of the critic, of which the head's are the last 65."""
+    learner = learner_for(spec)
+    batch = spec.algorithm.advantages(learner.annotate(batch))
     minibatch = batch.replace(loss_weight_BT=spec.algorithm.loss_weights(batch.completion_mask_BT))
     learner.optimizers = {}  # gradients only
     learner._optimizer_step(minibatch, first=True)
-    modules = [policy, *([learner.critic] if learner.critic else [])]
+    modules = [learner.policy, *([learner.critic] if learner.critic else [])]
     return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
 
 
@@ -206,3 +219,59 @@ def test_rows_that_share_no_prompt_or_recompute_activations_are_read_whole():
     empty = batch.completion_mask_BT.clone()
     empty[0] = False
     assert prompt_states(tiny_model(0), batch.tokens_BT, empty) is None
+
+
+def test_values_are_a_shared_head_on_the_policys_own_states():
+    learner, batch = learner_for(make_spec(SHARED)), shared_prompts()
+    found = learner.annotate(batch).values_BT
+    assert found is not None and learner.critic is not None
+    with torch.no_grad():  # the state in column t - 1 is the one in which token t was chosen
+        values = learner.critic.head(hidden_states(learner.policy, batch.tokens_BT))[:, :-1, 0]
+    assert torch.allclose(found[:, 1:], values * batch.completion_mask_BT[:, 1:], atol=1e-6)
+    assert found.abs().max() > 0.1
+
+
+def test_the_value_loss_moves_a_shared_trunk_and_no_separate_policy():
+    size = sum(p.numel() for p in tiny_model(0).parameters())
+    for critic in (SHARED, SEPARATE):
+        one, three = (gradients(make_spec({**critic, "value_loss_weight": w}), make_batch()) for w in (1.0, 3.0))
+        assert torch.allclose(3 * one[-65:], three[-65:], atol=1e-5)
+        difference = (three - one)[:size].norm() / one[:size].norm()
+        assert difference > 0.01 if critic is SHARED else difference == 0
+
+
+@pytest.mark.parametrize("batch", [make_batch(), shared_prompts()], ids=["apart", "shared"])
+def test_the_gradient_does_not_depend_on_the_split_into_microbatches(batch):
+    whole = gradients(make_spec(SHARED), batch)
+    for budget in (1, 20):
+        split = gradients(make_spec(SHARED, tokens_per_microbatch=budget), batch)
+        assert (split - whole).norm() <= 1e-6 * whole.norm()
+
+
+def test_a_shared_head_is_all_that_is_saved_and_optimised_besides_the_policy():
+    learner = Learner(make_spec(SHARED), tiny_model(0))
+    assert sorted(learner.state()["critic_parameters"]) == ["head.bias", "head.weight"]
+    assert [p.numel() for p in learner.optimizers["critic"].param_groups[0]["params"]] == [64, 1]
+
+
+def test_under_an_adapter_the_value_loss_reaches_the_adapter_alone():
+    spec, policy = factories.make_spec(SHARED, rollouts_per_step=8, lora={"rank": 4}), tiny_model(0)
+    assert spec.lora is not None
+    add_adapter(policy, spec.lora, 0)
+    learner = Learner(spec, policy)
+    batch = spec.algorithm.advantages(learner.annotate(make_batch()))
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    for step in range(2):
+        learner.update(batch, step)
+    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all(".lora_" in name for name in moved)
+    assert learner.critic is not None and learner.critic.head.weight.abs().max() > 0
+
+
+def test_a_shared_trunk_needs_no_memory_for_a_second_one():
+    config, device = model_config("tiny"), torch.device("cpu")
+    shared, separate, plain = (estimate(make_spec(a), config, 20, device) for a in (SHARED, SEPARATE, "grpo"))
+    assert shared["critic"] == 4 * (64 + 1)
+    assert separate["critic"] == 2 * 4 * (166_592 + 64 + 1)  # with rearranged copies
+    assert shared["activations"] == plain["activations"] < separate["activations"]
+    assert shared["gradients"] == plain["gradients"] + 4 * 65

@@ -87,14 +87,6 @@ def test_a_correction_weighs_stale_rollouts_and_the_ratio_starts_at_the_policy_o
     assert all(value == pytest.approx(1, abs=1e-4) for _, value in log.history("policy/ratio_max"))
 
 
-def test_without_staleness_no_older_weights_sample(tmp_path):
-    assert make_spec(staleness=0) == make_spec()
-    assert make_spec(staleness=1).digest() != make_spec().digest()
-    log = steps_of(tmp_path)
-    assert all(value == 1 for _, value in log.history("policy/ratio_max"))
-    assert not log.history("staleness/kl")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
