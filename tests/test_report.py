@@ -190,6 +190,8 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
         (fake_study(two_arms(0.4, 0.7), range(5)), ("b reaches ", "points [", "above a (5 seeds, Holm-adjusted p ")),
         (fake_study(two_arms(0.7, 0.7)),
          ("No difference to a (70.", "could be detected: b reaches ", "would be found in 4 of 5 such studies")),
+        (fake_study([*two_arms(0.8, 0.3), FakeArm("c", "grpo", 0.5, {}, {})], range(5)),
+         ("No arm is detectably above a (", "the closest, c, is ", ", while b is ")),
         (fake_study(two_arms(0.4, 0.7), [0]), ("b reaches ", "no interval or test over seeds is possible")),
         (by_group_and_beta(0.5, 0.7, 0.7, 0.5), ("Over the whole grid no factor matters by itself, and factors "
                                                  "interact: group_size x kl_beta (Holm-adjusted p ",)),
@@ -200,7 +202,7 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
         (fake_study(states={**NONE, ("ppo", 0): "running"}),
          ("No answer yet: 0 of 9 trials complete (1 running, 8 not started).",)),
     ],
-    ids=["best", "equal", "one seed", "interaction", "one factor", "preliminary", "none"],
+    ids=["best", "equal", "baseline", "one seed", "interaction", "one factor", "preliminary", "none"],
 )  # fmt: skip
 def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecord, words: tuple[str, ...]) -> None:
     text = answer(analysed(record))

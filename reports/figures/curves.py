@@ -169,21 +169,14 @@ def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None)
     return (x, np.array(rows, dtype=float)) if x.size else None
 
 
-def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
-    """Arm -> the trials that its curves show: the complete ones, or the unfinished ones while none is complete."""
-    trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
-    if not trials:
-        trials = [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
-    chosen = {arm.label: [trial for trial in trials if trial.arm == arm.label] for arm in analysis.arms}
-    return {label: found for label, found in chosen.items() if found}
-
-
 def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_smooth: bool = False) -> list[_Line]:
     """A line per arm that recorded the metric, with the arm's marker or as a centred moving average over 1/40 of the
-    steps (at least 1), shorter at the ends."""
+    steps (at least 1), shorter at the ends. Of complete trials, or of unfinished ones while none is complete."""
+    trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
+    trials = trials or [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
     found = []
-    for arm, trials in _curve_trials(analysis).items():
-        if (series := aligned(trials, metric, cost)) is not None:
+    for arm in [one.label for one in analysis.arms]:
+        if (series := aligned([trial for trial in trials if trial.arm == arm], metric, cost)) is not None:
             x_T, values_ST = series[0], scale_of(metric) * series[1]
             if is_smooth and (reach := x_T.size // 80):
                 window = [slice(max(0, i - reach), i + reach + 1) for i in range(x_T.size)]

@@ -124,9 +124,9 @@ def size(num_bytes: float | None) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
-    """`1 seed`, `2 seeds`; `many` is the plural of an irregular noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {many or f'{noun}s'}"
+def plural(count: int, noun: str) -> str:
+    """`1 seed`, `2 seeds`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def settings(parameters: Mapping[str, Any], short_names: bool = True) -> str:
