@@ -49,16 +49,12 @@ class Dimension(Section):
         assert self.low is not None and self.high is not None
         return self.high - self.low + 1 if self.whole else math.inf
 
-    def points(self) -> list[Scalar]:
-        """Every value of a dimension of finite size. Do not call it for a large `size`."""
+    def probes(self) -> list[Scalar]:
+        """The values that are checked before a study starts: all choices, a short range whole, else both its ends."""
         if self.choices is not None:
             return list(self.choices)
         assert self.low is not None
-        return [self.low + i for i in range(int(self.size))]
-
-    def probes(self) -> list[Scalar]:
-        """The values that are checked before a study starts: all if there are few, otherwise both ends."""
-        return self.points() if self.size <= 64 or self.choices is not None else [self.low, self.high]
+        return [self.low + i for i in range(int(self.size))] if self.size <= 64 else [self.low, self.high]
 
 
 Space = Annotated[dict[str, Dimension], Field(description="full path of a setting -> range or choices")]
