@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from cohort.harness.devices.device import UNMAPPED
 from cohort.harness.policy.lora import merge_saved
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BYTES = {"weights": 1_000, "kv_cache": 500_000}
@@ -61,7 +60,7 @@ class LLM:
     memory_is_full: ClassVar[bool] = False
 
     def __init__(self, *, model: str, dtype: str, load_format: str = "auto", **settings: Any) -> None:
-        assert (load_format == "dummy") != bool(settings.get("enable_lora")), "only adapters read weights from a folder"
+        assert load_format == "dummy", "the folder has no weights"
         self.settings, self.environment = settings, dict(os.environ)
         self.folder, self.dtype = model, getattr(torch, dtype)
         with torch.random.fork_rng():
@@ -76,9 +75,7 @@ class LLM:
         self.asleep: frozenset[str] = frozenset()
         self.calls: list[str] = ["start"]
         self.batches: list[int] = []  # requests per call
-        self.has_weights = load_format == "auto"
-        if self.has_weights:
-            self.model.load_state_dict(load_file(Path(model) / "x.safetensors"))
+        self.has_weights = False
         LLM.last = self
 
     def _add_lora(self, request: Any) -> None:

@@ -2,7 +2,7 @@
 
 vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. It starts with random ones, from
 a folder with the model's config alone whose path depends on that config alone: vLLM keeps compiled graphs by the path
-of the model, so later starts find them. An adapter is served as an adapter: vLLM reads the frozen weights once, and
+of the model, so later starts find them. An adapter is served as an adapter: vLLM gets the frozen weights once, and
 every `load_weights` replaces the adapter alone. Each sample is a separate request with a seed that hashes (seed, step,
 prompt id, sample), so a row depends on its batch only through floating-point rounding; prefix caching shares the
 common part of a group's prompts. The seeds are not the noise of the transformers engine: arms of a study share noise
@@ -102,10 +102,8 @@ class VLLMEngine(RolloutEngine):
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
         """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter; by
         default the policy's own, if it has one."""
-        self.settings = settings
+        self.settings, self.codec, self.end_ids = settings, codec, codec.end_ids(policy)
         self.adapters = adapters = adapters or ([policy] if has_adapter(policy) else [])
-        self.codec = codec
-        self.end_ids = codec.end_ids(policy)
         self.asleep = self.closed = False
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
@@ -115,20 +113,16 @@ class VLLMEngine(RolloutEngine):
         shape.architectures = [type(policy).__name__.removeprefix("FSDP")]  # which sharding puts before it
         config = shape.to_json_string()
         with _process_state_kept():
-            if adapters:
-                self.llm = _start_with_adapters(settings, config, dtype, policy, adapters)
-            else:
-                root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)  # equal configs have one folder
-                folder = root / "cohort" / hashlib.sha256(config.encode()).hexdigest()[:16]
-                folder.mkdir(parents=True, exist_ok=True)
-                write_text(folder / "config.json", config)
-                self.llm = _start(settings, folder, dtype, load_format="dummy")
+            root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)  # equal configs have one folder
+            folder = root / "cohort" / hashlib.sha256(config.encode()).hexdigest()[:16]
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / "config.json", config)
+            self.llm = _start(settings, folder, dtype, adapters)
         self.on_gpu = _on_gpu()
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
-        if not adapters:
-            self.load_weights(policy.state_dict(), 0)
+        self._reload(base_weights(policy))
         for number in range(len(adapters)):
             self.load_adapter(number)
 
@@ -187,8 +181,9 @@ class VLLMEngine(RolloutEngine):
         vLLM rounds each weight to its own precision as it copies it. A slept engine takes back the memory of the cache
         only after that of the weights is filled, so both and what copying needs are never there at once.
         """
-        if self.adapters:
-            return self.load_adapter(0)
+        return self.load_adapter(0) if self.adapters else self._reload(weights)
+
+    def _reload(self, weights: Mapping[str, Tensor]) -> None:
         self._wake(["weights"])
         with _process_state_kept():
             whole = ((name, full(value)) for name, value in weights.items())
@@ -289,34 +284,24 @@ def _check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _start_with_adapters(
-    settings: VLLMEngine.Settings, config: str, dtype: str, policy: nn.Module, adapters: Sequence[nn.Module]
-) -> Any:
-    """vLLM with the weights of the policy, which it keeps, and room for every adapter.
-
-    The file of weights has every name, tied weights twice: without `lm_head.weight` vLLM 0.32 keeps random values in a
-    head.
-    """
-    from safetensors.torch import save_file
-
+def _room(adapters: Sequence[nn.Module]) -> dict[str, Any]:
+    """vLLM's settings that leave room for every adapter."""
+    if not adapters:
+        return {}
     ranks = get_args(import_module("vllm.config.lora").MaxLoRARanks)
     layers = dict(adapted_layers(adapters[0]))
     rank = max(layer.r[ADAPTER] for layer in layers.values())
     names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, and no prompt a score
-    room = {
+    return {
+        "enable_lora": True,
         "max_loras": len(adapters),
         "max_lora_rank": min(size for size in ranks if size >= rank),
         "lora_target_modules": names,
     }
-    with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
-        weights = {name: full(value).detach().clone().contiguous() for name, value in base_weights(policy).items()}
-        save_file(weights, Path(folder) / "x.safetensors")
-        write_text(Path(folder) / "config.json", config)
-        return _start(settings, Path(folder), dtype, enable_lora=True, **room)
 
 
-def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any) -> Any:
-    """vLLM with the shape, and unless `more` says otherwise the weights, that `folder` describes, in this process."""
+def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Sequence[nn.Module]) -> Any:
+    """vLLM with the shape that `folder` describes, random weights and room for the adapters, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
@@ -326,6 +311,7 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
         place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
     return _vllm().LLM(
         model=str(folder),
+        load_format="dummy",
         dtype=dtype,
         max_model_len=settings.max_model_len,
         enforce_eager=not on_gpu,  # no CUDA graphs
@@ -338,7 +324,7 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
         use_tqdm_on_load=False,
         **place,
         **_split(settings.tensor_parallel_size),
-        **more,
+        **_room(adapters),
     )
 
 
