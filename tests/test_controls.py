@@ -21,10 +21,10 @@ from cohort.harness.run.grading import control_rewards, grade
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import parse_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports.findings import verdicts
 from cohort.reports.render import analysed, results_csv, write_report
+from factories import make_study
 from fake_study import FakeArm, fake_study
 from fakes import MemoryLog, assert_same_weights, final_weights, graded_group
 from safetensors.torch import load_file
@@ -110,19 +110,15 @@ def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_p
     log = MemoryLog()
     train(spec, tmp_path, log, cache=cache)
     rows = rows_of(tmp_path)
-    group = graded_group([0, 0, 0, 0])
-    coins = [
-        control_rewards(spec, [], [], [dataclasses.replace(group, prompt_id=p)], 0)[0]
-        for p in dict.fromkeys(row["prompt_id"] for row in rows)
-    ]
-    assert [row["reward"] for row in rows] == [coin for four in coins for coin in four]
-    alone = dataclasses.replace(group, completions=("",))
-    greedy = [
-        control_rewards(spec, [], [], [dataclasses.replace(alone, prompt_id=p)], 0, first=4)[0][0]
-        for p in dict.fromkeys(row["prompt_id"] for row in rows)
-    ]
-    assert log.history("reward/greedy") == [(1, pytest.approx(np.mean(greedy)))]
-    assert greedy != [four[0] for four in coins]
+
+    def coins(count: int, first: int = 0) -> list[list[float]]:
+        ids = dict.fromkeys(row["prompt_id"] for row in rows)
+        groups = [dataclasses.replace(graded_group([0] * count), prompt_id=prompt) for prompt in ids]
+        return control_rewards(spec, [], [], groups, 0, first)
+
+    assert [row["reward"] for row in rows] == [coin for four in coins(4) for coin in four]
+    assert log.history("reward/greedy") == [(1, pytest.approx(np.mean(coins(1, first=4))))]
+    assert [coin for (coin,) in coins(1, first=4)] != [four[0] for four in coins(4)]
 
 
 def test_random_rewards_are_fair_and_keyed_by_seed_step_prompt_and_sample():
@@ -230,9 +226,9 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
         (lambda: compared("random", tune=2), "a study that searches must have no control"),
         (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
         (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),
-        (lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}), "baseline must not be a control, got 'r'"),
-        (lambda: a_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
-        (lambda: a_study(design="search", search={"space": {"control": {"choices": ["random"]}}, "trials": 1}),
+        (lambda: make_study(arms={"r": {"control": "random"}, "plain": {}}), "baseline must not be a control, got 'r'"),
+        (lambda: make_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
+        (lambda: make_study(design="search", search={"space": {"control": {"choices": ["random"]}}, "trials": 1}),
          "a study that searches must have no control"),
     ],
 )  # fmt: skip
@@ -242,14 +238,9 @@ def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make: Any, word
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def a_study(**changes: Any) -> Any:
-    run = {"task": "arithmetic", "algorithm": "grpo"}
-    return parse_study({"name": "toy", "question": "Does it?", "run": run, **changes}, "toy.yaml")
-
-
 def test_controls_do_not_decide_how_many_seeds_a_study_takes():
     arms = {"one": {}, "two": {"steps": 3}, "coin": {"control": "random"}}
-    study = a_study(arms=arms, seeds={"first": 3, "half_width": 0.02, "at_most": 9})
+    study = make_study(arms=arms, seeds={"first": 3, "half_width": 0.02, "at_most": 9})
     wild = {"one": (0.5, 0.5, 0.5), "two": (0.6, 0.6, 0.61), "coin": (0.0, 1.0, 0.5)}
     values = {(arm, seed): {study.metric: wild[arm][seed]} for arm in arms for seed in range(3)}
     decided = decide(study, values)

@@ -21,11 +21,11 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.together import Together
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import LoRA, parse_run
-from cohort.harness.spec.study import parse_study
 from cohort.harness.study.checks import trials_together
 from cohort.harness.study.plan import Plan, sharing_key
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import dry_run, run_study
+from factories import make_study
 from fakes import MemoryLog, StopAfter, tiny_codec
 from safetensors.torch import load_file
 from test_train import BASE
@@ -219,17 +219,14 @@ def test_what_runs_must_have_in_common():
     assert {sharing_key(other) for other in nobody} == {None}
 
 
-def a_study(tmp_path, **changes):
+def a_study(**changes):
     run = {**BASE, "lora": ADAPTER, "steps": 2, "algorithm": {"name": "grpo", "group_size": 4}}
-    fields = {
-        "name": "lockstep", "question": "?", "run": run, "seeds": [0, 1],
-        "arms": {"grpo": {}, "rloo": {"algorithm": {"name": "rloo", "group_size": 4}}},
-    }  # fmt: skip
-    return parse_study({**fields, **changes}, "test")
+    arms = {"grpo": {}, "rloo": {"algorithm": {"name": "rloo", "group_size": 4}}}
+    return make_study(**{"name": "lockstep", "run": run, "arms": arms, **changes})
 
 
 def test_a_study_says_which_trials_share(tmp_path, capsys):
-    plan = Plan(a_study(tmp_path), tmp_path)
+    plan = Plan(a_study(), tmp_path)
     (found,) = trials_together(plan, 2, None).values()
     assert found == {"trials": plan.keys, "at_once": 2}  # 4 trials for 2 workers
     spec = plan.spec(plan.keys[0])
@@ -238,10 +235,10 @@ def test_a_study_says_which_trials_share(tmp_path, capsys):
     assert parts[1]["gradients"] == 3 * trainable and parts[1]["optimizer"] == 6 * trainable
     assert parts[1]["policy"] - parts[0]["policy"] == 2 * trainable
     assert parts[1]["activations"] == parts[0]["activations"]  # one learns at a time
-    show_dry_run("s", "?", dry_run(a_study(tmp_path), tmp_path, workers=2))
+    show_dry_run("s", "?", dry_run(a_study(), tmp_path, workers=2))
     words = " ".join(capsys.readouterr().out.split())
     assert "4 trials share one model and engine, 2 at a time in each worker (grpo, rloo)" in words
-    assert dry_run(a_study(tmp_path), tmp_path, workers=2, together=False)["together"] == []
+    assert dry_run(a_study(), tmp_path, workers=2, together=False)["together"] == []
 
 
 @pytest.mark.parametrize(
@@ -253,11 +250,11 @@ def test_a_study_says_which_trials_share(tmp_path, capsys):
 )
 def test_together_is_refused_where_nothing_can_be_shared(tmp_path, changes, words):
     with pytest.raises(SpecError, match=words):
-        trials_together(Plan(a_study(tmp_path, **changes), tmp_path), 2, True)
+        trials_together(Plan(a_study(**changes), tmp_path), 2, True)
 
 
 def test_a_worker_takes_trials_that_share_but_none_along_with_one_that_kills_its_workers(tmp_path):
-    study = a_study(tmp_path, arms={"grpo": {}, "full": {"lora": None}, "rloo": {"algorithm": "rloo"}})
+    study = a_study(arms={"grpo": {}, "full": {"lora": None}, "rloo": {"algorithm": "rloo"}})
     queue = Queue(Plan(study, tmp_path))
     queue.retry_failed()
     first = queue.claim()
@@ -293,7 +290,7 @@ def test_a_killed_process_takes_no_finished_work_with_it(tmp_path):
             killed.append(lease["pid"])
             os.kill(lease["pid"], signal.SIGKILL)
 
-    study = a_study(tmp_path, run={**a_study(tmp_path).run, "steps": 6, "checkpoints": {"every": 1}})
+    study = a_study(run={**a_study().run, "steps": 6, "checkpoints": {"every": 1}})
     status = run_study(study, tmp_path / "killed", workers=1, command="x", on_status=kill, together=True)
     assert killed and status.finished and status.all_valid
     whole = run_study(study, tmp_path / "whole", workers=1, command="x", together=False)

@@ -8,7 +8,7 @@ is made again.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,6 @@ from ..policy.sources import start_inputs, start_name
 from ..policy.text import TextCodec, load_codec
 from ..spec.run import ColdStart, RunSpec
 
-WAIT_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -61,18 +60,13 @@ def start_policy(
     return load_policy(name, seed=seed), codec
 
 
-@contextmanager
-def _held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock; `on_wait` is called every second while another process holds it, and may raise."""
-    while not lock.is_locked:
+def _held(lock: FileLock, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
+    """Holds a lock until it is left; `on_wait` is called every second while another process holds it, and may raise."""
+    while True:
         try:
-            lock.acquire(timeout=WAIT_SECONDS)
+            return lock.acquire(timeout=1.0)
         except Timeout:
             on_wait()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def fit_demonstrations(
