@@ -265,7 +265,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
     [
         (
             "algorithms/ppo.py",
-            "from ._surrogate import loss\nfrom ..harness.ground.tensors import masked_mean",
+            "from ._surrogate import loss\nfrom ..harness.ground.tensors import whiten",
         ),
         ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
         ("harness/mirror/writer.py", "import mlflow"),

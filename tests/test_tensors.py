@@ -1,18 +1,18 @@
 """The token shift, padding and log-probs, against a plain loop over the model's own logits."""
 
 import torch
-from cohort.harness.ground.tensors import masked_mean, pad_left, pad_right
+from cohort.harness.ground.tensors import pad_left, pad_right, whiten
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
 
 
-def test_padding_is_on_the_left_or_the_right_and_the_mean_of_an_empty_mask_is_zero():
+def test_padding_is_on_the_left_or_the_right_and_an_empty_mask_whitens_to_zero():
     tokens, mask = pad_left([(5, 6), (7,)])
     assert tokens.tolist() == [[5, 6], [0, 7]]
     assert mask.tolist() == [[True, True], [False, True]]
     assert pad_right([(5, 6), (7,)], torch.int64).tolist() == [[5, 6], [7, 0]]
-    assert masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0
+    assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
 
 
 def test_column_t_holds_the_logprob_and_entropy_of_token_t(monkeypatch):

@@ -1,4 +1,4 @@
-"""Padding, masked means and KL estimators; algorithms import it where their settings are read without torch."""
+"""Padding, whitening and KL estimators; algorithms import it where their settings are read without torch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,14 @@ def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return tokens, pad_right([[1] * len(row) for row in rows], torch.bool).flip(1)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` over `mask`; 0 if the mask is empty."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
 
     In float64, and exact zeros for equal values: the rounding of their mean would be scaled up to advantages.
     """
-    exact = values.double()
-    centred = exact - masked_mean(exact, mask)
-    variance = masked_mean(centred**2, mask)
+    exact, count = values.double(), mask.sum().clamp(min=1)
+    centred = exact - (exact * mask).sum() / count
+    variance = (centred**2 * mask).sum() / count
     varies = values.masked_fill(~mask, math.inf).amin() < values.masked_fill(~mask, -math.inf).amax()
     return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
