@@ -57,12 +57,10 @@ class AnswerTask(Task):
         if self.answer_format != "think_answer":
             return 1.0 if _READERS[self.answer_format](completion) else 0.0
         think, answer = _only_pair(completion, "think"), _only_pair(completion, "answer")
-        if answer is not None and not answer[1].strip():
-            answer = None
-        if think is None or answer is None:
-            return 0.0 if think is None and answer is None else 0.5
-        outside = (completion[: think.start()], completion[think.end() : answer.start()], completion[answer.end() :])
-        return 1.0 if think.end() <= answer.start() and not any(map(str.strip, outside)) else 0.5
+        is_answer = answer is not None and bool(answer[1].strip())
+        if think is not None and is_answer and _BOTH_PAIRS.fullmatch(completion):
+            return 1.0
+        return 0.5 if think is not None or is_answer else 0.0
 
     def reasoning(self, completion: str) -> str:
         """The text before the last marker, or all of it; with tags the content of the first `<think>` pair, if any."""
@@ -210,6 +208,7 @@ _ANSWER_IS = re.compile(r"\banswer(?:\s{1,9}is\b|\s{0,9}:)|\u7b54\u6848?(?:\u662
 _EQUALS = re.compile(r"=\s")
 _NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
 _FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
+_BOTH_PAIRS = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.S)  # where each is there once
 _SENTENCE_END = re.compile(r"\.(?=\s)|[\n\u3002]")
 
 

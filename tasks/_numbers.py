@@ -132,12 +132,11 @@ _JOIN_CHARS = 60
 _JOIN = re.compile(r"(?:(?!\n\s*\n)[\s$,;~]|\\[()\[\],;: ]|\\q?quad|(?:\\text\s*\{\s*)?(?:and|or)(?:\s*\})?)*+")
 
 # Chinese numerals, by code point: zero (two forms) to nine, two (a second form); ten, hundred, thousand; 10^4, 10^8.
-_CHINESE_DIGITS = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d", range(10), strict=True))
-_CHINESE_DIGITS |= {"\u3007": 0, "\u4e24": 2}
-_CHINESE_UNITS = {"\u5341": 10, "\u767e": 100, "\u5343": 1000}
-_CHINESE_GROUPS = {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
+_CHINESE_VALUES = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d", range(10), strict=True))
+_CHINESE_VALUES |= {"\u3007": 0, "\u4e24": 2, "\u5341": 10, "\u767e": 100, "\u5343": 1000}
+_CHINESE_VALUES |= {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
 _KILO = "(?![\u7c73\u514b\u74e6\u5361\u5347])"  # a thousand before metre, gram, watt, calorie, litre is a prefix
-_CHINESE_CHARS = "".join((_CHINESE_DIGITS | _CHINESE_UNITS | _CHINESE_GROUPS).keys() - {"\u5343"})
+_CHINESE_CHARS = "".join(_CHINESE_VALUES.keys() - {"\u5343"})
 _CHINESE = re.compile(f"(?:[{_CHINESE_CHARS}]|\u5343{_KILO}){{1,30}}")
 # "minus", before a numeral; "A parts of which B"; "point"; "and" between a whole number and a fraction.
 _CHINESE_MINUS = re.compile(rf"\u8d1f\s?(?=[\d.\u5343{_CHINESE_CHARS}])")
@@ -146,7 +145,7 @@ _CHINESE_POINT = re.compile(r"(?<=\d)\u70b9(?=\d)")
 _CHINESE_AND = re.compile(r"(?<=\d)\s?\u53c8\s?(?=\d)")
 
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALES |= _CHINESE_UNITS | _CHINESE_GROUPS
+_SCALES |= {char: value for char, value in _CHINESE_VALUES.items() if value > 9}
 _SCALE = "|".join(word + _KILO if word == "\u5343" else word for word in _SCALES)
 _CURRENCY = r"\u20ac\u00a3\u00a5\u20b9\u00a2"
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})++|\d{1,3}(?:[ ]\d{3})++|\d++)(?:\.\d*+)?|\.\d++"
@@ -274,21 +273,18 @@ def _without_chinese(text: str) -> str:
 
 def _chinese(match: re.Match[str]) -> str:
     """A run of Chinese numerals in digits, written place by place or with units."""
-    numerals = match[0]
-    if all(char in _CHINESE_DIGITS for char in numerals):
-        return "".join(str(_CHINESE_DIGITS[char]) for char in numerals)
-    total = 0
-    section = 0
-    digit = 0
-    for char in numerals:
-        if char in _CHINESE_DIGITS:
-            digit = _CHINESE_DIGITS[char]
-        elif char in _CHINESE_UNITS:
-            section += (digit or 1) * _CHINESE_UNITS[char]
-            digit = 0
-        else:
-            is_largest = _CHINESE_GROUPS[char] == 10**8  # it multiplies all before it, the other its section only
-            total = (total + section + digit) * 10**8 if is_largest else total + (section + digit) * 10**4
+    values = [_CHINESE_VALUES[char] for char in match[0]]
+    if max(values) < 10:
+        return "".join(map(str, values))
+    total = section = digit = 0
+    for value in values:
+        if value < 10:
+            digit = value
+            continue
+        if value < 10**4:
+            section += (digit or 1) * value
+        else:  # the largest unit multiplies all before it, the other its section only
+            total = (total + section + digit) * value if value == 10**8 else total + (section + digit) * value
             section = 0
-            digit = 0
+        digit = 0
     return str(total + section + digit)

@@ -65,8 +65,13 @@ class Math(DatasetTask):
         return 1024
 
     def parse_row(self, row: Row) -> Problem | None:
-        if self.levels and _level(row) not in self.levels:
-            return None
+        level = _LEVEL.fullmatch(str(row.get("level")).strip())
+        if self.levels:
+            text = text_field(row, "level")
+            if level is None:
+                raise BadRow(f"field 'level' must be a number or 'Level' and a number, got {text!r}")
+            if level[1] not in map(str, self.levels):
+                return None
         if self.subjects and _subject(text_field(row, "subject", "type")) not in self.subjects:
             return None
         question = text_field(row, "problem", "question")
@@ -81,7 +86,11 @@ class Math(DatasetTask):
         gold = _latex.canonical(answer)
         if len(gold) > _latex.MAX_CHARS:
             raise BadRow(f"the answer must have at most {_latex.MAX_CHARS} characters, got {len(gold)}")
-        return Problem(question, gold, solution and self._completion(solution, boxed, answer, gold), _tags(row))
+        tags = [("subject", _subject(str(row.get("subject") or row.get("type") or "")))]
+        if level and level[1] != "?":  # MATH has a few problems of `Level ?`
+            tags.insert(0, ("level", level[1]))
+        worked = solution and self._completion(solution, boxed, answer, gold)
+        return Problem(question, gold, worked, tuple((name, value) for name, value in tags if value))
 
     def read(self, text: str) -> str | None:
         return (_latex.canonical(text) or None) if len(text) <= _latex.MAX_CHARS else None
@@ -110,23 +119,6 @@ class Math(DatasetTask):
 
 def _subject(text: str) -> str:
     return " ".join(text.lower().replace("_", " ").replace("&", " and ").split())
-
-
-def _level(row: Row) -> int:
-    """The difficulty in a row's `level`, such as `3` or `Level 3`; 0 for MATH's `Level ?`."""
-    text = text_field(row, "level")
-    match = _LEVEL.fullmatch(text)
-    if match is None:
-        raise BadRow(f"field 'level' must be a number or 'Level' and a number, got {text!r}")
-    return 0 if match[1] == "?" else int(match[1])
-
-
-def _tags(row: Row) -> tuple[tuple[str, str], ...]:
-    """The level and the subject of a row, if it has them."""
-    level = _LEVEL.fullmatch(str(row.get("level") or "").strip())
-    subject = _subject(str(row.get("subject") or row.get("type") or ""))
-    found = ("level", level[1] if level and level[1] != "?" else ""), ("subject", subject)
-    return tuple((name, value) for name, value in found if value)
 
 
 _LEVEL = re.compile(r"(?:level\s*)?(\d|\?)", re.I)

@@ -93,13 +93,6 @@ class ReasoningGym(AnswerTask):
         "by default the answer format's own",
     )
 
-    @field_validator("settings")
-    @classmethod
-    def _leaves_the_streams_alone(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if taken := sorted({"seed", "size"} & value.keys()):
-            raise ValueError(f"settings must leave {taken[0]} to the splits; remove it, and set num_train and the like")
-        return value
-
     @field_validator("template")
     @classmethod
     def _has_place(cls, value: str) -> str:
@@ -166,12 +159,10 @@ class ReasoningGym(AnswerTask):
         part = self._part(split)
         for first in range(0, part[-1], MAKE_AT_ONCE):
             last = min(first + MAKE_AT_ONCE, part[-1])
-            made = gym().ask("make", part, first, last, keys).answer
-            if made is None:
-                made = (
-                    f"task.settings must let the generator '{self.dataset}' make {last - first} problems within "
-                    f"{MAKE_SECONDS:g} s and its share of memory"
-                )
+            made = gym().ask("make", part, first, last, keys).answer or (
+                f"task.settings must let the generator '{self.dataset}' make {last - first} problems within "
+                f"{MAKE_SECONDS:g} s and its share of memory"
+            )
             if isinstance(made, str):
                 raise ValueError(made)
             for index, (question, answer, fields) in enumerate(made, start=first):

@@ -9,7 +9,6 @@ import pytest
 from cohort.tasks._data import BadRow
 from cohort.tasks.cmath import CMATH
 from cohort.tasks.gsm8k import GSM8K
-from real_data import real_data
 
 FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
 ROW = {"grade": 3, "question": "\u4e00\u52a0\u4e00\u662f\u591a\u5c11\uff1f", "golden": "2"}
@@ -31,10 +30,6 @@ def test_the_development_part_is_the_training_source(tmp_path, word, layout):
         file.parent.mkdir(exist_ok=True)
         shutil.copy(FIXTURE / f"{source}.jsonl", file)
     assert (num_train(task(tmp_path)), len(task(tmp_path).prompts("test"))) == (10, 3)
-
-
-def test_a_single_development_file_is_train():
-    assert num_train(task(FIXTURE / "dev.jsonl", test_path=str(FIXTURE / "test.jsonl"))) == 10
 
 
 def test_other_tasks_know_no_development_part(tmp_path):
@@ -113,8 +108,3 @@ def test_answers_with_chinese_numerals_units_signs_and_fractions_are_read(comple
 def test_a_bad_row_names_its_field(changes, message):
     with pytest.raises(BadRow, match=message):
         CMATH().parse_row({**ROW, **changes})
-
-
-def test_real_cmath_loads_in_full():
-    cmath = CMATH(path=str(real_data("cmath")))
-    assert num_train(cmath) + len(cmath.prompts("test")) > 1600
