@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BaseModel, Field
 
-from ..data import Section
 from ..interfaces import Task
 from ..spec.errors import parsed
 from ..spec.load import load_run
@@ -24,12 +23,12 @@ from .settings import Settings, as_texts
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
 
 
-class Case(Section, extra="ignore", coerce_numbers_to_str=True):
+class Case(BaseModel, frozen=True, coerce_numbers_to_str=True):
     """A completion and its gold answer; `label` says whether it is right, None if unknown."""
 
     expected: str = Field(validation_alias="gold")
     completion: str
-    label: bool | None = Field(None, validation_alias=AliasChoices("label", "correct"))
+    label: bool | None = Field(default=None, validation_alias=AliasChoices("label", "correct"))
 
 
 @dataclass(frozen=True, slots=True)

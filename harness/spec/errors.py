@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from .. import plugins
-from ..data import Section
 from . import paths
 
-S = TypeVar("S", bound=Section)
+S = TypeVar("S", bound=BaseModel)
 
 
 class SpecError(ValueError):
@@ -17,7 +16,7 @@ class SpecError(ValueError):
 
 
 def parsed(model: type[S], raw: Any, where: str) -> S:
-    """The section that a mapping describes; otherwise SpecError with `where`, key, rule and value."""
+    """The model that a mapping describes; otherwise SpecError with `where`, key, rule and value."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -30,7 +29,7 @@ def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     return f"did you mean '{near}'? " if near else ""
 
 
-def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
+def explain(error: ValidationError, model: type[BaseModel], raw: Mapping[str, Any], where: str) -> str:
     """One line for each thing wrong with `raw`: where, key, rule, value, and the nearest valid key."""
     lines, is_run = [], hasattr(model, "plugin_fields")
     for item in error.errors():

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from .. import plugins
 from ..data import Section
 
 
-def settings(model: type[Section], raw: Mapping[str, Any] | None = None) -> Iterator[tuple[str, FieldInfo]]:
+def settings(model: type[BaseModel], raw: Mapping[str, Any] | None = None) -> Iterator[tuple[str, FieldInfo]]:
     """The full path and the field of every setting of a section, including nested sections.
 
     A plugin (task, algorithm, engine) that `raw` names counts with its settings, otherwise as one setting.

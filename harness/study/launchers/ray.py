@@ -98,18 +98,17 @@ class RayPool(Pool):
     def _end_of(self, name: Any, worker: Any) -> tuple[str, int, str] | None:
         if not self._ray.wait([worker], timeout=0)[0]:
             return None
-        code, words = 0, ""
         try:
             code, words = self._ray.get(worker)
-            if code is None:
-                raise SpecError(
-                    f"the node '{words}' of the cluster does not share the runs folder '{self.options['runs']}': give "
-                    "the nodes a database with --storage postgresql://..., or a folder on a common disk with --runs"
-                )
         except self._ray.exceptions.TaskCancelledError:  # before it began
-            pass
+            return "a worker", 0, ""
         except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
-            code, words = -signal.SIGKILL, str(error).splitlines()[0]
+            return "a worker", -signal.SIGKILL, str(error).splitlines()[0]
+        if code is None:
+            raise SpecError(
+                f"the node '{words}' of the cluster does not share the runs folder '{self.options['runs']}': give "
+                "the nodes a database with --storage postgresql://..., or a folder on a common disk with --runs"
+            )
         return "a worker", code, words
 
 
