@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -110,7 +109,7 @@ def plain_gae(case: Case) -> Tensor:
 
 
 def plain_to_go(case: Case, gamma: float = 1.0) -> Tensor:
-    return case.completion(to_go(token_rewards(case.batch, 0.05, "k1"), gamma))
+    return case.completion(to_go(token_rewards(case.batch, 0.05), gamma))
 
 
 def centred(case: Case) -> Tensor:
@@ -211,11 +210,9 @@ def proper() -> list[Case]:
 
 def log_prob_valued(algorithm: DPPO, case: Case) -> Numbers:
     """Our loss with each token's weight times its log-prob, which has the same gradient."""
-    batch, ours = prepared(algorithm, case), our_loss(algorithm, case)
-    _, masked = algorithm.surrogate(batch, PolicyOutput(case.logprobs_BT, case.logprobs_BT))
-    weight_BT = (case.logprobs_BT - batch.old_logprobs_BT).exp().clamp(max=algorithm.weight_max or math.inf)
-    per_token = -weight_BT * batch.advantages_BT * case.logprobs_BT * ~masked
-    return Numbers((algorithm.token_weights(batch) * per_token).sum(), ours.gradient)
+    gradient = our_loss(algorithm, case).gradient
+    assert gradient is not None
+    return Numbers((gradient * case.completion(case.logprobs_BT)).sum(), gradient)
 
 
 def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
