@@ -80,17 +80,11 @@ def test_a_control_pays_what_it_says(runs: Runs, control: str):
     paid, right = [row["reward"] for row in rows], [float(row["correct"]) for row in rows]
     formats = [spec_of().task.format_score(row["completion"]) for row in rows]
     assert len(set(formats)) > 1
-    if control == "frozen":
-        assert paid == [one + other for one, other in zip(right, formats, strict=True)]
-    if control == "format_only":
-        assert paid == formats
-    if control == "inverted":
-        assert paid == [1 - value for value in right]
-    if control == "shuffled_gold":
-        assert set(paid) <= {0.0, 1.0}
+    whole = [one + other for one, other in zip(right, formats, strict=True)]
+    known = {"frozen": whole, "format_only": formats, "inverted": [1 - value for value in right]}
+    assert paid == known.get(control, paid)
     if control == "random":
-        assert 0 < sum(paid) < len(paid) == 16
-        assert [row["reward"] for row in rows_of(runs["frozen"][0])] != paid
+        assert 0 < sum(paid) < len(paid) == 16 and paid != whole
     assert log.history("reward/mean")[0] == (1, pytest.approx(np.mean(paid)))
 
 

@@ -197,10 +197,8 @@ def test_a_model_with_anything_unusual_is_left_to_the_library(name):
     assert not fused_llama.recognised(UNKNOWN[name]())
 
 
-def test_autocast_and_large_models_are_left_to_the_library():
+def test_autocast_is_left_to_the_library():
     model = tiny_model(0)
     assert fused_llama.recognised(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not fused_llama.recognised(model)
-    with torch.device("meta"):  # 2 * 100,000 * 320 = 64 M parameters in embedding and head
-        assert not fused_llama.recognised(LlamaForCausalLM(config(LlamaConfig, vocab_size=100_000, hidden_size=320)))

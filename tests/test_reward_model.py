@@ -84,7 +84,7 @@ def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     assert right > wrong
 
 
-def test_a_score_does_not_depend_on_the_padding_of_its_batch(tmp_path):
+def test_a_score_does_not_depend_on_the_padding_of_its_batch():
     model, tokenizer = bradley_terry.load_classifier("tiny", seed=0)
     scorer = Scorer(model.eval(), tokenizer)
     rows = [("1+1=", "2"), ("1+2+3+4+5=", "a much longer completion"), ("1", "")]

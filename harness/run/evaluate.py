@@ -40,23 +40,13 @@ ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
 
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
-    """The counts of one problem that the metrics of a split need.
-
-    majority    chance that a majority vote of its samples is right
-    credit      sum of the samples' scores, None without partial credit; `format` that of their format scores
-    num_tokens  of all samples together; `answered` and `truncated` count samples
-    greedy      whether the greedy completion is right
-    """
+    """What the metrics of a split need of one problem: by metric, the sum over its samples; the chance that a majority
+    vote of them is right; and whether the greedy completion is."""
 
     prompt_id: str
     num_samples: int
-    num_correct: int
+    sums: Mapping[str, float]
     majority: float
-    credit: float | None
-    answered: int
-    truncated: int
-    format: float
-    num_tokens: int
     greedy: bool
 
 
@@ -124,9 +114,8 @@ def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) 
 
 
 def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> EvaluationResult:
-    metrics = sample_metrics(scores) | {"greedy_accuracy": float(np.mean([score.greedy for score in scores]))}
-    counts = {score.prompt_id: score.num_correct for score in scores}
-    return EvaluationResult(split, metrics, counts, [], breakdown(prompts, scores))
+    counts = {score.prompt_id: int(score.sums["accuracy"]) for score in scores}
+    return EvaluationResult(split, sample_metrics(scores), counts, [], breakdown(prompts, scores))
 
 
 def _sampled(
@@ -154,13 +143,16 @@ def _sampled(
 
 def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
     """The record of a problem, from its samples and its greedy completion."""
-    return ProblemScore(
-        prompt_id=graded.prompt_id, num_samples=len(graded.completions), num_correct=sum(graded.correct or ()),
-        majority=float(majority_correct(graded)), credit=None if graded.scores is None else float(sum(graded.scores)),
-        answered=sum(answer is not None for answer in graded.answers), truncated=sum(graded.truncated),
-        format=float(sum(graded.format_scores)), num_tokens=sum(graded.num_tokens),
-        greedy=bool(greedy.correct and greedy.correct[0]),
-    )  # fmt: skip
+    sums = {
+        "accuracy": sum(graded.correct or ()),
+        **({} if graded.scores is None else {"score": sum(graded.scores)}),
+        "answered": sum(answer is not None for answer in graded.answers),
+        "truncated": sum(graded.truncated),
+        "format": sum(graded.format_scores),
+        "num_tokens": sum(graded.num_tokens),
+    }
+    is_right = bool(greedy.correct and greedy.correct[0])
+    return ProblemScore(graded.prompt_id, len(graded.completions), sums, float(majority_correct(graded)), is_right)
 
 
 def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:
@@ -171,18 +163,16 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
             found[tag].append(score)
     result: dict[str, dict[str, dict[str, float]]] = {}
     for (name, value), members in sorted(found.items()):
-        result.setdefault(name, {})[value] = {
-            "accuracy": _share(members, "num_correct"),
-            "greedy_accuracy": float(np.mean([score.greedy for score in members])),
-            "num_prompts": float(len(members)),
-        }
+        metrics = sample_metrics(members)
+        shown = {key: metrics[key] for key in ("accuracy", "greedy_accuracy", "num_prompts")}
+        result.setdefault(name, {})[value] = shown
     return result
 
 
 def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
-    any_score = ProblemScore("", settings.num_samples, 0, 0.0, 0.0 if partial_credit else None, 0, 0, 0.0, 0, False)
-    return [*sample_metrics([any_score]), "greedy_accuracy"]
+    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "truncated", "format", "num_tokens"]
+    return list(sample_metrics([ProblemScore("", settings.num_samples, dict.fromkeys(names, 0), 0.0, False)]))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -194,20 +184,17 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
     """Metrics of n samples per problem, among them pass@k for the powers of two from 2 on and for n."""
     k = scores[0].num_samples
     sizes = sorted({k, *(2**j for j in range(1, k.bit_length()))})
+    count = sum(score.num_samples for score in scores)
+    means = {name: float(sum(score.sums[name] for score in scores)) / count for name in scores[0].sums}
     return {
-        "accuracy": _share(scores, "num_correct"),
-        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in sizes},
+        "accuracy": means.pop("accuracy"),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, int(s.sums["accuracy"]), j) for s in scores])) for j in sizes},
         f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
-        **({} if scores[0].credit is None else {"score": _share(scores, "credit")}),
-        **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
+        **means,
         "num_prompts": float(len(scores)),
         "num_samples": float(k),
+        "greedy_accuracy": float(np.mean([score.greedy for score in scores])),
     }
-
-
-def _share(scores: Sequence[ProblemScore], name: str) -> float:
-    """The mean over all samples of a quantity that the scores hold as sums."""
-    return float(sum(getattr(score, name) for score in scores)) / sum(score.num_samples for score in scores)
 
 
 def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:

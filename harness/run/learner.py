@@ -83,9 +83,7 @@ class Learner:
         if self.critic is not None:
             critic = self.critic
 
-            def values(
-                trunk: nn.Module, tokens: Tensor, mask: Tensor, _: float, prompts: PromptStates | None
-            ) -> Tensor:
+            def values(trunk: nn.Module, tokens: Tensor, mask: Tensor, _: float, prompts: Any) -> Tensor:
                 return critic(mask, completion_states(trunk, tokens, mask, prompts))
 
             batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
@@ -110,19 +108,14 @@ class Learner:
             yield
             return
         now = self._trained_weights()
-        self._set_trained(self.older[0])
+        self.policy.load_state_dict(self.older[0], strict=False)
         try:
             yield
         finally:
-            self._set_trained(now)
+            self.policy.load_state_dict(now, strict=False)
 
     def _trained_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def _set_trained(self, weights: Mapping[str, Tensor]) -> None:
-        for name, value in weights.items():
-            self.policy.get_parameter(name).copy_(value)
 
     def begin_step(self, step: int) -> dict[str, float]:
         """Set rates, KL weight and reference for training step `step`.

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ..checks.preflight import check_length, run_inputs
-from ..data import InvalidRun, Prompt, SampleRow, Split
+from ..data import InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.device import peak_memory, resolve_device
 from ..ground.files import sha256, sync, write_text
@@ -92,7 +92,11 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
         every = spec.checkpoints.rollouts_every
         if every and (step - 1) % every == 0 and ranks.rank() == 0:
-            keep_rollouts(run.directory, run.log, step, rows())
+            file = run.directory / (name := f"rollouts/step-{step:06d}.jsonl")  # one rollout per line
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows()))
+            sync(file.parent)  # on disk before the event with its hash
+            run.log.kept(step, name, sha256(file))
         run.log.progress("train", step, spec.steps)
         check_gates(gates, run.gates, metrics, step)  # decided from metrics that all ranks share
         is_last = step == spec.steps or run.is_spent
@@ -133,17 +137,6 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
         "throughput/tokens_per_second": sum(counts) / seconds,
         **run.charge_flops(operations),
     }
-
-
-def keep_rollouts(directory: Path, log: RunLog, step: int, rows: Sequence[SampleRow]) -> None:
-    """Write the batch of a training step to `rollouts/` in the run's folder, one rollout per line; the file is on disk
-    before the event with its hash."""
-    name = f"rollouts/step-{step:06d}.jsonl"
-    file = directory / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows))
-    sync(file.parent)
-    log.kept(step, name, sha256(file))
 
 
 def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
