@@ -16,8 +16,6 @@ the wider of the two-way and the Student t interval. Where the scores of single 
 Student's over seeds. The bootstrap is shown in addition. The same holds for paired differences.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

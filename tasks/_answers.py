@@ -5,8 +5,6 @@ explicit marker is unambiguous, so a reader accepts all of them and tries the co
 tells whether a completion keeps that one. Reading takes time linear in the text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal

@@ -4,8 +4,6 @@ Use it as `with browser.session() as chromium:` in a fixture of the test module,
 there is no Chromium, no driver or no selenium. A session takes seconds to start: one for each module is enough.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

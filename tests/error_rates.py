@@ -4,8 +4,6 @@
 design and number of seeds; `test_error_rates.py` runs fewer of the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

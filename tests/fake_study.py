@@ -1,7 +1,5 @@
 """A study record with a known truth, made without any training: what the tests of statistics and report read."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

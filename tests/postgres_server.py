@@ -1,7 +1,5 @@
 """A PostgreSQL server of the tests' own: a new cluster in a temporary folder, on a free port of 127.0.0.1."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

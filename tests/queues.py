@@ -1,7 +1,5 @@
 """Studies of fakes and their queues: starts, kills, and what must be left at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `python tests/scaling_curves.py --studies 1000` prints one line per design; `test_scaling.py` runs fewer of the same.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ intervals of a difference enclose the truth, the share of studies with a false d
 fixed number of seeds whose interval would on average be as narrow; `test_two_stage.py` runs fewer of the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

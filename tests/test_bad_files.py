@@ -1,7 +1,5 @@
 """One bad file costs one trial: it fails once and names the file; the others run, and the report says so."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

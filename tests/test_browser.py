@@ -3,8 +3,6 @@
 One server and one browser for all; the pages are single-page applications, so every look waits for what it looks for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

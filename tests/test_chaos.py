@@ -3,8 +3,6 @@
 Short here, with a run that trains nothing and a real store; `make chaos` makes it long, with the real training loop.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

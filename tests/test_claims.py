@@ -1,7 +1,5 @@
 """The verdicts on published claims: support takes a significant difference, and what was not varied is not tested."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

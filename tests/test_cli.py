@@ -1,7 +1,5 @@
 """The command line: help, bad input, exit codes, one JSON document on stdout, progress on stderr, harmless text."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

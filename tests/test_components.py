@@ -1,7 +1,5 @@
 """Designs over components: n + 1 arms, none that cannot matter, and a rank by what each component adds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

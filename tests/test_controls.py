@@ -1,7 +1,5 @@
 """Control arms: each changes what it says and nothing else, and the report keeps them apart and believes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What a study file may ask for: every design becomes the arms that it says, or an error that says what is wrong."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

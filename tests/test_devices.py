@@ -1,7 +1,5 @@
 """A trial on several devices is the trial on one: tokens, metrics and weights; and no rank that dies takes it along."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies of equal arms, from the record to the sentence: the answer claims a difference in at most 5 % of them."""
 
-from __future__ import annotations
-
 import pytest
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed

@@ -1,7 +1,5 @@
 """Cost, time left and budget of a study, by hand; a dry run checks what a run checks and writes nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A study is expanded once: no process validates the run of an arm twice, whatever the design and the seeds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The formula of operations against PyTorch's own counter, and what a run writes of its costs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

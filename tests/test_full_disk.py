@@ -1,7 +1,5 @@
 """A full disk ends a command in one sentence, fails no arm, and the same command goes on once there is space."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Text that a database refuses (NUL, lone surrogates, a megabyte) is recorded with those characters replaced."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A trial on several hosts is the trial on one; strangers and hosts with other versions stay out; none that dies takes
 it along. The hosts are agents of torch on this machine, forked with their workers from one process."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several studies in one report: only where they measure the same thing, with every other difference said."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """A trial belongs to the worker that lives, whatever machines call themselves and whatever time their clocks show."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

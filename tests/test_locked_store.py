@@ -1,7 +1,5 @@
 """A start names an MLflow store that another process has locked or that is damaged, and leaves it alone."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """A password of a database reaches no message, no file of a runs folder and no arguments of a process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """A runs folder of any name keeps all its files inside or is refused; a copied one shows and changes itself alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import urllib.request

@@ -1,7 +1,5 @@
 """The prediction of a study and what a budget buys, by hand from a measurement that is given; the bad questions."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

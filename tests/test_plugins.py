@@ -1,7 +1,5 @@
 """Plugins are found by file name or entry point, loaded on demand, and refused with the nearest name."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -4,8 +4,6 @@ A file's content is safe once the file was flushed (fsync), a name once its fold
 there, may be lost, may be half there, or may be zeros where a file kept its length; names may be lost apart from that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

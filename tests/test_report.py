@@ -1,7 +1,5 @@
 """The report of studies whose truth is known: what it says, what it leaves out, and that nothing in it can run."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """The report in headless Chromium: it runs nothing, loads nothing, fits a phone and a desk, and prints whole."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import re

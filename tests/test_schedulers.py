@@ -1,7 +1,5 @@
 """Workers that a scheduler starts: `cohort study work`, and jobs of SLURM through submitit."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

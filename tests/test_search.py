@@ -1,7 +1,5 @@
 """A search finds good arms, judges them by all seeds, loses nothing when workers die, and says what it found."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a user writes becomes a validated, frozen, stably hashed spec, or an error that says how to fix it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

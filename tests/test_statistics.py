@@ -1,7 +1,5 @@
 """The statistics against hand arithmetic, scipy and simulated studies whose truth is known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

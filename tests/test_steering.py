@@ -1,7 +1,5 @@
 """Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Ctrl-C at the start of a command; test_cli.py has what it does to a study."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The queue keeps its promises wherever it lives: in files or in PostgreSQL, whose clock and connections it trusts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

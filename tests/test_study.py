@@ -1,7 +1,5 @@
 """Every (arm, seed) of a study is run exactly once, whoever is killed; what was said of it can be believed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The record of a run and its copy in MLflow say the same, whatever dies in between."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

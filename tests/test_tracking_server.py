@@ -4,8 +4,6 @@ COHORT_OUTAGE_SECONDS (by default 3) says for how long the server stays away; `C
 tests/test_tracking_server.py -k killed` is the two-minute version.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

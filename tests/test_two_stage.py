@@ -1,7 +1,5 @@
 """The first seeds decide, once, how many a study takes; what is said after that holds as with a fixed number."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

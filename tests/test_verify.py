@@ -1,8 +1,6 @@
 """`cohort verify` and capsules: an untouched study follows from its files, one altered digit anywhere does not, and a
 file from somebody else unpacks nothing outside its place."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -6,8 +6,6 @@ section 4.2), ten times that for an adapter, and 1e-5 for a critic on a trained 
 bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast leaves few float32 products.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib.util import find_spec

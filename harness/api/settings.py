@@ -1,7 +1,5 @@
 """Reads what the functions of the API are given: settings, folders, addresses."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Defines the options that several commands share, and reads their text."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

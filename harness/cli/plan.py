@@ -1,7 +1,5 @@
 """`cohort study plan` and `doctor`: what a study costs, and what this machine can do."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`cohort report`, `verify`, `study export` and `ui`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated

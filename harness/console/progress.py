@@ -4,8 +4,6 @@ Without a terminal it prints one line per change of a trial's state, and a heart
 log file readable.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

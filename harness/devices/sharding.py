@@ -5,8 +5,6 @@ and backbone are called separately here, so both run inside a method of the root
 A sharded tensor is a DTensor; every function leaves an unsharded model as it is.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ without torch and transformers.
 Ended rows leave the batch. A token's noise is a hash of its position, and does not depend on the batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import islice

@@ -4,8 +4,6 @@ One process at a time copies a record; it holds the lock `mlflow.lock` in its fo
 copy and loses nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 import threading

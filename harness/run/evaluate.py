@@ -5,8 +5,6 @@ Problems are sampled and graded in parts, and a part's completions are dropped a
 more than a few thousand completions, or those of a single problem.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Checks a study before it writes or runs anything."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -12,8 +12,6 @@ started again), "stopped" (asked to stop), "paused" (for another trial) or "lost
 repeated at once. `search.py` decides the arms of a search, `steering.py` handles users' requests.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Set

@@ -4,8 +4,6 @@ A job names the side, the setting and how many steps to leave out and to measure
 each with seconds and tokens, and the peak of its resident memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

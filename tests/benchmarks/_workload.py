@@ -6,8 +6,6 @@ is set so that a token ends the text with a probability of 1/25 for natural stop
 a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

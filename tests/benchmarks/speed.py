@@ -8,8 +8,6 @@ both; medians are over the steps of all rounds, warm-up left out. TRL has the at
 its fastest here. Prints a table and writes `results/latest.json` beside; the README beside explains the figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

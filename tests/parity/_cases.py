@@ -1,7 +1,5 @@
 """Random batches on which both sides are evaluated, and our side's numbers on them, all in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

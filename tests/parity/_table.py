@@ -6,8 +6,6 @@ from the batch within TOLERANCE. A rule that nothing needs is an error like a di
 that this list is no longer true.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A trainer's forward pass and its sampling are replaced by the batch's numbers; credit and loss are TRL's code.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `python tests/parity/compare.py [verl|trl ...]` prints the table; the README beside says how to read it.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys
