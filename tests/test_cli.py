@@ -496,15 +496,12 @@ def test_time_left_follows_from_the_growth_that_was_seen():
         assert tracker.remaining(trial("a", "running", "train", step, 100)) == (left and pytest.approx(left))
 
 
-def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
-    clock, out = Clock(), StringIO()
-    view = progress.LineView(Console(file=out, width=200), clock)
+def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys: pytest.CaptureFixture[str]):
+    clock = Clock()
+    view = progress.LineView(clock)
 
     def printed() -> list[str]:
-        lines = out.getvalue().splitlines()
-        out.seek(0)
-        out.truncate()
-        return lines
+        return capsys.readouterr().err.splitlines()
 
     view.update(status(trial("a", "waiting"), trial("b", "waiting")))
     assert printed() == []
@@ -537,9 +534,10 @@ def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch: p
     screen = Console(file=out, force_terminal=True, width=140, color_system=None)
     monkeypatch.setattr(progress, "console", lambda stderr: screen)
     with progress.study_view() as view:
-        view(status(trial("[b]arm", "running", "cold start", 30, 400), trial("old", "complete")))
-    assert "1 running, cold start 30/400" in out.getvalue() and "1/2 trials have ended, - left" in out.getvalue()
-    assert "[b]arm" in out.getvalue()
+        waits = trial("new", "running", "waiting for the shared cold start")
+        view(status(trial("[b]arm", "running", "cold start", 30, 400), trial("old", "complete"), waits))
+    assert "1 running, cold start 30/400" in out.getvalue() and "1/3 trials have ended, - left" in out.getvalue()
+    assert "[b]arm" in out.getvalue() and "for the shared cold start " in out.getvalue() and "0/0" not in out.getvalue()
 
 
 @pytest.mark.attack("Output that is no file or cannot hold the text")

@@ -17,7 +17,7 @@ from cohort.harness.api.contamination import (
     knowledge,
     mean_logprobs,
     parted,
-    probe_contamination,
+    probe,
     renumbered,
     rouge_l,
     scores,
@@ -193,8 +193,8 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
             log.finish("complete", None, {})
         return list(read_study(runs, name).probes)
 
-    (probe,) = probes_of("same")
-    assert (probe["name"], probe["model"], probe["task"], probe["split"]) == ("one", "tiny", "arithmetic", "test")
+    (one,) = probes_of("same")
+    assert (one["name"], one["model"], one["task"], one["split"]) == ("one", "tiny", "arithmetic", "test")
     assert probes_of("seed", cold_start={"seed": 1}) == []  # other initial weights
     assert probes_of("task", task="gsm8k") == []
 
@@ -222,9 +222,8 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path, runs: P
     ]
     for name, part in (("test.jsonl", rows[:12]), ("fresh.jsonl", rows[8:])):  # 4 are in both
         (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
-    raw = {"task": {"name": "gsm8k", "path": str(tmp_path / "test.jsonl")}, "algorithm": "grpo"}
-    fresh = str(tmp_path / "fresh.jsonl")
-    found = probe_contamination(parse_run(raw, "test"), runs, "one", reference=fresh)
+    settings, fresh = {"task.path": tmp_path / "test.jsonl"}, str(tmp_path / "fresh.jsonl")
+    found = probe("tiny", "gsm8k", reference=fresh, settings=settings, name="one", runs=runs)
     assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 2
     start = json.loads((runs / "probes/one/probe.json").read_text())["probed"][0]["start"]
     assert start.startswith("Ann has")  # the words of the problem, not its template

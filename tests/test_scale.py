@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from cohort.harness.api.scale import scale_settings
+from cohort.harness.api.settings import scale_settings
 from cohort.harness.api.study import comparison
 from cohort.harness.policy.tiny import tiny_model
 

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
+    from .contamination import probe
     from .machine import check_machine
     from .planner import plan
     from .regrade import grade
     from .reporting import report
     from .result import Report, Result
-    from .runs import Evaluation, estimate_runs, evaluate, probe, register, train
+    from .runs import Evaluation, estimate_runs, evaluate, register, train
     from .settings import shell
     from .study import (
         Study,

@@ -24,6 +24,7 @@ from torch import nn
 
 from ...reports.contamination import judge, summary
 from ..checks.preflight import check_runs, run_inputs
+from ..console.progress import phase_bar
 from ..data import Prompt, PromptFormat, SampleRow, Sampling, Split
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.files import write_json
@@ -40,6 +41,8 @@ from ..run.single import OnProgress, measured
 from ..run.state import build_engine, placed
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
+from .runs import checked_name, checked_split, evaluated_spec
+from .settings import Settings, as_texts, runs_folder
 
 PREFIX_FRACTION = 0.6  # of a question's characters, which the model reads
 NUM_VARIANTS = 4  # of a question, with other numbers
@@ -67,22 +70,26 @@ class Knowledge:
     renumbered: float
 
 
-def probe_contamination(
-    spec: RunSpec,
-    runs: Path,
-    name: str | None = None,
+def probe(
+    model: str | Path,
+    task: str,
     *,
-    split: Split = "test",
+    split: str = "test",
     reference: str = "validation",
     num_problems: int = 500,
-    on_progress: OnProgress = lambda phase, done, total: None,
+    settings: Settings = (),
+    name: str | None = None,
+    runs: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The probe of the policy that the spec starts from, on at most `num_problems` of a split and of the `reference`.
+    """What a model knows of a benchmark's questions beyond those of `reference`: at most `num_problems` of each.
 
-    The reference is another split of the task, or a source whose test split has fresh problems. The result goes to
-    `probe.json` in `runs/probes/name` and to MLflow's experiment `probe`. ValueError, before a model loads, for
-    settings that probe nothing, and for problems or a folder that cannot be used. `said` is the result in words.
+    The reference is another split of the task, or a source whose test split has fresh problems. Shows progress. The
+    result goes to `probe.json` in RUNS/probes/NAME and to MLflow's experiment `probe`. ValueError, before a model
+    loads, for settings that probe nothing, and for problems or a folder that cannot be used. `said` is the result in
+    words.
     """
+    spec, folder = evaluated_spec(model, task, as_texts(settings)), runs_folder(runs)
+    probed_split, name = checked_split(split), name and checked_name(name)
     if reference == split:
         raise SpecError(
             f"--reference must be other problems than those probed, got '{split}' for both; name another split, or a "
@@ -98,20 +105,23 @@ def probe_contamination(
         other_split = "test"
         other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
     part = cast("Split", other_split)
-    check_runs([spec], runs, (split,), trained=())
-    check_runs([other], runs, (part,), models=False)
-    probed = spec.task.questions(split)
+    check_runs([spec], folder, (probed_split,), trained=())
+    check_runs([other], folder, (part,), models=False)
+    probed = spec.task.questions(probed_split)
     fresh = {key: text for key, text in other.task.questions(part).items() if key not in probed}
     sets = [dict(list(one.items())[:num_problems]) for one in (probed, fresh)]
     if not sets[1]:
         raise SpecError(f"--reference must have problems that are not in {split}; '{reference}' has none")
     facts = {"split": split, "reference": reference, "num_problems": num_problems, "prefix_fraction": PREFIX_FRACTION}
     name = name or f"{spec.task.name}-{split}-{digest([spec.digest(), facts])[:8]}"
-    directory, cache = runs / "probes" / name, runs / "cache"
-    inputs = {**run_inputs([other], cache, (part,)), **run_inputs([spec], cache, (split,))}
-    with measured(spec, split, runs, directory, inputs, "probe") as log:
-        policy, codec = start_policy(spec, cache, on_progress)
-        found = knowledge({**sets[0], **sets[1]}, placed(policy, spec), codec, spec, on_progress)
+    directory, cache = folder / "probes" / name, folder / "cache"
+    inputs = {**run_inputs([other], cache, (part,)), **run_inputs([spec], cache, (probed_split,))}
+    with (
+        phase_bar(f"{spec.model} on {spec.task.name}") as show,
+        measured(spec, probed_split, folder, directory, inputs, "probe") as log,
+    ):
+        policy, codec = start_policy(spec, cache, show)
+        found = knowledge({**sets[0], **sets[1]}, placed(policy, spec), codec, spec, show)
         known = [[found[key] for key in one if key in found] for one in sets]
         random = generator("contamination test", spec.seed)
         findings = [asdict(one) for one in judge(scores(known[0]), scores(known[1]), random)]
@@ -130,7 +140,7 @@ def probe_contamination(
         log.metrics(0, metrics)
         log.samples([
             SampleRow(  # what was held back stands as gold, ROUGE-L as reward
-                step=0, split=split, prompt_id=one.prompt_id, prompt=one.start, completion=one.continuation,
+                step=0, split=probed_split, prompt_id=one.prompt_id, prompt=one.start, completion=one.continuation,
                 gold=one.held_back, answer=None, correct=one.exact, num_tokens=len(words(one.continuation)),
                 reward=None if math.isnan(one.rouge_l) else one.rouge_l, finish_reason="length",
             )

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from ..data import EvaluationResult, Split
 from ..ground.machine import in_group
 from ..spec.errors import SpecError
-from .scale import scale_settings
-from .settings import Settings, as_texts, runs_folder
+from .settings import Settings, as_texts, runs_folder, scale_settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,35 +175,12 @@ def evaluate(
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once
 
-        spec = _evaluated(model, task, texts)
+        spec = evaluated_spec(model, task, texts)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
         return Evaluation(spec, evaluate_once(spec, part, folder, name, show), folder / "evaluate" / name)
 
 
-def probe(
-    model: str | Path,
-    task: str,
-    *,
-    split: str = "test",
-    reference: str = "validation",
-    num_problems: int = 500,
-    settings: Settings = (),
-    name: str | None = None,
-    runs: str | Path | None = None,
-) -> dict[str, Any]:
-    """What a model knows of a benchmark's questions beyond those of `reference`; shows progress."""
-    from ..console.progress import phase_bar
-    from .contamination import probe_contamination
-
-    spec = _evaluated(model, task, as_texts(settings))
-    part, name = checked_split(split), name and checked_name(name)
-    with phase_bar(f"{spec.model} on {spec.task.name}") as show:
-        return probe_contamination(
-            spec, runs_folder(runs), name, split=part, reference=reference, num_problems=num_problems, on_progress=show
-        )
-
-
-def _evaluated(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:
+def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:
     """The settings with which a model, or the policy of a run's folder, is evaluated."""
     from ..record.finished import model_folder
     from ..spec.load import load_run

@@ -1,8 +1,10 @@
-"""Reads what the functions of the API are given: settings, folders, addresses."""
+"""Reads what the functions of the API are given, settings and folders, and chooses settings that a model asks for."""
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+
+
+def scale_settings(model: str, sets: Sequence[str], *, trains: bool = True) -> list[str]:
+    """Settings as `path=value` for a command on a model that is not built in, except those in `sets`; prints them in
+    one line on stderr. The study and the command that reproduces it name them and mean the same on every machine.
+
+    Learning rates (only if it `trains`): 1e-6 is usual for full RL fine-tuning of such models (arXiv:2402.03300,
+    section 4.2), ten times that for an adapter, and 1e-5 for a critic on a trained model. On a GPU, forward passes run
+    in bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast leaves few float32 products.
+    """
+    import torch
+
+    from ..console import terminal
+    from ..spec.raw import parse_overrides, with_overrides
+    from ..spec.run import get_path
+
+    given = with_overrides({"model": model}, parse_overrides(sets))
+    config, built_in = Path(given["model"]).expanduser() / "config.json", given["model"] == "tiny"
+    if config.is_file():  # perhaps a saved model of its shape
+        from ..policy.tiny import tiny_config
+
+        found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
+        shape = ("vocab_size", "hidden_size", "num_hidden_layers")
+        built_in = all(found.get(key) == getattr(own, key) for key in shape)
+    if built_in:
+        return []
+    wanted: dict[str, Any] = {}
+    if trains:
+        rate = 1e-5 if given.get("lora") is not None else 1e-6
+        wanted = {"optimizer.learning_rate": rate, "optimizer.critic_learning_rate": 1e-5}
+    if given.get("device") != "cpu" and torch.cuda.is_available():
+        if "dtype" not in given and torch.cuda.is_bf16_supported():
+            wanted["autocast"] = True
+        if "engine" not in given and get_path(given, "sampling.stop") is None and find_spec("vllm") is not None:
+            wanted["engine.name"] = "vllm"
+    texts = [f"{path}={json.dumps(value)}" for path, value in wanted.items() if get_path(given, path) is None]
+    if texts:
+        shown = ", ".join(texts)
+        terminal.say(f"For model {given['model']}: {shown} (--set PATH=VALUE for another value)", stderr=True)
+    return texts

@@ -24,7 +24,7 @@ from ..spec.errors import SpecError
 from ..spec.raw import parse_overrides, with_overrides
 from ..spec.run import Optimizer
 from ..spec.study import StudySpec, parse_study
-from .settings import REPORTING, Settings, as_texts, runs_folder, shell
+from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
@@ -108,8 +108,6 @@ def comparison(
 ) -> Study:
     """The study that `compare` runs: one arm for each algorithm and task, with all else equal; the first algorithm is
     the baseline."""
-    from .scale import scale_settings
-
     for what, names in (("--algorithms", algorithms), ("--task", tasks), ("--controls", controls)):
         if len(set(names)) != len(names) or not all(names) or not (names or what == "--controls"):
             raise SpecError(f"{what} must be distinct names separated by commas, got '{','.join(names)}'")

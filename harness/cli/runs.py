@@ -1,11 +1,9 @@
 """`cohort train`, `evaluate`, `register`, `probe contamination` and `reward-model train`."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +11,6 @@ from .. import api
 from ..console import terminal
 from . import options
 from .commands import command
-
-if TYPE_CHECKING:
-    from ..data import EvaluationResult
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
 
@@ -89,7 +84,34 @@ def evaluate(
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
-    _show_evaluation(f"{model} on {task} ({split})", found.result)
+    from ..run.evaluate import intervals, wilson_interval
+
+    result, percent = found.result, terminal.percent
+    metrics, count = result.metrics, int(result.metrics["num_prompts"])
+    names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}
+    rows = [
+        [names.get(key, key.replace("_at_", "@")), percent(metrics[key]), f"{percent(low)} to {percent(high)}"]
+        for key, (low, high) in intervals(result).items()
+    ]
+    headers = ["measure", "accuracy", "95 % interval"]
+    terminal.show_table(f"{model} on {task} ({split}), {count:,} problems", headers, rows, numeric=["accuracy"])
+    terminal.say(
+        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
+        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
+    )
+    for tag, parts in result.breakdown.items():
+        headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
+        rows = []
+        for value, part in parts.items():
+            low, high = wilson_interval(part["accuracy"], int(part["num_prompts"]))
+            accuracies = [percent(part["greedy_accuracy"]), percent(part["accuracy"])]
+            rows.append([value, f"{part['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
+        terminal.show_table("", headers, rows, numeric=headers[1:4])
+    some = [
+        (terminal.shortened(r.prompt), terminal.shortened(r.completion), r.answer, r.gold, terminal.yes(r.correct))
+        for r in result.samples[:3]
+    ]
+    terminal.show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], some)
     terminal.say(f"Files: {found.folder}")
 
 
@@ -199,34 +221,3 @@ def reward_model_train(
     groups, were = ("group", "was") if count == 1 else ("groups", "were")
     terminal.say(f"{count:,} {groups} had equal {equal} throughout and {were} skipped; last mean loss {fit.loss:.4f}")
     terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")
-
-
-def _show_evaluation(title: str, result: EvaluationResult) -> None:
-    """Print held-out accuracies with their intervals, then a few of the completions."""
-    from ..run.evaluate import intervals, wilson_interval
-
-    percent, metrics, count = terminal.percent, result.metrics, int(result.metrics["num_prompts"])
-    names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}
-    rows = [
-        [names.get(key, key.replace("_at_", "@")), percent(metrics[key]), f"{percent(low)} to {percent(high)}"]
-        for key, (low, high) in intervals(result).items()
-    ]
-    headers = ["measure", "accuracy", "95 % interval"]
-    terminal.show_table(f"{title}, {count:,} problems", headers, rows, numeric=["accuracy"])
-    terminal.say(
-        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
-        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
-    )
-    for tag, parts in result.breakdown.items():
-        headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
-        rows = []
-        for value, part in parts.items():
-            low, high = wilson_interval(part["accuracy"], int(part["num_prompts"]))
-            accuracies = [percent(part["greedy_accuracy"]), percent(part["accuracy"])]
-            rows.append([value, f"{part['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
-        terminal.show_table("", headers, rows, numeric=headers[1:4])
-    samples = [
-        (terminal.shortened(r.prompt), terminal.shortened(r.completion), r.answer, r.gold, terminal.yes(r.correct))
-        for r in result.samples[:3]
-    ]
-    terminal.show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], samples)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -21,7 +21,7 @@ from rich.text import Text
 from ..data import ENDED
 from ..record.events import EVENTS, Tail
 from ..record.status import StudyStatus, TrialStatus
-from .terminal import console, duration, percent, plain, state_text
+from .terminal import console, duration, percent, plain, say, state_text
 
 REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve
@@ -55,17 +55,14 @@ class StudyTracker:
         phase, done, total = self.bar(trial)
         return done / total if phase == "train" and total else 0.0
 
-    def study_fraction(self, status: StudyStatus) -> float:
-        """Share of all training steps that are done, including those of future trials."""
-        return sum(map(self.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
-
     def remaining(self, trial: TrialStatus) -> float | None:
         """Seconds that the trial still needs, or None if unknown."""
         return self._remaining((trial.arm, trial.seed), self.fraction(trial))
 
     def study_remaining(self, status: StudyStatus) -> float | None:
-        """Seconds that the study still needs, or None if unknown."""
-        return self._remaining("study", self.study_fraction(status))
+        """Seconds that the study still needs, with its future trials, or None if unknown."""
+        done = sum(map(self.fraction, status.trials))
+        return self._remaining("study", done / max(len(status.trials) + status.to_come, 1))
 
     def _remaining(self, key: object, fraction: float) -> float | None:
         """None before any growth was seen."""
@@ -81,7 +78,7 @@ def study_view() -> Iterator[Callable[[StudyStatus], None]]:
     """A function that shows a study's progress: a page with a line for each arm if stderr is a terminal; else lines."""
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield LineView(screen).update
+        yield LineView().update
         return
     page, last = Page(), StudyStatus("", "starting", ())
 
@@ -138,7 +135,7 @@ class Page:
         counts = Counter(trial.state for trial in trials)
         state = Text(", ").join([Text(f"{count} ").append_text(state_text(name)) for name, count in counts.items()])
         for trial in (one for one in trials if one.state == "running" and one.phase != "train"):
-            state.append_text(plain(f", {trial.phase} {trial.done}/{trial.total}"))
+            state.append_text(plain(f", {_counted(trial.phase or 'starting', trial.done, trial.total)}"))
         known = [seconds for trial in trials if (seconds := self._tracker.remaining(trial)) is not None]
         left = duration(max(known)) if known and any(trial.state == "running" for trial in trials) else ""
         value = f"{curve[max(curve)]:.4g}" if curve else ""
@@ -169,8 +166,8 @@ def spark(values: Sequence[float]) -> str:
 class LineView:
     """One line for each change of a trial's state, and a heartbeat at most every HEARTBEAT_SECONDS."""
 
-    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._screen, self._clock, self._tracker = screen, clock, StudyTracker(clock)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._tracker = clock, StudyTracker(clock)
         self._states: dict[tuple[str, int], str] = {}
         self._last = clock()
 
@@ -193,8 +190,7 @@ class LineView:
                 self._print(f"  {_title(trial)}: {_line(trial, self._tracker)}")
 
     def _print(self, text: str) -> None:
-        indent = " " * (len(text) - len(text.lstrip(" ")))
-        self._screen.print(Text(indent) + plain(text), soft_wrap=True)
+        say(text, stderr=True)
         self._last = self._clock()
 
 
@@ -204,9 +200,9 @@ def _title(trial: TrialStatus) -> str:
 
 def _line(trial: TrialStatus, tracker: StudyTracker) -> str:
     phase, done, total = tracker.bar(trial)
-    parts = [f"{phase or trial.phase or 'starting'} {done}/{total}" if total else trial.phase or "starting"]
+    parts = [_counted(phase or trial.phase or "starting", done, total)]
     if phase and trial.phase and trial.phase != phase:
-        parts.append(f"{trial.phase} {trial.done}/{trial.total}")
+        parts.append(_counted(trial.phase, trial.done, trial.total))
     left = tracker.remaining(trial)
     if left is not None:
         parts.append(f"{duration(left)} left")
@@ -215,6 +211,10 @@ def _line(trial: TrialStatus, tracker: StudyTracker) -> str:
     if trial.tokens_per_second:
         parts.append(f"{trial.tokens_per_second:,.0f} tokens/s")
     return ", ".join(parts)
+
+
+def _counted(phase: str, done: int, total: int) -> str:
+    return f"{phase} {done}/{total}" if total else phase
 
 
 def _counts(status: StudyStatus) -> str:
@@ -236,12 +236,12 @@ def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int
 
         def update(phase: str, done: int, total: int) -> None:
             nonlocal shown
-            words, count = plain(f"{title}: {phase}"), f" {done}/{total}" if total else ""
+            words = f"{title}: {phase}"
             if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= HEARTBEAT_SECONDS):
-                screen.print(words + count, soft_wrap=True)
+                say(_counted(words, done, total), stderr=True)
                 shown = time.monotonic()
             if phase not in tasks:
-                tasks[phase] = progress.add_task(str(words), total=total or None)
+                tasks[phase] = progress.add_task(str(plain(words)), total=total or None)
             progress.update(tasks[phase], completed=done, total=total or None)
 
         update(first, 0, 0)

@@ -36,7 +36,7 @@ MAX_PARAM = 6000  # characters of a parameter
 LOCK_SECONDS = 20.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
-STATUS: Mapping[TrialState, str] = {
+_STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
     "paused": "SCHEDULED", "pruned": "KILLED",
 }  # fmt: skip
@@ -183,6 +183,17 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
     from mlflow.entities import RunTag
 
     client.log_batch(run_id, tags=[RunTag(key, storable(value)) for key, value in tags.items()])
+
+
+def show_state(
+    client: MlflowClient, run_id: str, state: TrialState, ended: int | None = None, tags: Mapping[str, str] = {}
+) -> None:
+    """Show a run's state, with more tags; `ended` (milliseconds since 1970) is its end, by default now."""
+    set_tags(client, run_id, {"cohort.state": state, **tags})
+    if state == "running":
+        client.update_run(run_id, status="RUNNING")
+    else:
+        client.set_terminated(run_id, _STATUS[state], end_time=ended)
 
 
 def log_params(client: MlflowClient, run_id: str, settings: Mapping[str, Any], known: Mapping[str, str] = {}) -> None:

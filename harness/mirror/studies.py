@@ -12,25 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data import FINAL, GREY, TrialState
+from ..data import FINAL, GREY
 from ..ground.files import publish_folder, read_json
 from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
 from ..record.run import read_result
 from ..record.study import SEARCH, SEEDS, STATUS, STUDY, study_settings
+from . import store
 from .address import is_outage, remote_uri
-from .store import (
-    NOTE,
-    active_run,
-    connect,
-    experiment_of,
-    log_params,
-    search_runs,
-    set_tags,
-    source_tags,
-)
-from .store import STATUS as STATUS_OF
 from .traces import storable
 from .view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
@@ -69,7 +59,7 @@ class StudyMirror:
             elif name == STATUS:
                 status = read_json(self.folder / STATUS)
                 self._show_failures(client, run_id, status["failed"])
-                _show_state(client, run_id, status["state"])
+                store.show_state(client, run_id, status["state"])
             elif name == EVIDENCE:
                 self._show_report(client, run_id, read_evidence(self.folder))
             else:  # a new start: its files are copied next time
@@ -91,7 +81,7 @@ class StudyMirror:
         self.place.token = document["id"]
         run = self.place.run_in(client, spec["name"])
         if run is None:
-            experiment = experiment_of(client, self.runs, spec["name"])
+            experiment = store.experiment_of(client, self.runs, spec["name"])
             tags = {"cohort.kind": "study", "cohort.study": spec["name"], "cohort.token": document["id"]}
             run = client.create_run(experiment.experiment_id, tags=tags, run_name=spec["name"])
         if run.info.run_id != self.place.run_id:
@@ -105,18 +95,17 @@ class StudyMirror:
         if (self.folder / DIFF).exists():
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
-        log_params(client, run_id, design, known=run.data.params)
+        store.log_params(client, run_id, design, known=run.data.params)
         shown = dict([view_tag(spec["metric"], document["shown"]["factors"]), color_tag(document["shown"]["colors"])])
-        for key, value in {NOTE: spec["question"], **shown}.items():
+        for key, value in {store.NOTE: spec["question"], **shown}.items():
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {
             GROUP: STUDY_GROUP,
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
-            NOTE: spec["question"],
+            store.NOTE: spec["question"],
         }
-        set_tags(client, run_id, tags | source_tags(document))
-        _show_state(client, run_id, "running")
+        store.show_state(client, run_id, "running", tags=tags | store.source_tags(document))
         self.place.copied = {STUDY: changed[STUDY]}  # what follows speaks of the study as it is now
         self.place.save(self.folder)
 
@@ -136,31 +125,22 @@ class StudyMirror:
                     "cohort.arm": one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
                 }  # fmt: skip
                 run = client.create_run(experiment, tags=tags, run_name=f"{one['arm']} | seed {one['seed']}")
-            set_tags(client, run.info.run_id, {"cohort.reason": one["reason"] or ""})
-            _show_state(client, run.info.run_id, "failed")
+            store.show_state(client, run.info.run_id, "failed", tags={"cohort.reason": one["reason"] or ""})
 
     def _show_report(self, client: MlflowClient, run_id: str, report: Evidence) -> None:
         """Attach the report, its answer and numbers as the note, and give the runs the figures' colours."""
         client.log_artifacts(run_id, str(self.folder / "report"), "report")
         question = read_json(self.folder / STUDY)["question"]
         note = "\n\n".join(filter(None, [question, report.answer, _markdown(report.means)]))
-        tags = {NOTE: note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]}
-        set_tags(client, run_id, tags)
+        note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
+        store.set_tags(client, run_id, {store.NOTE: note})
         if report.colors:
             groups, experiment = {}, client.get_run(run_id).info.experiment_id
             for (arm, _), run in _trial_runs(client, experiment, run_id).items():
                 color = groups[run.data.tags.get(GROUP, arm)] = report.colors.get(arm, GREY)
                 if color != run.data.tags.get(RUN_COLOR):
-                    set_tags(client, run.info.run_id, {RUN_COLOR: color})
+                    store.set_tags(client, run.info.run_id, {RUN_COLOR: color})
             client.set_experiment_tag(experiment, *color_tag(groups))
-
-
-def _show_state(client: MlflowClient, run_id: str, state: TrialState) -> None:
-    set_tags(client, run_id, {"cohort.state": state})
-    if state == "running":
-        client.update_run(run_id, status="RUNNING")
-    else:
-        client.set_terminated(run_id, STATUS_OF[state])
 
 
 def fetch_study(runs: Path, name: str) -> None:
@@ -177,11 +157,10 @@ def fetch_study(runs: Path, name: str) -> None:
 
 
 def _fetch(runs: Path, name: str) -> None:
-    client, folder = connect(runs), runs / "studies" / name
-    parent = active_run(client, Place.load(folder).run_id)
+    client, folder = store.connect(runs), runs / "studies" / name
+    parent = store.active_run(client, Place.load(folder).run_id)
     if parent is None and (experiment := client.get_experiment_by_name(name)) is not None:  # the newest of this name
-        found = search_runs(client, experiment.experiment_id, "tags.`cohort.kind` = 'study'")
-        parent = next(iter(found), None)
+        parent = next(iter(store.search_runs(client, experiment.experiment_id, "tags.`cohort.kind` = 'study'")), None)
     if parent is None:
         return
     if not (folder / STUDY).is_file():
@@ -206,7 +185,7 @@ def _fetch(runs: Path, name: str) -> None:
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
     """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
     trials: dict[tuple[str, int], Run] = {}
-    for run in search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
+    for run in store.search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
         key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run

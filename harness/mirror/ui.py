@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..ground.stop import stop_on_signals
@@ -58,14 +58,11 @@ def serve_ui(
     ValueError if the port is in use, RuntimeError with the end of the server's output if it does not start,
     KeyboardInterrupt if `should_stop()` turns true first.
     """
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
-            ) from None
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ValueError(f"port {port} on 127.0.0.1 cannot be used ({reason}); choose another with --port") from None
     check_runs_folder(runs)
     connect(runs)
     place = (runs / "mlartifacts").resolve().as_uri()

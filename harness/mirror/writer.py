@@ -19,18 +19,8 @@ from ..record.events import EVENTS, Tail
 from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, SYSTEM, RunInfo
 from ..record.study import PROBE
+from . import store
 from .address import is_outage, remote_uri, tracking_uri
-from .store import (
-    STATUS,
-    SUMMARY,
-    active_run,
-    as_stored,
-    experiment_of,
-    log_params,
-    search_runs,
-    set_tags,
-    source_tags,
-)
 from .traces import TraceWriter, delete_traces, log, storable, traces_per_split
 
 if TYPE_CHECKING:
@@ -69,12 +59,12 @@ class Place:
 
     def run_in(self, client: MlflowClient, experiment: str) -> Run | None:
         """The active run with this id, or else this token."""
-        if (run := active_run(client, self.run_id)) is not None:
+        if (run := store.active_run(client, self.run_id)) is not None:
             return run
         found = client.get_experiment_by_name(experiment) if self.token else None
         if found is None:
             return None
-        return next(iter(search_runs(client, found.experiment_id, f"tags.`cohort.token` = '{self.token}'")), None)
+        return next(iter(store.search_runs(client, found.experiment_id, f"tags.`cohort.token` = '{self.token}'")), None)
 
 
 class RunMirror:
@@ -120,7 +110,7 @@ class RunMirror:
 
     def _is_there(self, client: MlflowClient, parent: str | None) -> bool:
         """Whether the run that was copied whole is still in this store, below the same parent."""
-        if not self._known and (run := active_run(client, self.place.run_id)) is not None:
+        if not self._known and (run := store.active_run(client, self.place.run_id)) is not None:
             self._known = run.data.tags.get("mlflow.parentRunId") == parent
         return self._known
 
@@ -141,7 +131,7 @@ class RunMirror:
     def _is_contradicted(self, finish: Mapping[str, Any] | None) -> bool:
         """Whether the store has another value than the record, except for costs, or steps that the ended run lacks."""
         for key, step in self._stored.keys() & {*self._pending}:
-            known, value = self._stored[key, step], as_stored(self._tail.history.history[key][step][0])
+            known, value = self._stored[key, step], store.as_stored(self._tail.history.history[key][step][0])
             same = value == known or (math.isnan(value) and math.isnan(known))
             if not same and key.partition("/")[0] not in COST_AREAS:
                 return True
@@ -149,7 +139,7 @@ class RunMirror:
         return ended and any(
             step not in self._tail.history.history.get(key, {})
             for key, step in self._stored
-            if not key.startswith((SUMMARY, SYSTEM))
+            if not key.startswith((store.SUMMARY, SYSTEM))
         )
 
     def _replace(self, client: MlflowClient, info: RunInfo) -> None:
@@ -170,7 +160,7 @@ class RunMirror:
         self.place.run_id, self.place.copied = run.info.run_id, {}
         self.place.save(self.directory)
         if parent is not None and run.data.tags.get("mlflow.parentRunId") != parent:
-            set_tags(client, self._run_id, {"mlflow.parentRunId": parent})
+            store.set_tags(client, self._run_id, {"mlflow.parentRunId": parent})
         self._stored = {
             (key, metric.step): metric.value
             for key in run.data.metrics
@@ -185,7 +175,7 @@ class RunMirror:
         self._attached = client, info
 
     def _create(self, client: MlflowClient, info: RunInfo) -> Run:
-        experiment = experiment_of(client, self.runs, info.experiment)
+        experiment = store.experiment_of(client, self.runs, info.experiment)
         self.place.token = uuid.uuid4().hex
         self.place.save(self.directory)
         tags = {"cohort.kind": "run", "cohort.token": self.place.token}
@@ -195,8 +185,8 @@ class RunMirror:
 
     def _describe(self, client: MlflowClient, info: RunInfo) -> None:
         """Parameters, versions and configuration; harmless when repeated."""
-        log_params(client, self._run_id, {**info.spec, "objective": info.objective})
-        set_tags(client, self._run_id, source_tags(vars(info)))
+        store.log_params(client, self._run_id, {**info.spec, "objective": info.objective})
+        store.set_tags(client, self._run_id, store.source_tags(vars(info)))
         if info.prompt:
             client.log_text(self._run_id, info.prompt, "prompt.txt")
         client.log_text(self._run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
@@ -211,7 +201,7 @@ class RunMirror:
         for start in range(0, len(new), 1000):  # MLflow's limit per request
             batch = [Metric(key, *values[key][step], step) for key, step in new[start : start + 1000]]
             client.log_batch(self._run_id, batch)
-            self._stored |= {(metric.key, metric.step): as_stored(metric.value) for metric in batch}
+            self._stored |= {(metric.key, metric.step): store.as_stored(metric.value) for metric in batch}
         self._pending.clear()
 
     def _copy_traces(self, info: RunInfo) -> None:
@@ -235,28 +225,23 @@ class RunMirror:
         """The run's state, and at its end its summary, its policy and, on a server, its record."""
         from mlflow.entities import Metric
 
-        end = finish or {"state": "running", "reason": None, "time": 0}
+        end = finish or {"state": "running", "reason": None, "time": None}
         state, told = end["state"], (end["state"], end["reason"], end["time"])
         if told == self._told:
             return
-        tags = {"cohort.state": state, "cohort.reason": end["reason"] or ""}
-        if finish is None:
-            set_tags(client, self._run_id, tags)
-            client.update_run(self._run_id, status="RUNNING")
-        else:
-            if state == "complete":
-                summary = finish["summary"].items()
-                metrics = [Metric(SUMMARY + key, float(value), finish["time"], 0) for key, value in summary]
-                client.log_batch(self._run_id, metrics)
-            if state != "paused" and remote_uri() is not None:
-                names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
-                for file in (file for name in names for file in self.directory.glob(name)):
-                    folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
-                    client.log_artifact(self._run_id, str(file), folder)  # for hosts that share only a server
-            if state in FINAL and (policy := self._kept_policy(info)) is not None:
-                tags[POLICY] = Path(os.path.relpath(policy, self.runs)).as_posix()  # as it also is in a copied folder
-            set_tags(client, self._run_id, tags)
-            client.set_terminated(self._run_id, STATUS[state], end_time=finish["time"])
+        tags = {"cohort.reason": end["reason"] or ""}
+        if state == "complete":
+            summary = end["summary"].items()
+            metrics = [Metric(store.SUMMARY + key, float(value), end["time"], 0) for key, value in summary]
+            client.log_batch(self._run_id, metrics)
+        if state not in ("running", "paused") and remote_uri() is not None:
+            names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
+            for file in (file for name in names for file in self.directory.glob(name)):
+                folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
+                client.log_artifact(self._run_id, str(file), folder)  # for hosts that share only a server
+        if state in FINAL and (policy := self._kept_policy(info)) is not None:
+            tags[POLICY] = Path(os.path.relpath(policy, self.runs)).as_posix()  # as it also is in a copied folder
+        store.show_state(client, self._run_id, state, end["time"], tags)
         self._told = told
 
     def _kept_policy(self, info: RunInfo) -> Path | None:
