@@ -7,13 +7,7 @@ from pydantic import Field, model_validator
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
 from ._advantages import group_advantages, group_standardised
-from ._losses import (
-    KLEstimator,
-    clipped_surrogate,
-    kl_estimate,
-    token_ratio,
-    weighted_loss,
-)
+from ._losses import KLEstimator, clipped_surrogate, kl_estimate, token_ratio, weighted_loss
 
 
 class Clip(Algorithm):
@@ -61,7 +55,7 @@ class LossKL(Algorithm):
     """A KL penalty in the loss, beside the per-token loss of the algorithm (arXiv:2402.03300, eq. 3-4)."""
 
     objective = {
-        "kl": "kl_beta * kl_estimator to the reference, in the loss (times the token's ratio: kl_importance_weighted)",
+        "kl": "kl_beta * kl_estimator to the reference, in the loss (times the token's ratio: kl_importance_weighted)"
     }
 
     kl_estimator: KLEstimator = Field(

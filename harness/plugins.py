@@ -10,7 +10,6 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from . import interfaces
 from .data import Section
+from .ground.words import did_you_mean
 from .interfaces import Algorithm, Reward, RolloutEngine, Task
 
 Kind = Literal["algorithm", "task", "reward", "engine"]
@@ -43,8 +43,7 @@ def load(kind: Kind, name: str) -> type:
     """The plugin's class. ValueError for a wrong class or name, with the nearest name for an unknown one."""
     known = names(kind)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = did_you_mean(name, known, cutoff=0.6)
         raise ValueError(f"unknown {kind} '{name}'; {hint}available: {', '.join(known)}")
     points = [point for point in _external(kind) if point.name == name]
     built_in = ["Cohort itself"] if name in _files(kind) else []
@@ -82,12 +81,6 @@ def settings_class(kind: Kind, name: str) -> type[Section]:
     """The class with the plugin's settings as fields: its own, or the `Settings` of an engine. Errors as `load`."""
     cls = load(kind, name)
     return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
-
-
-def nearest(word: str, known: list[str], cutoff: float = 0.5) -> str | None:
-    """The known word most like `word`, or None if none is close."""
-    near = get_close_matches(word, known, n=1, cutoff=cutoff)
-    return near[0] if near else None
 
 
 def _files(kind: Kind) -> list[str]:

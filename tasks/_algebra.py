@@ -98,8 +98,6 @@ def compare(first: str, second: str, begin: Stage) -> str:
     begin(0 if sizes[0] >= sizes[1] else 1)
     if sum(sizes) > MAX_TERMS:
         return "different" if surely_differ(one, other) else "equal" if one == other else UNPARSABLE
-    if surely_differ(one, other) and not _has_odd_root(one) and not _has_odd_root(other):
-        return "different"
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
@@ -139,10 +137,8 @@ def compare_as_library(gold: str, completion: str, begin: Stage) -> str:
 
 def num_digits(value: Any) -> float:
     """An upper bound for the digits of a constant and of every constant in an expression, without computing any."""
-    inner = max(map(num_digits, value.args), default=0.0)
-    if isinstance(value, Pow | sympy.factorial) and not value.free_symbols:
-        return max(inner, _log_size(value))
-    return inner
+    is_computed = isinstance(value, Pow | sympy.factorial) and not value.free_symbols
+    return max([_log_size(value) if is_computed else 0.0, *map(num_digits, value.args)])
 
 
 def num_terms(value: Any) -> int:
@@ -220,20 +216,10 @@ def _parse(text: str) -> Any:
 
 def _is_odd_root(value: Any) -> bool:
     """Whether a value is a rational power, with an odd denominator, of what has variables, all of them real."""
-    if (
-        not isinstance(value, Pow)
-        or not isinstance(value.exp, sympy.Rational)
-        or not value.exp.q % 2 == 1 < value.exp.q
-    ):
+    if not (isinstance(value, Pow) and isinstance(value.exp, sympy.Rational) and value.exp.q % 2 == 1 < value.exp.q):
         return False
     variables = value.base.free_symbols
     return bool(variables) and value.base.is_real is not False and all(symbol.is_real for symbol in variables)
-
-
-@lru_cache(maxsize=4096)
-def _has_odd_root(value: Any) -> bool:
-    """Whether an expression may have two meanings."""
-    return bool(value.find(_is_odd_root))
 
 
 def _real_root(root: Any) -> Any:

@@ -7,11 +7,11 @@ another `path`. `math500` is this task with MATH-500 as its test split.
 
 import re
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from ..harness.ground.words import did_you_mean
 from . import _latex
 from ._answers import AnswerFormat, last_resort_latex, stated, write
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
@@ -55,8 +55,7 @@ class Math(DatasetTask):
         names = tuple(_subject(value) for value in values)
         for name in names:
             if name not in SUBJECTS:
-                near = get_close_matches(name, SUBJECTS, n=1)
-                hint = f"did you mean '{near[0]}'? " if near else ""
+                hint = did_you_mean(name, SUBJECTS)
                 raise ValueError(f"unknown subject '{name}'; {hint}subjects: {', '.join(SUBJECTS)}")
         return names
 

@@ -21,7 +21,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
@@ -31,6 +30,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import REVISION, Sources
+from ..harness.ground.words import did_you_mean
 from ._answers import AnswerFormat, AnswerTask, last_resort_latex, write
 from ._child import GRACE_SECONDS, Begin, Children
 from ._data import stable_id
@@ -51,12 +51,7 @@ _TEMPLATES: Mapping[AnswerFormat, str] = {
 }
 # A generator's problem i follows from seed + i, so the seeds are far apart.
 _SEEDS = {"test": 0, "validation": 100_000_000, "train": 200_000_000, "demonstrations": 300_000_000}
-_LEAVES_OUT = {
-    "test": (),
-    "validation": ("test",),
-    "train": ("test", "validation"),
-    "demonstrations": ("test", "validation"),
-}
+_HELD_OUT = ("test", "validation")  # each leaves out the problems of those before it, other streams those of both
 _KEY = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]\s*$")
 
@@ -154,7 +149,8 @@ class ReasoningGym(AnswerTask):
         """(number, prompt, question, own answer) of a stream, without repeated prompts and those that it leaves out."""
         template = self.template or _TEMPLATES[self.answer_format]
         keys = tuple(dict.fromkeys(_KEY.findall(template)))
-        held_out = {text for other in _LEAVES_OUT[split] for _, text, *_ in self._problems(other)}
+        held_out = _HELD_OUT[: _HELD_OUT.index(split)] if split in _HELD_OUT else _HELD_OUT
+        taken = {text for other in held_out for _, text, *_ in self._problems(other)}
         kept = set[str]()
         part = self._part(split)
         for first in range(0, part[-1], MAKE_AT_ONCE):
@@ -168,7 +164,7 @@ class ReasoningGym(AnswerTask):
             for index, (question, answer, fields) in enumerate(made, start=first):
                 values = dict(zip(keys, fields, strict=True))
                 text = _KEY.sub(lambda match, values=values: values[match[1]], template)
-                if text not in held_out and text not in kept:
+                if text not in taken and text not in kept:
                     kept.add(text)
                     yield index, text, question, answer
         if not kept:
@@ -193,12 +189,8 @@ def gym_version() -> str:
 def gym() -> Children:
     """The child that makes problems and scores answers for this process."""
     gym_version()
-    return Children(
-        __name__,
-        cpu_seconds=SCORE_SECONDS,
-        wait_seconds=PATIENCE * MAKE_SECONDS + GRACE_SECONDS,
-        memory_bytes=2**31,
-    )
+    wait_seconds = PATIENCE * MAKE_SECONDS + GRACE_SECONDS
+    return Children(__name__, cpu_seconds=SCORE_SECONDS, wait_seconds=wait_seconds, memory_bytes=2**31)
 
 
 def prepare() -> Callable[..., Any]:
@@ -231,8 +223,7 @@ def make(part: Part, first: int, last: int, keys: list[str]) -> list[list[Any]] 
     dataset, *_ = part
     registered = _registered()
     if dataset not in registered:
-        near = get_close_matches(dataset, registered, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        hint = did_you_mean(dataset, registered)
         return f"unknown task.dataset '{dataset}'; {hint}available: {', '.join(sorted(registered))}"
     try:
         generator = _generator(*part)

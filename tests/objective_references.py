@@ -7,6 +7,8 @@ fixed).
 
 import math
 import random
+from statistics import fmean as mean
+from statistics import stdev as deviation
 
 STEP = 1e-5  # of the central differences, whose error is then near 1e-9
 
@@ -141,20 +143,12 @@ def k(estimator, logp, logq):
     return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[estimator]
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
 def groups_of(rows, size):
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def centred(values):
     return [v - mean(values) for v in values] if len(set(values)) > 1 else [0.0] * len(values)
-
-
-def deviation(values):
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
 
 
 def standardised(values, floor, spread=None):

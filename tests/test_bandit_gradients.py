@@ -42,9 +42,8 @@ class Bandit:
             return torch.randn(len(prefixes), self.vocabulary, generator=generator, dtype=torch.float64)
 
         self.logits, self.other_logits, self.ref_logits = table().requires_grad_(), table(), table()
-        self.rewards = torch.rand(len(self.completions), generator=generator, dtype=torch.float64)
-        if binary:
-            self.rewards = torch.arange(len(self.completions)).remainder(2).double()
+        drawn = torch.rand(len(self.completions), generator=generator, dtype=torch.float64)
+        self.rewards = torch.arange(len(drawn)).remainder(2).double() if binary else drawn
 
     def token_logprobs(self, logits, y):
         logp = F.log_softmax(logits, dim=-1)
@@ -161,10 +160,7 @@ def test_a_divergence_in_the_loss_has_the_gradient_that_its_estimator_claims(est
     bandit = Bandit(1)
     bandit.rewards = torch.ones_like(bandit.rewards)
     logp, ref = F.log_softmax(bandit.logits, dim=-1), F.log_softmax(bandit.ref_logits, dim=-1)
-    terms = {
-        "reverse": logp.exp() * (logp - ref),
-        "forward": ref.exp() * (ref - logp),
-    }
+    terms = {"reverse": logp.exp() * (logp - ref), "forward": ref.exp() * (ref - logp)}
     gradients = {name: -bandit.gradient(term.sum()) for name, term in terms.items()}
     assert not close(*gradients.values(), 1e-3)
     algorithm = GRPO(kl_beta=1.0, kl_estimator=estimator, kl_importance_weighted=weighted)

@@ -120,20 +120,6 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_both_schemas_give_the_same_answers(tmp_path):
-    solved = {"problem": "What is $1/2+1/4$?", "solution": r"It is $\boxed{\frac{3}{4}}$.", "level": "Level 1"}
-    stated = {"problem": "What is $1/2+1/4$?", "answer": r"\frac{3}{4}", "level": 1}
-    golds = [
-        task(write(tmp_path / f"{n}.jsonl", row)).prompts("test")[0].gold for n, row in enumerate((solved, stated))
-    ]
-    assert golds == ["0.75", "0.75"]
-
-
-def test_rows_without_worked_solutions_give_no_demonstrations(tmp_path):
-    write(tmp_path / "train.jsonl", {"problem": "What is $2+2$?", "answer": "4"})
-    assert task(tmp_path, validation_fraction=1e-9).demonstrations() == []
-
-
 def test_a_source_with_a_test_split_alone_serves_evaluation():
     answers = task(FIXTURES / "math_answers")
     assert len(answers.prompts("test")) == 3
@@ -206,7 +192,7 @@ def test_an_evaluation_never_touches_the_training_path(tmp_path):
 def test_a_train_split_beside_the_test_is_left_alone(tmp_path):
     row = {"problem": "What is $1$?", "answer": "1"}
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "problem": f"{name}: what is $1$?"}) + "\n")
+        write(tmp_path / f"{name}.jsonl", {**row, "problem": f"{name}: what is $1$?"})
     both = task500(path=str(tmp_path))
     assert len(both.prompts("test")) == 1
     assert len(both.prompts("train")) + len(both.prompts("validation")) == 12
@@ -231,11 +217,8 @@ SOLVED = {"problem": "Add $1/2$ and $1/4$.", "solution": r"It is $\boxed{\frac{3
     [
         ("boxed", SOLVED, r"It is $\boxed{\frac{3}{4}}$."),
         ("hash", SOLVED, "It is $\\boxed{\\frac{3}{4}}$.\n#### \\frac{3}{4}"),
-        (
-            "think_answer",
-            SOLVED,
-            "<think>\nIt is $\\boxed{\\frac{3}{4}}$.\n</think>\n<answer>\\frac{3}{4}</answer>",
-        ),
+        ("think_answer", SOLVED, "<think>\nIt is $\\boxed{\\frac{3}{4}}$.\n</think>\n<answer>\\frac{3}{4}</answer>"),
+        ("boxed", {"problem": "What is half of $3/2$?", "answer": r"\frac{3}{4}", "level": 1}, None),
         ("boxed", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n\\boxed{0.75}"),
         ("hash", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n#### 3/4"),
     ],

@@ -57,7 +57,7 @@ def test_listing_names_imports_no_plugin():
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     listed, loaded = child.stdout.splitlines()
     assert "grpo" in listed.split()
-    assert [name for name in loaded.split() if name.startswith("algorithms.")] == []
+    assert [name for name in loaded.split() if name.startswith("cohort.algorithms.")] == []
 
 
 @pytest.mark.parametrize(

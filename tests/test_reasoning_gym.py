@@ -112,10 +112,7 @@ def test_a_split_leaves_out_the_problems_of_test_and_one_without_others_left_is_
         ),
         ({"template": "{problem}"}, r"must name parts of a problem of 'chain_sum', got \{problem\}; it has question"),
         ({"dataset": "n_queens"}, r"n_queens uses eval, .* its own answers are more than plain arithmetic, such as"),
-        (
-            {"dataset": "simple_integration"},
-            "simple_integration uses parse_expr, which may evaluate an answer as code",
-        ),
+        ({"dataset": "simple_integration"}, "simple_integration uses parse_expr, which may evaluate an answer as code"),
     ],
 )
 def test_a_generator_that_makes_no_problems_is_one_sentence(settings, sentence):

@@ -161,18 +161,16 @@ def test_the_sentences_of_a_story_alone_give_its_gold_answer(split):
         assert solve(problem) == Fraction(problem.answer), problem.question
 
 
-def test_gold_follows_from_the_worked_steps_and_every_step_is_needed():
+def test_gold_follows_from_the_worked_steps_and_every_step_is_needed_some_of_them_twice():
+    num_graphs = 0
     for problem in islice(draw(ANY_DEPTH, "train"), 500):
         found = follow(problem.solution)
         assert found.answer == Fraction(problem.answer)
         assert len(found.steps) == int(dict(problem.tags)["depth"])
         assert set(found.steps[:-1]) <= set(found.operands)
         assert all(0 < number <= ANY_DEPTH.max_value for number in found.values.values())
-
-
-def test_a_result_is_used_twice_in_some_problems_so_that_they_are_graphs_and_no_trees():
-    found = [follow(problem.solution) for problem in islice(draw(ANY_DEPTH, "train"), 200)]
-    assert sum(any(one.operands.count(step) > 1 for step in one.steps) for one in found) > 50
+        num_graphs += any(found.operands.count(step) > 1 for step in found.steps)
+    assert num_graphs > 125  # problems that use a result twice, so that they are no trees
 
 
 def test_the_stated_facts_of_no_use_are_there_and_no_others():

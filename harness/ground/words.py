@@ -1,6 +1,14 @@
-"""Numbers in the words that terminals and reports share."""
+"""Words that messages, terminals and reports share."""
 
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The question "did you mean ...?" with the known word closest to `word`; empty if none is close."""
+    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean '{near[0]}'? " if near else ""
 
 
 def duration(seconds: float | None, unknown: str = "-") -> str:

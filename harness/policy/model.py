@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..devices.sharding import is_sharded, kept
 from ..ground.files import write_manifest
 from ..ground.inputs import expecting
-from ..plugins import nearest
+from ..ground.words import did_you_mean
 from .library import import_generation
 from .lora import adapter_weights, has_adapter, merge_saved, save_adapter
 from .sources import BASE, Base, base_of, pinned, verify_model
@@ -40,7 +40,7 @@ def check_model(name: str, setting: str = "model") -> None:
         rule = f"{setting} must be {tiny}a Hub id or an existing folder, got '{name}'"
         if name.startswith((".", "~", "/")) or name.count("/") > 1 or path.exists():
             raise ValueError(f"{rule}, which is no folder")
-        if may_be_tiny and "/" not in name and nearest(name, [TINY]):
+        if may_be_tiny and "/" not in name and did_you_mean(name, [TINY]):
             raise ValueError(f"{rule}; did you mean 'tiny'?")
         return
     for part, files in (

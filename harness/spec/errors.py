@@ -1,11 +1,11 @@
 """Writes the message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from .. import plugins
+from ..ground.words import did_you_mean
 from . import paths
 
 S = TypeVar("S", bound=BaseModel)
@@ -21,12 +21,6 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
         return model.model_validate(raw)
     except ValidationError as error:
         raise SpecError(explain(error, model, raw if isinstance(raw, Mapping) else {}, where)) from None
-
-
-def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    """The question "did you mean ...?" with the known word closest to `word`; empty if none is close."""
-    near = plugins.nearest(word, list(known), cutoff)
-    return f"did you mean '{near}'? " if near else ""
 
 
 def explain(error: ValidationError, model: type[BaseModel], raw: Mapping[str, Any], where: str) -> str:

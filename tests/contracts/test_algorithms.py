@@ -34,14 +34,9 @@ def algorithm(name):
 
 
 def graded(correct=CORRECT):
-    """Three groups of four; correctness is withheld with None."""
-    groups = []
-    for start in range(0, len(CLASSES), GROUP_SIZE):
-        part = slice(start, start + GROUP_SIZE)
-        classes = CLASSES[part]
-        right = None if correct is None else tuple(correct[part])
-        groups.append(graded_group(classes, right, prompt_id=f"p{start}", num_tokens=(3,) * 4))
-    return groups
+    """Three groups of four."""
+    parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(CLASSES), GROUP_SIZE)]
+    return [graded_group(CLASSES[p], correct[p], prompt_id=f"p{p.start}", num_tokens=(3,) * 4) for p in parts]
 
 
 def make_batch(rewards):
@@ -100,6 +95,32 @@ def test_the_name_is_the_file_and_settings_round_trip(name, algorithm):
     spec = parse_run({"task": "arithmetic", "algorithm": name}, "test")
     assert type(spec).model_validate_json(spec.model_dump_json()) == spec
     assert all(field.description for key, field in type(algorithm).model_fields.items() if key != "name")
+
+
+CLIP = {"clip_epsilon": 0.2, "clip_epsilon_high": None, "ratio_bound": None}
+LOSS_KL = {"kl_beta": 0.0, "kl_estimator": "k3", "kl_importance_weighted": False}
+STANDARDISED = {**LOSS_KL, "std_floor": 1e-4}
+GRPO = {**CLIP, **STANDARDISED, "kl_beta": 0.04, "std_over": "group"}
+SUMMED = {**LOSS_KL, "loss_denominator": 128.0}
+DEFAULTS = {  # as the papers or the docstrings give them
+    "grpo": GRPO, "grpo_self_consistency": GRPO, "rgra": {**STANDARDISED, "kl_beta": 0.04},
+    **{name: {**CLIP, **SUMMED} for name in ("dr_grpo", "maxrl", "opo", "pass_at_k", "remax")},
+    "dapo": {**CLIP, **STANDARDISED, "clip_epsilon_high": 0.28}, "lite_ppo": {**CLIP, **STANDARDISED},
+    "gspo": {**CLIP, **STANDARDISED, "clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4},
+    "cispo": {**STANDARDISED, "clip_epsilon_high": 4.0}, "gmpo": {**STANDARDISED, "clip_log_ratio": 0.4},
+    "sapo": {**STANDARDISED, "tau_positive": 1.0, "tau_negative": 1.05},
+    "kl_cov": {**STANDARDISED, "covariance_share": 0.002, "penalty": 1.0},
+    "dppo": {**SUMMED, "divergence": "tv", "divergence_bound": 0.15, "weight_max": None},
+    "ppo": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True, "value_clip": 0.2,
+            "entropy_bonus": 0.0, "critic": "separate", "value_loss_weight": 1.0},
+    "reinforce_plus_plus": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
+    "rloo": {"clip_epsilon": None, "kl_beta": 0.01}, "online_dpo": {"kl_beta": 0.1},
+}  # fmt: skip
+
+
+def test_the_defaults_are_those_of_the_papers_or_of_the_docstrings(name):
+    defaults = plugins.load("algorithm", name)().model_dump()
+    assert defaults == {**DEFAULTS[name], "name": name, "group_size": 8}
 
 
 def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algorithm):

@@ -72,25 +72,30 @@ def fingerprint(task: Task) -> str:
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
 
 
+@pytest.fixture(params=TASKS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def task(name):
+    return make(name)
+
+
 every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_plugin_is_a_task_of_its_own_name(name):
-    task = make(name)
+def test_the_plugin_is_a_task_of_its_own_name(name, task):
     assert isinstance(task, Task)
     assert task.name == name
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_settings_survive_json_and_refuse_unknown_keys(name):
-    task = make(name)
+def test_the_settings_survive_json_and_refuse_unknown_keys(task):
     assert type(task).model_validate(json.loads(task.model_dump_json())) == task
     with pytest.raises(ValueError, match="no_such_field"):
         type(task).model_validate({"no_such_field": 1})
 
 
-@pytest.mark.parametrize("name", TASKS)
 def test_every_split_has_problems_with_ids_of_their_own_and_tags_that_tell_some_apart(name):
     every = {split: make(name).prompts(split) for split in SPLITS}
     for prompts in every.values():
@@ -104,9 +109,7 @@ def test_every_split_has_problems_with_ids_of_their_own_and_tags_that_tell_some_
         assert len(set(tags)) > 1 or not tags[0]
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_splits_are_disjoint_and_demonstrations_avoid_the_held_out_ones(name):
-    task = make(name)
+def test_splits_are_disjoint_and_demonstrations_avoid_the_held_out_ones(task):
     train, validation, test = ({p.text for p in task.prompts(split)} for split in SPLITS)
     assert not train & validation
     assert not train & test
@@ -137,7 +140,6 @@ def test_demonstrations_state_their_gold_answer_in_the_format_and_within_the_tok
         assert 0 < len(task.reasoning(demonstration.completion)) < len(demonstration.completion)
 
 
-@pytest.mark.parametrize("name", TASKS)
 def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_below_it(name):
     for gold in [prompt.gold for prompt in make(name).prompts("test")][:3]:
         completions = (f"so\n#### {gold}", rf"so \boxed{{{gold}}}", f"<think>so</think><answer>{gold}</answer>")
@@ -150,9 +152,7 @@ def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_
             assert task.format_score(completion) == float(is_own)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_equality_is_reflexive_and_symmetric_and_tells_answers_apart(name):
-    task = make(name)
+def test_equality_is_reflexive_and_symmetric_and_tells_answers_apart(task):
     golds = sorted({p.gold for p in task.prompts("test")})[:8]
     assert all(task.equivalent(gold, gold) for gold in golds)
     pairs = [(a, b) for a in golds for b in golds if a < b]
@@ -170,10 +170,8 @@ def test_problems_are_the_same_in_another_process_with_another_hash_seed():
     assert done.stdout.split() == [fingerprint(make(name)) for name in TASKS], done.stderr
 
 
-@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.attack("Hostile text in a completion")
-def test_no_completion_makes_grading_raise_or_take_long(name, record_property):
-    task = make(name)
+def test_no_completion_makes_grading_raise_or_take_long(task, record_property):
     record_property("tried", len(hostile.COMPLETIONS))
     for completion in hostile.COMPLETIONS:
         start = time.process_time()
@@ -187,9 +185,7 @@ def test_no_completion_makes_grading_raise_or_take_long(name, record_property):
         assert reasoning in completion
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_last_sentence_without_a_marker_counts_for_lenient_extraction_only(name):
-    task = make(name)
+def test_a_last_sentence_without_a_marker_counts_for_lenient_extraction_only(task):
     for gold in [prompt.gold for prompt in task.prompts("test")][:3]:
         completion = f"Let us see. The answer is ${gold}$."
         assert task.extract(completion) is None
@@ -217,13 +213,11 @@ def test_worked_examples_come_from_train_and_never_show_the_problem_itself(name)
     assert {d.prompt for d in task.demonstrations()} <= set(gold)
 
 
-@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize(
     "text", ["", "\0", "9" * 10**6, "{" * 10**5, "9^{9^9}", r"\frac{1}{0}", "__import__('os')", "\ud800"]
 )
 @pytest.mark.attack("Hostile text in a completion")
-def test_no_answer_makes_a_comparison_raise_or_take_long(name, text):
-    task = make(name)
+def test_no_answer_makes_a_comparison_raise_or_take_long(task, text):
     gold = task.prompts("test")[0].gold
     start = time.monotonic()
     assert not task.equivalent(text, gold)
