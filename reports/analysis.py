@@ -30,7 +30,6 @@ from .trials import (
     arm_specs,
     bounded,
     choose_outcome,
-    exact_at_ends,
     num_first,
     num_problems,
     score,
@@ -72,10 +71,6 @@ class Comparison:
     @property
     def arm(self) -> str:
         return self.summary.label
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(self.differences)
 
     @property
     def values(self) -> list[float]:
@@ -288,8 +283,8 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
             elif len(values) == len(trials):
-                interval = bounded(statistics.t_interval(values, num_first(analysis.record, arm.scores)), outcome)
-                interval = exact_at_ends(interval, num_problems(trials, outcome))
+                interval = statistics.t_interval(values, num_first(analysis.record, arm.scores))
+                interval = bounded(interval, outcome, num_problems=num_problems(trials, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
 

@@ -108,21 +108,15 @@ def anova(
     problems = problems.reshape(-1, *problems.shape[-2:])
     sizes, effects = range(1, len(factors) + 1), []
     for subset in itertools.chain.from_iterable(itertools.combinations(range(len(factors)), size) for size in sizes):
-        contrasts = _contrasts(values.shape[:-1], subset)
+        contrasts = np.ones((1, 1))  # orthonormal weights [df, cells] of these factors, averaged over all others
+        for axis, size in enumerate(values.shape[:-1]):
+            basis = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0].T
+            contrasts = np.kron(contrasts, basis[1:] if axis in subset else basis[:1])
         f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
         gain = len(contrasts) * (f - 1)
         size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0) if math.isfinite(f) else 0.0
         effects.append(Effect(tuple(factors[axis] for axis in subset), len(contrasts), f, p, size))
     return effects
-
-
-def _contrasts(shape: Sequence[int], subset: Sequence[int]) -> Floats:
-    """Orthonormal weights [df, cells] of the effect of exactly these factors, averaged over all others."""
-    weights = np.ones((1, 1))
-    for axis, size in enumerate(shape):
-        basis = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0].T
-        weights = np.kron(weights, basis[1:] if axis in subset else basis[:1])
-    return np.asarray(weights, dtype=np.float64)
 
 
 def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float]:

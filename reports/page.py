@@ -12,7 +12,7 @@ from ..harness.data import SampleRow
 from ..harness.record.study import StudyRecord
 from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
-from .capability import TAUS, Capabilities, Crossover, table_sizes
+from .capability import TAUS, Capabilities, table_sizes
 from .claims import check_claims
 from .figures import curves, outcome
 from .figures.style import Drawing, color_of, roles
@@ -186,17 +186,16 @@ def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
     ):
         rows = [(label, [_texts(read(one, x), "accuracy") for x in names.values()]) for label, one in curves]
         tables.append({"names": list(names), "rows": rows})
-    crossings = [{"leader": x.leader, "other": x.other, **_crossing(x)} for x in capable.crossovers]
+    crossings = []
+    for one in capable.crossovers:
+        k, limits, reading = "none", "", f"no crossing up to k = {one.most}"
+        if one.k is not None:
+            k, limits = str(one.k), f"[{one.low or 1}, {one.high or f'> {one.most}'}]"
+            unsure = [name for name, limit in ((one.leader, one.low), (one.other, one.high)) if limit is None]
+            chance = f"not shown: it may be chance that leads {' and of '.join(unsure)}"
+            reading = chance if unsure else "both leads are shown"
+        crossings.append({"leader": one.leader, "other": one.other, "k": k, "limits": limits, "reading": reading})
     return {"tables": tables, "crossings": crossings, "has_start": bool(capable.before)}
-
-
-def _crossing(found: Crossover) -> dict[str, str]:
-    if found.k is None:
-        return {"k": "none", "limits": "", "reading": f"no crossing up to k = {found.most}"}
-    low, high = found.low or 1, found.high or f"> {found.most}"
-    unsure = [name for name, limit in ((found.leader, found.low), (found.other, found.high)) if limit is None]
-    reading = f"not shown: it may be chance that leads {' and of '.join(unsure)}" if unsure else "both leads are shown"
-    return {"k": str(found.k), "limits": f"[{low}, {high}]", "reading": reading}
 
 
 def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..harness.data import SampleRow
+from ..harness.ground.files import write_text
 from ..harness.ground.words import duration
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, Analysis, accuracy_order, analyse
@@ -96,12 +97,12 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
     markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_in_markdown, **_JINJA)
     markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
-    _replace(files.html, html.get_template("report.html").render(values))
-    _replace(files.markdown, markdown.get_template("report.md").render(values))
-    _replace(files.csv, results_csv(record))
+    write_text(files.html, html.get_template("report.html").render(values), sync=False)
+    write_text(files.markdown, markdown.get_template("report.md").render(values), sync=False)
+    write_text(files.csv, results_csv(record), sync=False)
     (folder / CAPABILITY).unlink(missing_ok=True)
     if capable is not None:
-        _replace(folder / CAPABILITY, capability_csv(capable))
+        write_text(folder / CAPABILITY, capability_csv(capable), sync=False)
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
 
@@ -257,13 +258,6 @@ def visible(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [visible(item) for item in value]
     return value
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file that a browser may be reading."""
-    partial = file.with_name(f".{file.name}")
-    partial.write_text(text, encoding="utf-8", newline="")
-    partial.replace(file)
 
 
 def _typeset(text: str) -> str:

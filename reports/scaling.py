@@ -94,10 +94,8 @@ def scalings(analysis: Analysis) -> Scalings | None:
     for one in fits:
         if base is not None and one is not base:
             seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
-            first, ceiling, midpoint = num_first(record, seeds), None, None
-            if len(seeds[:first]) > 1:
-                differences = np.array([one.by_seed[seed] - base.by_seed[seed] for seed in seeds])
-                ceiling, midpoint = (_interval(differences[:, i], first) for i in (_A, _LOG_MID))
+            differences, first = [one.by_seed[seed] - base.by_seed[seed] for seed in seeds], num_first(record, seeds)
+            ceiling, midpoint = (statistics.t_interval([d[i] for d in differences], first) for i in (_A, _LOG_MID))
             shifts.append(Shift(one.arm, ceiling, midpoint and _exponential(midpoint)))
     return Scalings(fits, refused, shifts)
 

@@ -311,16 +311,12 @@ def _mean_squares(scores: Floats) -> tuple[float, float, float]:
     grand = scores.mean()
     seeds, problems = scores.mean(axis=1, keepdims=True), scores.mean(axis=0, keepdims=True)
     rest = scores - seeds - problems + grand
-    return (
-        _tidy(num_problems * ((seeds - grand) ** 2).sum() / (num_seeds - 1)),
-        _tidy(num_seeds * ((problems - grand) ** 2).sum() / (num_problems - 1)),
-        _tidy((rest**2).sum() / ((num_seeds - 1) * (num_problems - 1))),
-    )
-
-
-def _tidy(mean_square: float) -> float:
-    """Rounding residue as 0: accuracies are fractions, so a true mean square is far above 1e-20."""
-    return float(mean_square) if mean_square > 1e-20 else 0.0
+    by_seed = num_problems * ((seeds - grand) ** 2).sum() / (num_seeds - 1)
+    by_problem = num_seeds * ((problems - grand) ** 2).sum() / (num_problems - 1)
+    found = by_seed, by_problem, (rest**2).sum() / ((num_seeds - 1) * (num_problems - 1))
+    # accuracies are fractions, so a true mean square is far above 1e-20: less is the residue of rounding
+    by_seed, by_problem, by_rest = (float(one) if one > 1e-20 else 0.0 for one in found)
+    return by_seed, by_problem, by_rest
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

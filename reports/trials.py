@@ -186,7 +186,7 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         scores=scores,
         cells=cells,
         num_problems=count,
-        interval=exact_at_ends(bounded(stated(values, cells, first), outcome), count),
+        interval=bounded(stated(values, cells, first), outcome, num_problems=count),
         student=bounded(statistics.t_interval(values, first), outcome),
         gain=bounded(gained, outcome, least=-1.0),
         gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
@@ -200,18 +200,18 @@ def stated(values: Sequence[float], cells: Floats | None, first: int | None) -> 
     return statistics.t_interval(values, first) if cells is None else statistics.cautious_interval(cells, first)
 
 
-def bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0) -> Interval | None:
-    """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`."""
+def bounded(
+    interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0, num_problems: int = 0
+) -> Interval | None:
+    """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`.
+
+    With `num_problems`, the exact one if all seeds are 0 or all are 1 and there is no spread to estimate.
+    """
     if interval is None or not outcome.is_fraction:
         return interval
+    if num_problems and interval.estimate in (0.0, 1.0) and not interval.error > 0:
+        return statistics.exact_interval(interval.estimate, num_problems)
     return replace(interval, low=max(interval.low, least), high=min(interval.high, most))
-
-
-def exact_at_ends(interval: Interval | None, num_problems: int) -> Interval | None:
-    """The same interval, or the exact one if all seeds are 0 or all are 1 and there is no spread to estimate."""
-    if interval is None or interval.error > 0 or interval.estimate not in (0.0, 1.0) or not num_problems:
-        return interval
-    return statistics.exact_interval(interval.estimate, num_problems)
 
 
 def num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "algorithms": ("harness.data", "harness.interfaces", "harness.ground.tensors"),
     "tasks": ("harness.data", "harness.interfaces", *(f"harness.ground.{n}" for n in ("inputs", "rationals", "words"))),
     "studies": (),
-    "reports": ("harness.data", "harness.record", "harness.ground.words"),
+    "reports": ("harness.data", "harness.record", "harness.ground.files", "harness.ground.words"),
     API: ("harness.api",),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.

@@ -250,7 +250,7 @@ def test_differences_are_paired_over_the_seeds_that_both_arms_completed() -> Non
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("a", 0): "failed", ("b", 3): "failed"})
     (comparison,) = analysed(record).comparisons
     scores = {(trial.arm, trial.seed): trial.summary.get("test_accuracy", math.nan) for trial in record.trials}
-    assert comparison.seeds == (1, 2)
+    assert list(comparison.differences) == [1, 2]
     assert comparison.estimate == pytest.approx((scores["b", 1] - scores["a", 1] + scores["b", 2] - scores["a", 2]) / 2)
 
 

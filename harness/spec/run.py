@@ -7,14 +7,7 @@ classes that it names.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .. import plugins
 from ..data import PromptFormat, Sampling, Section

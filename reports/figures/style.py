@@ -7,6 +7,7 @@ drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a
 """
 
 import io
+import itertools
 import math
 import re
 import textwrap
@@ -78,13 +79,6 @@ class Drawing:
     svg: Markup
     figure: Figure
 
-    def file(self, suffix: str) -> bytes:
-        """The figure as a file: svg, png or pdf."""
-        if suffix == "svg":
-            return f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg}\n'.encode()
-        with matplotlib.rc_context(_FRESH_STYLE):
-            return _saved(self.figure, suffix)
-
 
 def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height: float) -> Drawing:
     """The figure that `draw` fills, below its title; width and height in inches."""
@@ -108,14 +102,17 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
 
 
 def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str] = FORMATS) -> None:
-    """Write each drawing as files of its name; those of an earlier report are removed."""
+    """Write each drawing as files of its name: svg, png or pdf; those of an earlier report are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if old.suffix.lstrip(".") in FORMATS:
             old.unlink()
-    for drawing in drawings:
-        for suffix in formats:
-            (folder / f"{drawing.name}.{suffix}").write_bytes(drawing.file(suffix))
+    for drawing, suffix in itertools.product(drawings, formats):
+        content = f'<?xml version="1.0" encoding="utf-8"?>\n{drawing.svg}\n'.encode()
+        if suffix != "svg":
+            with matplotlib.rc_context(_FRESH_STYLE):
+                content = _saved(drawing.figure, suffix)
+        (folder / f"{drawing.name}.{suffix}").write_bytes(content)
 
 
 def color_of(analysis: Analysis, label: str) -> str:

@@ -206,7 +206,7 @@ def _apart(comparison: Comparison) -> str:
 
 
 def _evidence(comparison: Comparison) -> str:
-    return f"{wording.plural(len(comparison.seeds), 'seed')}, {_holm(comparison.p_adjusted)}"
+    return f"{wording.plural(len(comparison.differences), 'seed')}, {_holm(comparison.p_adjusted)}"
 
 
 def _holm(p: float) -> str:
