@@ -308,15 +308,15 @@ class RolloutEngine(ABC):
     @abstractmethod
     def __init__(self, settings: Settings, policy: nn.Module, codec: Codec): ...
 
-    @abstractmethod
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
         """One group per prompt, in order. The devices of a run share its prompts, and a device may get none.
 
         `sampling.max_tokens` must be set. The noise of a token depends only on (seed, step, prompt id, sample,
-        position), so a row does not change with its batch.
+        position), so a row does not change with its batch. An engine defines this or `generate_each`.
         """
+        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:

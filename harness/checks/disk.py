@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..devices.sharding import total_bytes
 from ..policy.model import model_config
 from ..policy.sources import start_name
 from ..record.finished import CHECKPOINTS, Finished
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .memory import gib
-from .memory_count import Shape, models, total_bytes
+from .memory_count import Shape, models
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .memory_count import Counts, Shape, count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Tokens of the longest training prompt of a task, model and prompt format, for which a tokenizer must be loaded.
 _LONGEST: dict[tuple[str, str, str], int] = {}
 
 
@@ -111,22 +112,14 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
     SpecError for an engine that cannot hold the model.
     """
     try:
-        return estimate(spec, model_config(spec.model), longest_prompt(spec), together=together), None
+        config, key = model_config(spec.model), (spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json())
+        if key not in _LONGEST:
+            _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), spec.task.prompts("train"))
+        return estimate(spec, config, _LONGEST[key], together=together), None
     except SpecError:
         raise
     except Exception as error:  # counting fails in many ways for an unusual model, which may still train well
         return None, (str(error) or type(error).__name__).splitlines()[0]
-
-
-def longest_prompt(spec: RunSpec) -> int:
-    """Tokens of the longest training prompt.
-
-    Kept for each task, model and prompt format: a study asks twice for every arm, and each time would load a tokenizer.
-    """
-    key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
-    if key not in _LONGEST:
-        _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), spec.task.prompts("train"))
-    return _LONGEST[key]
 
 
 def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
@@ -211,7 +204,9 @@ def _activation_bytes(
     stages = [policy + critic, policy + again + 3 * chunk, policy + again + chunk + head_gradient]
     if spec.gradient_checkpointing:
         others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
-        stages.append(others + counts.trunk.largest_layer())
+        kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
+        largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
+        stages.append(others + largest)
         stages.append(policy + counts.cast + 3 * chunk)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'

@@ -8,7 +8,7 @@ tensors would start a CUDA context in a process that only estimates.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..devices.device import mixed_precision
-from ..devices.sharding import layers, num_bytes
+from ..devices.sharding import layers, total_bytes
 from ..policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
 from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
@@ -67,10 +67,6 @@ class Kept:
     def total(self, checkpointing: bool) -> int:
         return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
 
-    def largest_layer(self) -> int:
-        """Bytes that the largest layer adds to its input while it is computed again."""
-        return max((layer - given for layer, given in zip(self.layers, self.inputs, strict=True)), default=0)
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -101,6 +97,7 @@ def count(shape: Shape) -> Counts:
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
+    layer_bytes = [total_bytes(layer.parameters()) for layer in layers(policy)]
     return Counts(
         policy=total_bytes(policy.parameters()),
         weights=sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name),
@@ -111,8 +108,8 @@ def count(shape: Shape) -> Counts:
         is_fused=recognised(policy) and not shape.autocast,
         cast=total_bytes(linear) // 2 if shape.autocast else 0,
         vocabulary=len(head),
-        layer=max(map(num_bytes, layers(policy)), default=0),
-        root=total_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
+        layer=max(layer_bytes, default=0),
+        root=total_bytes(policy.parameters()) - sum(layer_bytes),
         trunk=trunk,
         can_share=can_share_prompts(policy),
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
@@ -142,12 +139,17 @@ def _built(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     return policy, critic, [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
 
 
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
     """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
+    from transformers.cache_utils import DynamicCache
+
+    class PassingCache(DynamicCache):
+        """Passes keys and values through. Without a cache the library reads the positions' values."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            kept.cache.append(total_bytes([key_states, value_states]))
+            return key_states, value_states
+
     real = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
         fakes: dict[int, Any] = {
@@ -157,7 +159,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
         policy, *value_heads = copies = deepcopy(real, fakes)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
         with _watched(copies) as kept, mixed_precision(tokens_BT.device, shape.autocast):
-            cache = _passing_cache(policy, kept)
+            cache = PassingCache(config=policy.config)
             states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
             trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
@@ -196,15 +198,3 @@ def _watched(models: nn.Module) -> Iterator[Kept]:
             layer.register_forward_hook(lambda *_: kept.layers.append(kept.all - before))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield kept
-
-
-def _passing_cache(policy: Any, kept: Kept) -> Any:
-    """A cache that passes keys and values through. Without a cache the library reads the positions' values."""
-    from transformers.cache_utils import DynamicCache
-
-    class PassingCache(DynamicCache):
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            kept.cache.append(total_bytes([key_states, value_states]))
-            return key_states, value_states
-
-    return PassingCache(config=policy.config)

@@ -39,12 +39,11 @@ def shard(module: nn.Module, device: torch.device) -> None:
 def layers(module: nn.Module) -> Iterable[nn.Module]:
     """The layers of a decoder, which are its largest list of modules."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=num_bytes) if lists else ()
+    return max(lists, key=lambda modules: total_bytes(modules.parameters())) if lists else ()
 
 
-def num_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from ..data import Call, Group, Prompt, Sampling
+from ..data import Call, Group, Sampling
 from ..interfaces import RolloutEngine
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ class TransformersEngine(RolloutEngine):
         engine = cls(settings, adapters.model, codec)
         engine.adapters = adapters
         return engine
-
-    def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
-    ) -> list[Group]:
-        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         from ..devices.sharding import whole

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..data import Call, Group, Prompt, Sampling
+from ..data import Call, Group, Sampling
 from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..ground.files import write_text
@@ -129,11 +129,6 @@ class VLLMEngine(RolloutEngine):
     @classmethod
     def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
         return cls(settings.model_copy(update={"sleep": False}), base, codec, policies)
-
-    def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
-    ) -> list[Group]:
-        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"

@@ -60,10 +60,11 @@ class Plan:
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Add the arms that searches have found, with the seeds that they may run."""
         for arm, seeds in searched:
-            known = self._searched.setdefault(arm.label, [])
             self.arms[arm.label] = arm
-            self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
-            known += [seed for seed in seeds if seed not in known]
+            known = self._searched.setdefault(arm.label, [])
+            new = [seed for seed in seeds if seed not in known]
+            known += new
+            self.keys += [(arm.label, seed) for seed in new]
 
     def add_clones(self, clones: Sequence[Clone]) -> None:
         """Add the exploratory arms that were cloned from others while the study ran."""
@@ -75,9 +76,6 @@ class Plan:
 
     def spec(self, key: Key) -> RunSpec:
         return self.arms[key[0]].run_spec(key[1])
-
-    def __contains__(self, key: Key) -> bool:
-        return key[0] in self.arms and key[1] in self._searched.get(key[0], self.seeds)
 
     def directory(self, key: Key) -> Path:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")

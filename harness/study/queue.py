@@ -334,8 +334,8 @@ class Queue:
 
     def _dead(self, attempts: Attempts) -> set[int]:
         """Numbers of the plan's running attempts whose worker is gone."""
-        running = attempts.running().items()
-        directories = {self.plan.directory(key): number for key, number in running if key in self.plan}
+        running = attempts.running()
+        directories = {self.plan.directory(key): running[key] for key in self.plan.keys if key in running}
         held = self.storage.held(directories)
         return {number for directory, number in directories.items() if directory not in held}
 

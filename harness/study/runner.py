@@ -4,7 +4,7 @@
 it writes anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..record.status import StudyStatus
 from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
 from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from .launchers.local import Pool, WorkerPool, default_workers
+from .launchers.local import WorkerPool, default_workers
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Slurm, SlurmPool
 from .plan import Plan
@@ -53,7 +53,6 @@ def run_study(
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
-    at_once = {key: found["at_once"] for key, found in sets.items()}
 
     def show(status: StudyStatus) -> None:
         with suppress(OSError):  # a full disk ends the workers, and they say so
@@ -63,7 +62,12 @@ def run_study(
         if on_status is not None:
             on_status(status)
 
-    pool = _pool(study.name, plan, execute, workers, storage, cluster, at_once)
+    at_once = {key: found["at_once"] for key, found in sets.items()}
+    options = {"name": study.name, "runs": str(runs), "execute": execute, "together": at_once}
+    secret = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}  # no process has a password in its arguments
+    kind = WorkerPool if cluster is None else SlurmPool if isinstance(cluster, Slurm) else RayPool
+    size = workers or (default_workers(study.devices) if cluster is None else 0)
+    pool = kind(options, size, plan.folder / "logs", secret, study.devices, cluster)
     with pool.running():
         _opened(queue, command, inputs)
         with mirrored(runs, plan.folder):
@@ -178,21 +182,3 @@ def _reachable_queue(study: StudySpec, runs: Path, storage: str | None) -> Queue
     queue = Queue(plan, open_storage(plan.folder, study.name, storage))
     queue.storage.check()
     return queue
-
-
-def _pool(
-    name: str,
-    plan: Plan,
-    execute: str,
-    workers: int | None,
-    storage: str | None,
-    cluster: Cluster | Slurm | None,
-    together: Mapping[str, int],
-) -> Pool:
-    """The pool of workers, on this machine or a cluster. No process has the storage's password in its arguments."""
-    options = {"name": name, "runs": str(plan.runs), "execute": execute, "together": together}
-    environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
-    place = (plan.folder / "logs", environment, plan.study.devices, cluster)
-    if cluster is None:
-        return WorkerPool(options, workers or default_workers(plan.study.devices), *place)
-    return (SlurmPool if isinstance(cluster, Slurm) else RayPool)(options, workers or 0, *place)

@@ -215,29 +215,23 @@ class _TrialLog(RunLog):
                 f"a warm clone must start from the checkpoint of step {self._least}, which is missing from "
                 f"'{self.directory}': copy it there from the host that made the clone, or clone without --warm"
             )
-        if self._falls_behind():
+        new, self._validation = self._validation, None
+        if new is not None:
+            with suppress(StorageUnavailable):  # asked to stop meanwhile
+                self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)
+        every = self._queue.plan.study.interleave
+        ends_slice = every is not None and self.step > self.resumed_at and self.step % every == 0
+        if self.reason is not None:  # the search gives the arm up
             self.state = "pruned"
         elif self._stop.is_set():
             return True
         elif self._asks(lambda: self._queue.is_held(self._key[0])):
             self.reason = HELD
-        elif self._at_end_of_slice() and self._asks(lambda: self._queue.gives_way(self._key, self.step)):
+        elif ends_slice and self._asks(lambda: self._queue.gives_way(self._key, self.step)):
             self.state = "paused"
         else:
             return False
         return True
-
-    def _falls_behind(self) -> bool:
-        """Whether the search gives the trial's arm up; `reason` says why."""
-        new, self._validation = self._validation, None
-        if new is not None:
-            with suppress(StorageUnavailable):  # asked to stop meanwhile
-                self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)
-        return self.reason is not None
-
-    def _at_end_of_slice(self) -> bool:
-        every = self._queue.plan.study.interleave
-        return every is not None and self.step > self.resumed_at and self.step % every == 0
 
     def _asks(self, question: Callable[[], bool]) -> bool:
         """The storage's answer; False while it gives none, because a run never waits for it."""

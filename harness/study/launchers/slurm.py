@@ -123,17 +123,28 @@ class SlurmPool(Pool):
         return super().collect(claims)
 
     def _end_of(self, name: str, worker: Any) -> tuple[str, int, str] | None:
+        from submitit.core.utils import FailedJobError, UncompletedJobError
+
         state, paths = worker.state.partition(" ")[0], worker.paths
         if not paths.result_pickle.exists() and state not in ENDED:
             return None
         code, words = 0, ""
-        if state != "CANCELLED":
-            code, words = _end(worker, state)
-        elif not (self.stopping or self._ending):
-            self.size -= 1
-            log.warning("job %s was cancelled; the study continues with %d jobs", name, self.size)
-            if not self.size:
-                self._stop.set()
+        if state == "CANCELLED":
+            if not (self.stopping or self._ending):
+                self.size -= 1
+                log.warning("job %s was cancelled; the study continues with %d jobs", name, self.size)
+                if not self.size:
+                    self._stop.set()
+        elif paths.result_pickle.exists():
+            try:
+                code, words = worker.result()
+            except (FailedJobError, UncompletedJobError) as error:
+                code, words = 1, str(error)
+        else:
+            there = paths.stderr.exists()
+            words = last_words(paths.stderr) if there else f"it left no log: do all nodes share '{paths.folder}'?"
+            code, words = -signal.SIGKILL, f"SLURM says {state}; {words}"
+            worker.cancel(check=False)  # SLURM may have queued it again
         self._enough = self._enough or not code
         for file in (paths.submitted_pickle, paths.result_pickle):
             file.unlink(missing_ok=True)
@@ -189,20 +200,3 @@ def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
             raise SpecError(f"--slurm-set must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
         found[name] = value if equals else True
     return found
-
-
-def _end(job: Any, state: str) -> tuple[int, str]:
-    """The exit status and the last output of a job that has ended."""
-    from submitit.core.utils import FailedJobError, UncompletedJobError
-
-    if job.paths.result_pickle.exists():
-        try:
-            return job.result()
-        except (FailedJobError, UncompletedJobError) as error:
-            return 1, str(error)
-    if job.paths.stderr.exists():
-        words = last_words(job.paths.stderr)
-    else:
-        words = f"it left no log: do all nodes share '{job.paths.folder}'?"
-    job.cancel(check=False)  # SLURM may have queued it again
-    return -signal.SIGKILL, f"SLURM says {state}; {words}"
