@@ -101,7 +101,8 @@ def scancel(state: Path, arguments: list[str]) -> str:
     for job in (word for word in arguments if not word.startswith("--")):
         now = state_of(state, job)
         if "signal" in options:
-            tell(state, job, signal.Signals[f"SIG{options['signal']}"])
+            with suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int((state / f"{job}.step").read_text()), signal.Signals[f"SIG{options['signal']}"])
         elif now == "PENDING" or (now == "RUNNING" and "state" not in options):
             write(state / f"{job}.state", "CANCELLED by 1000")
             if now == "RUNNING":
@@ -129,11 +130,6 @@ def end(state: Path, job: str) -> None:
     with suppress(FileNotFoundError):
         step = (state / f"{job}.step").read_text().strip()
         subprocess.Popen(["sh", "-c", command, step], start_new_session=True, stderr=subprocess.DEVNULL)
-
-
-def tell(state: Path, job: str, number: signal.Signals) -> None:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        os.kill(int((state / f"{job}.step").read_text()), number)
 
 
 def state_of(state: Path, job: str) -> str:

@@ -27,7 +27,8 @@ from cohort.harness.mirror.writer import Place
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
 from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.study import StudySpec
+from factories import make_study
 
 EXECUTE = "fake_trials:train"
 CHECKPOINT_EVERY = 3
@@ -128,15 +129,9 @@ def run_settings(**changes: Any) -> dict[str, Any]:
 
 def a_study(**changes: object) -> StudySpec:
     """Two arms, two seeds, seven steps of the stub."""
-    raw = {
-        "name": "sizes",
-        "question": "Do larger groups help?",
-        "run": run_settings(),
-        "factors": {"algorithm.group_size": [2, 4]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
+    factors = {"algorithm.group_size": [2, 4]}
+    defaults = {"name": "sizes", "question": "Do larger groups help?", "run": run_settings(), "factors": factors}
+    return make_study(**{**defaults, **changes})
 
 
 def begin_study(runs: Path, study: StudySpec, command: str = "cohort study run sizes") -> Path:

@@ -5,7 +5,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fake_trials import free_port
 
 BINARIES = Path("/usr/lib/postgresql")
 
@@ -111,7 +111,7 @@ def server() -> Iterator[Server]:
             [*initdb, f"--pwfile={home / 'password'}", "-E", "UTF8", "--locale=C"],
             check=True, capture_output=True, cwd="/", user=user,
         )  # fmt: skip
-        one = Server(home, _free_port(), password, user)
+        one = Server(home, free_port(), password, user)
         one.start()
         try:
             yield one
@@ -119,9 +119,3 @@ def server() -> Iterator[Server]:
             one.stop()
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

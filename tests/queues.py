@@ -25,15 +25,15 @@ DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "gene
                metrics={METRIC: 0.5})  # fmt: skip
 
 
-def open_queue(study: StudySpec, runs: Path, url: str | None = None, kind: type[Queue] = Queue) -> Queue:
+def open_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
     """A queue as another process would open it."""
     plan = Plan(study, runs)
-    return kind(plan, open_storage(plan.folder, study.name, url))
+    return Queue(plan, open_storage(plan.folder, study.name, url))
 
 
-def a_queue(study: StudySpec, runs: Path, url: str | None = None, kind: type[Queue] = Queue) -> Queue:
+def a_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
     """The queue of a study that is started, for the first time or again."""
-    queue = open_queue(study, runs, url, kind)
+    queue = open_queue(study, runs, url)
     with queue.storage.lock():
         queue.storage.write_document(study_document(study, "cohort study run"))
         queue.retry_failed()

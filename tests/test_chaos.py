@@ -24,9 +24,10 @@ from cohort.harness.ground.files import read_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
+from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, check_once_each, open_queue, run, workers_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
@@ -36,15 +37,8 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def a_grid(**changes: Any) -> StudySpec:
-    raw = {
-        "name": "chaos",
-        "question": "Does anything get lost?",
-        "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": [2, 4, 8, 16], "algorithm.kl_beta": [0.0, 0.01, 0.02]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
+    factors = {"algorithm.group_size": [2, 4, 8, 16], "algorithm.kl_beta": [0.0, 0.01, 0.02]}
+    return a_study(**{"name": "chaos", "factors": factors, **changes})
 
 
 def a_trained_grid() -> StudySpec:
@@ -59,21 +53,6 @@ def a_trained_grid() -> StudySpec:
         "checkpoints": {"every": 1},
     }
     return a_grid(run=run)
-
-
-class Chaos:
-    """Kills a random worker whenever `every` more trials are complete, `kills` times."""
-
-    def __init__(self, kills: int, every: int) -> None:
-        self.kills, self.every, self.num_killed = kills, every, 0
-        self._random = random.Random(0)
-
-    def __call__(self, status: StudyStatus) -> None:
-        workers, counts = workers_of(psutil.Process()), status.counts()
-        due = self.num_killed < self.kills and counts.get("complete", 0) >= self.every * self.num_killed
-        if due and workers and counts.get("running"):
-            self._random.choice(workers).send_signal(signal.SIGKILL)
-            self.num_killed += 1
 
 
 def values(runs: Path) -> dict[str, dict[str, float]]:
@@ -237,11 +216,18 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     want = values(quiet)
     assert len(want) == 24
 
-    runs = new_runs(tmp_path / "fire")
-    chaos = Chaos(kills=8, every=2)
-    run(study, runs, chaos, workers=3, execute=worker.EXECUTE)
-    assert chaos.num_killed >= 3
-    record_property("tried", chaos.num_killed)
+    runs, draw, killed = new_runs(tmp_path / "fire"), random.Random(0), []
+
+    def kill_one(status: StudyStatus) -> None:
+        workers, counts = workers_of(psutil.Process()), status.counts()
+        due = len(killed) < 8 and counts.get("complete", 0) >= 2 * len(killed)
+        if due and workers and counts.get("running"):
+            killed.append(draw.choice(workers))
+            killed[-1].send_signal(signal.SIGKILL)
+
+    run(study, runs, kill_one, workers=3, execute=worker.EXECUTE)
+    assert len(killed) >= 3
+    record_property("tried", len(killed))
     check_once_each(open_queue(study, runs))
     assert values(runs) == want
 

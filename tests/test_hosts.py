@@ -20,6 +20,7 @@ from cohort.harness.spec.run import parse_run
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
 from factories import make_study
+from fake_trials import free_port
 from fakes import MemoryLog, StopAfter
 from ranks_at_work import RUN, begun, ends, torchrun, until
 from torch.distributed import HashStore
@@ -54,11 +55,6 @@ def kill(host: Any) -> None:
 def first_step(folder: Path) -> list[Any]:
     """What the first step logged, its clocks included."""
     return [e["values"] for e in read_events(folder / "events.jsonl") if e["type"] == "metrics" and e["step"] == 1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def listens(port: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Claim, Queue
+from cohort.harness.study.queue import Queue
 from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process
 from cohort.harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
 from fake_trials import a_study
@@ -35,9 +35,6 @@ class Machine:
     def pass_time(self, seconds: float = LOOK) -> None:
         self.now += seconds
 
-    def claim(self) -> Claim | None:
-        return self.queue.claim()
-
 
 def started(runs: Path, **start: float) -> Machine:
     one = Machine(runs, **start)
@@ -48,7 +45,7 @@ def started(runs: Path, **start: float) -> Machine:
 
 def claimed_elsewhere(runs: Path, **holder: object) -> Path:
     """The lease of the study's only trial, claimed by a worker on another machine, whose heartbeats the test writes."""
-    claim = started(runs).claim()
+    claim = started(runs).queue.claim()
     assert claim is not None and isinstance(claim.lease, FileLease)
     claim.lease._released.set()
     write_json(claim.lease._file, {**read_json(claim.lease._file), "host": "elsewhere", **holder})
@@ -62,14 +59,14 @@ def test_a_trial_is_taken_after_the_grace_period_whatever_its_hosts_clock_shows(
     now = lease.stat().st_mtime
     for beat in range(60):  # five minutes
         os.utime(lease, (now + ahead + beat * LOOK, now + ahead + beat * LOOK))
-        assert watcher.claim() is None
+        assert watcher.queue.claim() is None
         assert watcher.queue.status().counts() == {"running": 1}
         watcher.pass_time()
     silent_since = watcher.now - LOOK
     while watcher.now < silent_since + GRACE_SECONDS:
-        assert watcher.claim() is None, watcher.now
+        assert watcher.queue.claim() is None, watcher.now
         watcher.pass_time()
-    again = watcher.claim()
+    again = watcher.queue.claim()
     assert again is not None and again.number == 1
     again.lease.release()
 
@@ -79,16 +76,16 @@ def test_a_watcher_that_slept_or_lost_the_disk_has_watched_nothing(tmp_path: Pat
     claimed_elsewhere(tmp_path)
     watcher = Machine(tmp_path)
     for minutes in (3, 60, 3000):  # the holder could not write either, and has had no time since
-        assert watcher.claim() is None
+        assert watcher.queue.claim() is None
         watcher.pass_time(60.0 * minutes)
     assert GRACE_SECONDS > 3 * LOOK_SECONDS
-    assert watcher.claim() is None
+    assert watcher.queue.claim() is None
 
 
 @pytest.mark.attack("Containers with one host name and equal process ids")
 def test_a_lease_that_names_this_host_and_a_process_that_is_not_here_is_not_taken(tmp_path: Path):
     claimed_elsewhere(tmp_path, host=platform.node(), pid=gone(), started=0.0)
-    assert Machine(tmp_path).claim() is None
+    assert Machine(tmp_path).queue.claim() is None
 
 
 CONTAINER = """
@@ -189,7 +186,7 @@ def test_what_killed_writers_left_in_a_trials_folder_is_swept_when_it_is_taken(t
     kept = [f".run.json.{os.getppid()}", ".note", ".note.txt", "events.jsonl"]  # the first by a process that lives
     for name in left + kept:
         (directory / name).touch()
-    claim = one.claim()
+    claim = one.queue.claim()
     assert claim is not None
     assert {file.name for file in directory.iterdir()} == {*kept, "lease"}
     claim.lease.release()

@@ -21,8 +21,7 @@ from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage, study_status
+from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
 from cohort.harness.study.steering import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
@@ -31,7 +30,7 @@ from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_study import fake_study
 from fake_trials import a_study
-from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, run
+from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, open_queue, run
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
@@ -214,8 +213,7 @@ def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
 ):
     status = study_status("real", steered[1])
     assert status.counts() == {"complete": 3}
-    tags = Plan(a_real_study(), steered[1])
-    queue = Queue(tags, open_storage(tags.folder, "real"))
+    queue = open_queue(a_real_study(), steered[1])
     queue.status()
     left = [(c.parent, list(c.seeds), list(c.steps)) for c in queue.clones()]
     assert left == [("one", [0], [2])] * 2

@@ -21,7 +21,6 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, shipped_studies
-from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import worker
 from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import Outcome, Queue, study_status
@@ -111,13 +110,6 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkey
     assert status.trials[0].reason == "its worker died; starting the study again continues this trial"
 
 
-def endings() -> StudySpec:
-    """Arms that end in every way; see fake_trials."""
-    ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}
-    arms = {name: {"optimizer.weight_decay": decay} for name, decay in ways.items()}
-    return a_study(factors={}, arms=arms, seeds=[0])
-
-
 @pytest.mark.long
 @pytest.mark.attack("Trial that leaves a GPU broken")
 def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs: Path):
@@ -131,7 +123,10 @@ def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next
 
 def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
     (runs / "crash").touch()
-    status = run(endings(), runs)
+    ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}  # see fake_trials
+    arms = {name: {"optimizer.weight_decay": decay} for name, decay in ways.items()}
+    study = a_study(factors={}, arms=arms, seeds=[0])
+    status = run(study, runs)
     states = {trial.arm: trial.state for trial in status.trials}
     assert states == {"good": "complete", "diverges": "invalid", "crashes": "failed", "mute": "failed"}
     reasons = {trial.arm: trial.reason for trial in status.trials}
@@ -143,7 +138,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
         "metric must be a finite number that runs log, 'validation/accuracy' was nothing"
     )
     assert (status.finished, status.all_valid) == (True, False)
-    values = {key[0]: tried[-1].value for key, tried in open_queue(endings(), runs)._read().by_key.items()}
+    values = {key[0]: tried[-1].value for key, tried in open_queue(study, runs)._read().by_key.items()}
     assert values.pop("good") == pytest.approx(0.0807, abs=1e-9)  # (8 + 0 / 10 + 7 / 100) / 100
     assert values == {"diverges": None, "crashes": None, "mute": None}
     assert {t.arm: (t.state, t.reason) for t in read_study(runs, "sizes").trials} == {
@@ -151,7 +146,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     }
     assert "no memory left" in "".join(file.read_text() for file in (runs / "studies/sizes/logs").glob("*.log"))
     (runs / "crash").unlink()
-    status = run(endings(), runs)
+    status = run(study, runs)
     assert {trial.arm: trial.state for trial in status.trials} == {**states, "crashes": "complete"}
     times = Counter(name.partition("-seed")[0] for name in executions(runs))
     assert times == {"good": 1, "diverges": 1, "crashes": 2, "mute": 2}

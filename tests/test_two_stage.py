@@ -186,7 +186,7 @@ def test_the_further_seeds_join_the_plan_when_the_first_have_ended(runs: Path):
     record = other.seeds_record()
     assert record is not None and record["seeds"] == [0, 1, 2, 3, 4]
     assert (other.status().counts(), other.status().to_come, other.status().finished) == ({"complete": 15}, 0, True)
-    assert not other.unfinished() and (ARMS[0], 4) in other.plan and (ARMS[0], 5) not in other.plan
+    assert not other.unfinished() and (ARMS[0], 4) in other.plan.keys and (ARMS[0], 5) not in other.plan.keys
 
 
 class NoSecondDecision(Queue):
@@ -238,7 +238,8 @@ class DiesBeforeDeciding(Queue):
 
 @pytest.mark.attack("Kill between the first seeds and the decision on more")
 def test_a_process_that_dies_between_the_stages_leaves_the_decision_to_the_next(runs: Path):
-    queue = a_queue(staged(), runs, kind=DiesBeforeDeciding)
+    a_queue(staged(), runs)
+    queue = DiesBeforeDeciding(Plan(staged(), runs))
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
     with pytest.raises(SystemExit):
         finish(queue, values)

@@ -1,7 +1,5 @@
 """Sums over a study's trials: its cost so far, the time that it still needs, and its budget beforehand."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -9,15 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..record.status import StudyStatus
 from ..spec.run import get_path
 from ..spec.study import Arm, StudySpec, TwoStage
-
-if TYPE_CHECKING:
-    from ..record.status import StudyStatus
-    from .plan import Plan
-
+from .plan import Plan
 
 # These settings decide the time of a step; trials that agree in them have "the same shape".
 SHAPE = ("model", "dtype", "device", "task.name", "algorithm.name", "algorithm.group_size", "engine.name",

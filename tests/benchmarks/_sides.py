@@ -9,9 +9,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting, digit_sum, prompt_texts
@@ -37,7 +37,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     }
     spec = parse_run(raw, "benchmark")
     directory = Path(tempfile.mkdtemp(dir=folder.parent))
-    run, _ = prepare(spec, directory, _Silent(), directory, lambda: False)  # pyright: ignore
+    run, _ = prepare(spec, directory, MagicMock(), directory, lambda: False)  # a log that keeps nothing
     steps: list[Step] = []
     prompts = task.prompts("train")
     for number in range(num_steps):
@@ -46,13 +46,6 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
         tokens = metrics["completion/length"] * setting.rollouts
         steps.append({"seconds": time.perf_counter() - began, "tokens": tokens})
     return steps
-
-
-class _Silent:
-    """A log that keeps nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:

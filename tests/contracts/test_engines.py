@@ -23,14 +23,11 @@ def engine(request):
     return cls(cls.Settings(), tiny_model(0), tiny_codec())
 
 
-def test_one_group_per_prompt_in_order_with_the_group_size_asked_for(engine):
-    groups = engine.generate(PROMPTS, 3, SAMPLING, seed=0, step=0)
+def test_one_group_per_prompt_in_order_whose_rollouts_respect_the_limit_and_say_how_they_ended(engine):
+    groups = engine.generate(PROMPTS, 4, SAMPLING, seed=0, step=0)
     assert [g.prompt for g in groups] == PROMPTS
-    assert [len(g.rollouts) for g in groups] == [3] * 5
-
-
-def test_rollouts_respect_the_limit_and_say_how_they_ended(engine):
-    for group in engine.generate(PROMPTS, 4, SAMPLING, seed=0, step=0):
+    assert [len(g.rollouts) for g in groups] == [4] * 5
+    for group in groups:
         for r in group.rollouts:
             assert 1 <= len(r.token_ids) <= 12
             assert len(r.logprobs) == len(r.token_ids)
@@ -55,9 +52,12 @@ def test_a_completion_ends_at_the_first_end_of_turn(engine):
         assert "<|im_end|>" not in r.text
 
 
-def test_the_same_key_repeats_the_same_rollouts(engine):
+def test_the_same_key_repeats_the_same_rollouts_and_no_random_state_is_touched(engine):
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
     first, again = (engine.generate(PROMPTS, 3, SAMPLING, seed=4, step=2) for _ in range(2))
     assert first == again
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_row_does_not_depend_on_the_batch_that_it_is_in(engine):
@@ -76,10 +76,3 @@ def test_loaded_weights_take_effect(engine):
     fresh = type(engine)(engine.settings, tiny_model(1), tiny_codec()).generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
     assert before != after
     assert after == fresh
-
-
-def test_no_random_state_is_touched(engine):
-    torch.manual_seed(0)
-    before = torch.random.get_rng_state()
-    engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
-    assert torch.equal(before, torch.random.get_rng_state())
