@@ -150,21 +150,21 @@ class LLM:
         self._need(*TAGS)
 
 
-def install(monkeypatch: Any, cache: Any, *, on_gpu: bool = True) -> type[LLM]:
+def install(monkeypatch: Any, cache: Any) -> type[LLM]:
     """The class of the fake, which `import vllm` finds until the test ends; its caches are in `cache`."""
-    vllm, platforms, envs = (ModuleType(name) for name in ("vllm", "vllm.platforms", "vllm.envs"))
-    vllm.__spec__ = ModuleSpec("vllm", None)
-    vars(vllm).update(LLM=LLM, SamplingParams=SamplingParams)
-    vars(platforms).update(current_platform=SimpleNamespace(is_cpu=lambda: not on_gpu))
-    vars(envs).update(VLLM_CACHE_ROOT=str(cache))
-    cumem = ModuleType("vllm.device_allocator.cumem")
-    vars(cumem).update(CuMemAllocator=Pool)
-    request, ranks = ModuleType("vllm.lora.request"), ModuleType("vllm.config.lora")
-    vars(request).update(LoRARequest=LoRARequest)
-    vars(ranks).update(MaxLoRARanks=Literal[8, 16])
+    modules = {
+        "vllm": {"__spec__": ModuleSpec("vllm", None), "LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
+        "vllm.envs": {"VLLM_CACHE_ROOT": str(cache)},
+        "vllm.device_allocator.cumem": {"CuMemAllocator": Pool},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
+        "vllm.config.lora": {"MaxLoRARanks": Literal[8, 16]},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(UNMAPPED, "count", 0)
-    for module in (vllm, platforms, envs, cumem, request, ranks):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLM, "loads_weights", True)
     monkeypatch.setattr(LLM, "memory_is_full", False)
     return LLM

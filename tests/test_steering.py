@@ -116,10 +116,8 @@ def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs:
     assert read_json(stopped / "checkpoint.json")["step"] == last_step(stopped) < 7
     record = read_study(runs, "sizes")
     assert record.stopped == [ARMS[0]]
-    gaps = analyse(record, np.random.default_rng(0)).gaps
-    assert [(gap.arm, gap.state, gap.reason) for gap in gaps] == [
-        (ARMS[0], "stopped", "the arm was stopped on request")
-    ]
+    (gap,) = analyse(record, np.random.default_rng(0)).gaps
+    assert (gap.arm, gap.state, gap.reason) == (ARMS[0], "stopped", "the arm was stopped on request")
     resume_arm("sizes", runs, ARMS[0])
     assert run(a_study(seeds=[0]), runs, workers=1).counts() == {"complete": 2}
     assert read_study(runs, "sizes").stopped == []
@@ -277,12 +275,7 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 @pytest.mark.parametrize(
     ("arm", "changes", "warm", "message"),
     [
-        (
-            "group_size=3",
-            {},
-            False,
-            r"ARM must be .*, got 'group_size=3'; did you mean .*it has: group_size=2, gr",
-        ),
+        ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: group_size=2, gr"),
         (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
         (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
         (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),

@@ -42,14 +42,14 @@ class Setting:
         return self.prompts_per_step * GROUP_SIZE
 
 
-def _larger(stops: str, beta: float, epochs: int) -> Setting:
-    name = f"b: 3.4M, {stops} stops, beta {beta:g}, mu {epochs}"
-    return Setting(name, "3.4M", 32, 24, 48, stops == "natural", beta, epochs)
-
-
 SETTINGS = [
     Setting("a: 168k, natural stops, beta 0.04, mu 1", "168k", 16, 12, 40),
-    *(_larger(stops, beta, mu) for mu in (1, 4) for stops in ("natural", "suppressed") for beta in (0.04, 0.0)),
+    *(
+        Setting(f"b: 3.4M, {stops} stops, beta {beta:g}, mu {mu}", "3.4M", 32, 24, 48, stops == "natural", beta, mu)
+        for mu in (1, 4)
+        for stops in ("natural", "suppressed")
+        for beta in (0.04, 0.0)
+    ),
 ]
 
 
