@@ -4,10 +4,9 @@
 design and number of seeds; `test_error_rates.py` runs fewer of the same.
 """
 
-import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.claims import check_claims
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
-from fake_study import FakeArm, factor_grid, fake_study, random_scores
+from fake_study import FakeArm, factor_grid, fake_study, random_scores, wanted_studies, with_trials
 from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
@@ -76,7 +75,7 @@ def claims(rng: Generator, num_seeds: int) -> bool:
     record = _record(_claimed, 6, num_seeds)
     record = _scored(record, random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6))
 
-    def measured(trial: TrialRecord) -> TrialRecord:
+    def measured(trial: TrialRecord) -> dict[str, Any]:
         cells, is_ppo = list(trial.per_problem.values()), trial.arm == "ppo"
         seconds, peak = np.exp(rng.normal(0, 0.03, 2)) * ((1 / 0.65, 1.7) if is_ppo else (1, 1))
         history = {
@@ -85,10 +84,9 @@ def claims(rng: Generator, num_seeds: int) -> bool:
             "validation/accuracy": list(enumerate(rng.binomial(256, 0.7, 4) / 256)),
             "seconds/step": [(1, 9.0), (2, float(seconds))],
         }
-        return dataclasses.replace(trial, history=history, summary={**trial.summary, "peak_memory_bytes": float(peak)})
+        return {"history": history, "summary": {**trial.summary, "peak_memory_bytes": float(peak)}}
 
-    record = dataclasses.replace(record, trials=[measured(trial) for trial in record.trials])
-    found = check_claims(analysed(record))
+    found = check_claims(analysed(with_trials(record, measured)))
     if sum(claim.verdict == "not tested" for claim in found) > 2:  # counts may be equal in few seeds, by chance
         raise ValueError(f"claims must be tested, got {[claim.measured for claim in found]}")
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
@@ -123,26 +121,25 @@ def _record(build: Callable[[int], list[FakeArm]], num_arms: int, num_seeds: int
 
 def _scored(record: StudyRecord, scores: np.ndarray) -> StudyRecord:
     """The record with these scores of single problems: arms, seeds, problems."""
-    rows = scores.reshape(len(record.trials), -1)
-    names = [f"problem-{number}" for number in range(rows.shape[1])]
-    trials = [
-        dataclasses.replace(
-            trial,
-            per_problem=dict(zip(names, row.tolist(), strict=True)),
-            summary={**trial.summary, "test_accuracy": float(row.mean())},
-        )
-        for trial, row in zip(record.trials, rows, strict=True)
-    ]
-    return dataclasses.replace(record, trials=trials)
+    rows = iter(scores.reshape(len(record.trials), -1))
+
+    def scored(trial: TrialRecord) -> dict[str, Any]:
+        row = next(rows)
+        cells = {f"problem-{number}": value for number, value in enumerate(row.tolist())}
+        return {"per_problem": cells, "summary": {**trial.summary, "test_accuracy": float(row.mean())}}
+
+    return with_trials(record, scored)
 
 
 def _counted(record: StudyRecord, quantity: str, values: np.ndarray) -> StudyRecord:
     """The record with another metric, arms by seeds, of which the problems are only counted."""
-    trials = []
-    for trial, value in zip(record.trials, values.ravel().tolist(), strict=True):
-        history = {f"{split}/{quantity}": [(10, value)] for split in ("validation", "test")}
-        trials.append(dataclasses.replace(trial, history={**history, "test/num_prompts": [(10, float(PROBLEMS))]}))
-    return dataclasses.replace(record, metric=f"validation/{quantity}", trials=trials)
+    each = iter(values.ravel().tolist())
+
+    def counted(_: TrialRecord) -> dict[str, Any]:
+        last, count = [(10, next(each))], [(10, float(PROBLEMS))]
+        return {"history": {f"validation/{quantity}": last, f"test/{quantity}": last, "test/num_prompts": count}}
+
+    return dataclasses.replace(with_trials(record, counted), metric=f"validation/{quantity}")
 
 
 DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
@@ -165,15 +162,9 @@ def error_rate(design: str, num_seeds: int, studies: int) -> float:
     return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--studies", type=int, default=2000)
-    options = parser.parse_args(argv)
+if __name__ == "__main__":
+    studies = wanted_studies(__doc__, 2000)
     print(f"| design | {' | '.join(f'{number} seeds' for number in SEEDS)} |\n| --- |{' --: |' * len(SEEDS)}")
     for design in DESIGNS:
-        rates = [f"{100 * error_rate(design, number, options.studies):.1f}" for number in SEEDS]
+        rates = [f"{100 * error_rate(design, number, studies):.1f}" for number in SEEDS]
         print(f"| {design} | {' | '.join(rates)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

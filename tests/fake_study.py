@@ -1,8 +1,10 @@
 """A study record with a known truth, made without any training: what the tests of statistics and report read."""
 
+import argparse
+import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,18 @@ def fake_study(
         command=f"cohort study run {name} --set 'steps={num_steps}' && echo '<done>'",
         versions={"python": "3.12.3", "torch": "2.13.0", "git_commit": "0123abc"},
     )
+
+
+def with_trials(record: StudyRecord, change: Callable[[TrialRecord], Mapping[str, Any]]) -> StudyRecord:
+    """The record with the fields of every trial that `change` gives for it replaced."""
+    return dataclasses.replace(record, trials=[dataclasses.replace(t, **change(t)) for t in record.trials])
+
+
+def wanted_studies(purpose: str | None, default: int) -> int:
+    """The number of simulated studies that `--studies` asks for."""
+    parser = argparse.ArgumentParser(description=purpose)
+    parser.add_argument("--studies", type=int, default=default)
+    return parser.parse_args().studies
 
 
 def random_scores(

@@ -3,11 +3,11 @@
 `python tests/scaling_curves.py --studies 1000` prints one line per design; `test_scaling.py` runs fewer of the same.
 """
 
-import argparse
 from dataclasses import dataclass
 
 import numpy as np
 from cohort.reports.scaling import Scaling, fit_curve
+from fake_study import wanted_studies
 from numpy.random import Generator
 
 
@@ -71,9 +71,7 @@ def simulate(design: Design, studies: int) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--studies", type=int, default=1000)
-    studies = parser.parse_args().studies
+    studies = wanted_studies(__doc__, 1000)
     for name, design in (IDENTIFIED | BORDERLINE | UNIDENTIFIED).items():
         refused, ceiling, middle = simulate(design, studies)
         print(f"{name:30} refused {refused:5.1f} %  ceiling {ceiling:5.1f} %  midpoint {middle:5.1f} %", flush=True)

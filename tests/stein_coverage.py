@@ -5,20 +5,19 @@ intervals of a difference enclose the truth, the share of studies with a false d
 fixed number of seeds whose interval would on average be as narrow; `test_two_stage.py` runs fewer of the same.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.two_stage import decide
 from cohort.reports import statistics
 from cohort.reports.render import analysed
-from fake_study import FakeArm, fake_study, random_scores
+from factories import make_study
+from fake_study import FakeArm, fake_study, random_scores, wanted_studies
 from numpy.random import Generator
 from scipy import special, stats
 
@@ -116,11 +115,8 @@ def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarr
 
 @functools.cache
 def _study(first: int, arms: int, half_width: float) -> StudySpec:
-    run = {"task": "arithmetic", "algorithm": "grpo"}
     factors = {"optimizer.learning_rate": [1e-5 * (1 + number) for number in range(arms)]}
-    seeds = {"first": first, "half_width": half_width, "at_most": AT_MOST}
-    raw = {"name": "fake", "question": "?", "run": run, "factors": factors, "seeds": seeds}
-    return parse_study(raw, "simulation")
+    return make_study(factors=factors, seeds={"first": first, "half_width": half_width, "at_most": AT_MOST})
 
 
 def _record(study: StudySpec) -> StudyRecord:
@@ -128,16 +124,14 @@ def _record(study: StudySpec) -> StudyRecord:
     return fake_study(fakes, seeds=range(AT_MOST), num_problems=2, num_steps=10)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--studies", type=int, default=2000)
-    options = parser.parse_args(argv)
+if __name__ == "__main__":
+    studies = wanted_studies(__doc__, 2000)
     header = ("first seeds", "comparisons", "spread", "stated covers %", "pooled covers %",
               "false detection %", "as narrow as asked %", "at most reached %", "seeds", "fixed seeds")  # fmt: skip
     print(f"| {' | '.join(header)} |\n|{' --: |' * len(header)}")
     designs = [(first, arms, spread, False) for first, arms in ((4, 2), (4, 4), (8, 2)) for spread in SPREADS]
     for first, arms, spread, problems in [*designs, *((4, 4, spread, True) for spread in (0.0, 0.6))]:
-        found = simulate(spread, options.studies, first=first, arms=arms, problems=problems)
+        found = simulate(spread, studies, first=first, arms=arms, problems=problems)
         shares = [100 * count / found.comparisons for count in (found.covered, found.pooled)]
         shares += [100 * found.wrong / found.studies, 100 * found.narrow / found.comparisons]
         shares += [100 * found.at_most / found.studies]
@@ -147,7 +141,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         if problems:  # it speaks of the very problems, on which arms do differ
             numbers[1] = "n/a"
         print(f"| {first} | {arms - 1} | {name} | {' | '.join(numbers)} | {fixed} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

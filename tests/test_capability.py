@@ -7,6 +7,7 @@ import dataclasses
 from fractions import Fraction
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
 from cohort.reports.render import analysed, write_report
 from cohort.reports.statistics import fraction_interval
-from fake_study import FakeArm, fake_study
+from fake_study import FakeArm, fake_study, with_trials
 from scipy import special
 
 
@@ -35,20 +36,18 @@ def capability_study(num_problems: int, num_samples: int, with_start: bool = Tru
 
     starts = [fractions(chances) if with_start else {} for _ in range(3)]
 
-    def sampled(trial: TrialRecord) -> TrialRecord:
+    def sampled(trial: TrialRecord) -> dict[str, Any]:
         right = fractions(after[trial.arm])
         mean = float(np.mean(list(right.values())))
         numbers = {"test/accuracy": mean, "test/num_samples": num_samples, "test/pass_at_2": 0.5}
         history = {**trial.history, **{name: [(20, float(number))] for name, number in numbers.items()}}
-        return dataclasses.replace(
-            trial,
-            history={**history, "start/num_samples": [(0, float(num_samples))]},
-            summary={**trial.summary, "test_accuracy": mean},
-            per_problem=right,
-            start_per_problem=starts[trial.seed],
-        )
+        history |= {"start/num_samples": [(0, float(num_samples))]}
+        summary = {**trial.summary, "test_accuracy": mean}
+        return {
+            "history": history, "summary": summary, "per_problem": right, "start_per_problem": starts[trial.seed]
+        }  # fmt: skip
 
-    return dataclasses.replace(record, trials=[sampled(trial) for trial in record.trials])
+    return with_trials(record, sampled)
 
 
 def found_in(record: StudyRecord) -> Capabilities | None:
@@ -148,7 +147,7 @@ def test_the_crossing_of_two_curves_lies_within_its_limits_in_95_percent_of_stud
     assert np.mean([one.low is not None and one.high is not None for one in found]) > 0.8
 
 
-def test_curves_that_do_not_cross_have_no_crossing_and_luck_shows_no_lead():
+def test_curves_that_do_not_cross_or_are_of_other_problems_have_no_crossing_and_luck_shows_no_lead():
     low, high = (Capability(name, (0,), np.full((1, 30), right), 64) for name, right in (("low", 10), ("high", 30)))
     one = crossover(low, high)
     assert (one.leader, one.other, one.k) == ("high", "low", None)
@@ -159,9 +158,7 @@ def test_curves_that_do_not_cross_have_no_crossing_and_luck_shows_no_lead():
     a[3] = 0
     found = crossover(Capability("a", (0,), a[None], 64), Capability("b", (0,), b[None], 64))
     assert found.low is None and found.high is None
-
-
-def test_curves_of_other_problems_or_seeds_are_not_compared():
+    # curves of other problems or other seeds are not compared
     one = Capability("a", (0, 1), np.ones((2, 5), int), 32)
     assert crossover(one, Capability("b", (0, 1), np.ones((2, 6), int), 32)) is None
     assert crossover(one, Capability("b", (2,), np.ones((1, 5), int), 32)) is None

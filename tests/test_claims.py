@@ -10,7 +10,7 @@ import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.claims import Claim, check_claims
 from cohort.reports.render import analysed
-from fake_study import FakeArm, factor_grid, fake_study
+from fake_study import FakeArm, factor_grid, fake_study, with_trials
 from scipy import stats
 
 MEMORY, TIME, ACCURACY, GROUP_SIZE, KL_WEIGHT, HARD_TASKS = range(6)
@@ -29,13 +29,8 @@ def ppo_and_grpo(ppo: float, grpo: float, **settings: Any) -> list[FakeArm]:
     ]
 
 
-def changed(record: StudyRecord, change: Callable[[TrialRecord], Mapping[str, Any]]) -> StudyRecord:
-    """The record with fields of every trial replaced."""
-    return dataclasses.replace(record, trials=[dataclasses.replace(t, **change(t)) for t in record.trials])
-
-
 def with_history(record: StudyRecord, metric: str, value: Callable[[TrialRecord], list[float]]) -> StudyRecord:
-    return changed(record, lambda t: {"history": {**t.history, metric: list(enumerate(value(t)))}})
+    return with_trials(record, lambda t: {"history": {**t.history, metric: list(enumerate(value(t)))}})
 
 
 def test_a_difference_in_the_claimed_direction_that_is_not_significant_is_no_support() -> None:
@@ -65,7 +60,7 @@ def test_the_ratio_of_peaks_is_held_against_1_7(ratio: float, verdict: str) -> N
         noise = {0: 0.99, 1: 1.01, 2: 1.0}[trial.seed] if trial.arm == "ppo" else 1.0
         return {"summary": {**trial.summary, "peak_memory_bytes": (ratio if trial.arm == "ppo" else 1.0) * 1e9 * noise}}
 
-    claim = claims(changed(fake_study(ppo_and_grpo(0.7, 0.7)), peak))[MEMORY]
+    claim = claims(with_trials(fake_study(ppo_and_grpo(0.7, 0.7)), peak))[MEMORY]
     assert claim.verdict == verdict
     assert f"{ratio:.2f} [" in claim.measured
 
@@ -183,7 +178,7 @@ def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None
                 "per_problem": dict(zip(trial.per_problem, cells.tolist(), strict=True)),
             }
 
-        return changed(record, measured)
+        return with_trials(record, measured)
 
     # large minus small: 20 + 0.2 s points on level 2, 0.1 s on level 1: 20 + 0.1 (mean of s = 0, 1, 2) = 20.1
     claim = claims(tagged(0.2))[HARD_TASKS]
@@ -192,7 +187,7 @@ def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None
     assert claims(tagged(-0.1))[HARD_TASKS].verdict == "contradicted"
     # if arms differ by 0.6 either way on single problems, the gain may be the luck of 64: error 0.6 sqrt(2 / 64) = 0.11
     assert claims(tagged(0.2, arm_by_problem=0.6))[HARD_TASKS].verdict == "undecided"
-    untagged = changed(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
+    untagged = with_trials(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
     assert claims(untagged)[HARD_TASKS].measured == "The task has no difficulty tags."
     overlapping = with_history(tagged(0.2), "test/accuracy_level_2", lambda t: [0.1 + 0.01 * t.seed])
     assert "to tell how many problems are hard" in claims(overlapping)[HARD_TASKS].measured

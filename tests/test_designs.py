@@ -10,15 +10,11 @@ from cohort.harness.api.study import comparison
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
+from test_spec import error_of, study
 
-RUN: dict[str, Any] = {"task": "arithmetic", "algorithm": "grpo"}
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}
 SEARCH = {"space": {"optimizer.learning_rate": RATE, "algorithm.group_size": {"choices": [4, 8]}}, "trials": 5}
 TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 3, "seeds": [7]}
-
-
-def study(**changes: Any) -> dict[str, Any]:
-    return {"name": "toy", "question": "Does it?", "run": RUN, "seeds": [0, 1], **changes}
 
 
 def search(**changes: Any) -> dict[str, Any]:
@@ -35,12 +31,6 @@ def compare(**changes: Any) -> dict[str, Any]:
 
 def tuned(**changes: Any) -> dict[str, Any]:
     return {**compare(), "search": {**TUNING, **changes}}
-
-
-def error_of(raw: dict[str, Any]) -> str:
-    with pytest.raises(SpecError) as caught:
-        parse_study(raw, "toy.yaml")
-    return str(caught.value)
 
 
 def test_a_comparison_has_every_algorithm_on_every_task_with_its_own_settings_and_the_common_ones():
@@ -120,7 +110,7 @@ def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
     ],
 )  # fmt: skip
 def test_a_design_that_cannot_be_run_is_refused(raw: dict[str, Any], words: str):
-    assert words in error_of(raw)
+    assert words in error_of(parse_study, raw, "toy.yaml")
 
 
 def test_a_started_search_may_gain_trials_and_a_tuned_comparison_seeds_and_nothing_else():

@@ -9,7 +9,7 @@ from cohort.harness.record.study import StudyRecord
 from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import analysed, results_csv, write_report
-from fake_study import FakeArm, fake_study
+from fake_study import FakeArm, fake_study, with_trials
 
 
 def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:
@@ -22,8 +22,7 @@ def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:
 
 def respecified(record: StudyRecord, section: str, **values: Any) -> StudyRecord:
     """The study with other settings in a section of all its runs."""
-    trials = [dataclasses.replace(t, spec={**t.spec, section: {**t.spec[section], **values}}) for t in record.trials]
-    return dataclasses.replace(record, trials=trials)
+    return with_trials(record, lambda t: {"spec": {**t.spec, section: {**t.spec[section], **values}}})
 
 
 def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline() -> None:
@@ -39,11 +38,7 @@ def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_bas
     assert analysis.grid is None
 
 
-def with_other_problems(record: StudyRecord) -> StudyRecord:
-    trials = [
-        dataclasses.replace(t, per_problem={f"new-{k}": v for k, v in t.per_problem.items()}) for t in record.trials
-    ]
-    return dataclasses.replace(record, trials=trials)
+OTHER_PROBLEMS = with_trials(study("b"), lambda t: {"per_problem": {f"new-{k}": v for k, v in t.per_problem.items()}})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +48,7 @@ def with_other_problems(record: StudyRecord) -> StudyRecord:
         ([respecified(study("b"), "evaluation", num_test_prompts=64)],
          r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"),
         ([dataclasses.replace(study("b"), metric="kl/reference")], "'a' has validation/accuracy, 'b' kl/reference"),
-        ([with_other_problems(study("b"))], "'a' has 128, 'b' 128, 0 of them in both"),
+        ([OTHER_PROBLEMS], "'a' has 128, 'b' 128, 0 of them in both"),
         ([dataclasses.replace(study("b"), two_stage={"first": 2})], "the first seeds of 'b' decided how many it takes"),
         ([study("a")], "at least two different studies, got a, a"),
         ([], "got a"),

@@ -12,7 +12,7 @@ import pytest
 from browser import session
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
-from fake_study import HOSTILE_ARM, factor_grid, fake_study
+from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_trials
 from test_report import hostile_study as hostile_arms
 from test_report import search_of
 
@@ -27,13 +27,13 @@ def hostile_study() -> StudyRecord:
     """Hostile completions, arm name, reason and parameter names; wide labels; a search; a self-consistency arm."""
     record = hostile_arms()
     accuracies = {f"test/{name}": [(20, 0.5)] for name in ("greedy_accuracy", "pass_at_2", "pass_at_4", "maj_at_4")}
-    trials = [dataclasses.replace(trial, history={**trial.history, **accuracies}) for trial in record.trials]
     found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
     arms = [(arm, found, "complete", {"validation/accuracy": 0.5}) for arm in record.arms]
     importances = {"method": "<b>", "values": found, "reason": None}
     objectives = {"validation/accuracy": "maximize"}
     search = search_of(arms, objectives=objectives, importances=importances, pareto=[HOSTILE_ARM], best=HOSTILE_ARM)
-    return dataclasses.replace(record, trials=trials, search=search)
+    record = with_trials(record, lambda t: {"history": {**t.history, **accuracies}})
+    return dataclasses.replace(record, search=search)
 
 
 CONTRASTS = """

@@ -5,13 +5,14 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.render import analysed, write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
-from fake_study import FakeArm, fake_study
+from fake_study import FakeArm, fake_study, with_trials
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
 
 
@@ -78,13 +79,8 @@ def test_unidentified_curves_are_refused_in_98_percent_of_studies(name: str):
 )
 def test_a_refusal_names_its_reason(name: str, reason: str):
     design = {**UNIDENTIFIED, "late": Design(middle=0.85, spread=0.002, noise=0.001)}[name]
-    assert reason in refusal(design)
-
-
-def refusal(design: Design) -> str:
     found = fit_curve("a", range(design.seeds), *draw(design, np.random.default_rng(0)))
-    assert isinstance(found, str)
-    return found
+    assert isinstance(found, str) and reason in found
 
 
 def curved_study(designs: dict[str, Design]) -> StudyRecord:
@@ -94,17 +90,14 @@ def curved_study(designs: dict[str, Design]) -> StudyRecord:
     rng = np.random.default_rng(2)
     drawn = {label: draw(design, rng) for label, design in designs.items()}
 
-    def with_curve(trial: TrialRecord) -> TrialRecord:
+    def with_curve(trial: TrialRecord) -> dict[str, Any]:
         costs, scores = (values[trial.seed] for values in drawn[trial.arm])
         steps = np.linspace(0, 100, costs.size).round().astype(int).tolist()
-        history = {
-            **trial.history,
-            "validation/accuracy": list(zip(steps, scores.tolist(), strict=True)),
-            "train/generated_tokens": list(zip(steps[1:], (1e6 * costs[1:]).tolist(), strict=True)),
-        }
-        return dataclasses.replace(trial, history=history)
+        accuracy = {"validation/accuracy": list(zip(steps, scores.tolist(), strict=True))}
+        tokens = {"train/generated_tokens": list(zip(steps[1:], (1e6 * costs[1:]).tolist(), strict=True))}
+        return {"history": {**trial.history, **accuracy, **tokens}}
 
-    return dataclasses.replace(record, trials=[with_curve(trial) for trial in record.trials])
+    return with_trials(record, with_curve)
 
 
 def scaled(record: StudyRecord) -> Scalings:

@@ -150,24 +150,16 @@ def test_a_number_without_a_decimal_point_may_have_an_exponent():
 def test_a_number_for_a_reward_changes_only_its_weight():
     raw = {"rewards": {"format": 0.5, "repetition": {"weight": 1.0, "ngram": 3}}}
     overrides = {"rewards.format.scale": 2, "rewards.repetition": 0.25, "rewards.overlong": 0.1}
-    assert with_overrides(raw, overrides) == {
-        "rewards": {
-            "format": {"weight": 0.5, "scale": 2},
-            "repetition": {"weight": 0.25, "ngram": 3},
-            "overlong": 0.1,
-        }
-    }
+    found = {"format": {"weight": 0.5, "scale": 2}, "repetition": {"weight": 0.25, "ngram": 3}, "overlong": 0.1}
+    assert with_overrides(raw, overrides) == {"rewards": found}
 
 
 def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
-    raw = {"search": None, "factors": {"steps": [1]}}
-    changed = with_overrides(
-        raw, {"factors.a.b": [2], "search.space.c.d": 3, "e.f": 4}, whole=["factors", "search.space"]
-    )
+    raw, overrides = {"search": None, "factors": {"steps": [1]}}, {"factors.a.b": [2], "search.space.c.d": 3, "e.f": 4}
+    changed = with_overrides(raw, overrides, whole=["factors", "search.space"])
     assert changed == {"search": {"space": {"c.d": 3}}, "factors": {"steps": [1], "a.b": [2]}, "e": {"f": 4}}
-    assert error_of(with_overrides, {"factors": 3}, {"factors.a.b": 1}, ["factors"]) == (
-        "'factors.a.b': 'factors' is 3, which has no keys"
-    )
+    message = error_of(with_overrides, {"factors": 3}, {"factors.a.b": 1}, ["factors"])
+    assert message == "'factors.a.b': 'factors' is 3, which has no keys"
 
 
 @pytest.mark.parametrize(
@@ -188,17 +180,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, words:
     assert words in message
 
 
-def test_a_grid_takes_every_combination_in_order():
+def test_a_grid_takes_every_combination_in_order_and_named_arms_are_labelled_by_their_name():
     raw = study(factors={"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
-    assert labels(raw) == [
-        "group_size=4, kl_beta=0",
-        "group_size=4, kl_beta=0.1",
-        "group_size=8, kl_beta=0",
-        "group_size=8, kl_beta=0.1",
-    ]
-
-
-def test_named_arms_are_labelled_by_their_name():
+    assert labels(raw) == [f"group_size={size}, kl_beta={beta}" for size in (4, 8) for beta in (0, 0.1)]
     arms = {"plain": {"algorithm.name": "grpo"}, "critic": {"algorithm.name": "ppo", "optimizer.learning_rate": 1e-4}}
     assert labels(study(arms=arms)) == ["plain", "critic"]
     assert labels(study(arms=arms, factors={"steps": [1, 2]})) == [
@@ -206,14 +190,11 @@ def test_named_arms_are_labelled_by_their_name():
     ]  # fmt: skip
 
 
-def test_one_at_a_time_takes_the_base_run_and_each_other_level():
+def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_algorithm_lacks_it():
     # The base has group_size 8 (the default), which is therefore no arm of its own.
     factors = {"algorithm.group_size": [4, 8, 16], "algorithm.kl_beta": [0.5]}
     found = labels(study(factors=factors, design="one_at_a_time"))
     assert found == ["base", "group_size=4", "group_size=16", "kl_beta=0.5"]
-
-
-def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lacks():
     # PPO has no std_floor: that arm has no level of the factor, and the study is still valid.
     factors = {"algorithm.name": ["grpo", "ppo"], "algorithm.std_floor": [0.01]}
     parsed = parse_study(study(factors=factors, design="one_at_a_time"), "toy.yaml")
@@ -282,11 +263,7 @@ def test_a_study_file_takes_its_name_from_the_file_and_overrides_from_the_comman
     assert (run.steps, run.seed, run.task.model_dump()["max_operands"]) == (3, 5, 4)
     levels = load_study(str(file), ["factors.algorithm.group_size=[16, 32]"]).design_arms()
     assert [arm.label for arm in levels] == ["group_size=16", "group_size=32"]
-
-
-def test_overriding_what_the_study_varies_is_refused_with_the_way_to_do_it(tmp_path: Path):
-    file = tmp_path / "my_study.yaml"
-    file.write_text(yaml.safe_dump({"question": "Does it?", "run": RUN, "factors": {"algorithm.group_size": [4, 8]}}))
+    # overriding what the study varies is refused with the way to do it
     message = error_of(load_study, str(file), ["algorithm.group_size=4"])
     assert message.startswith("--set algorithm.group_size: the study varies it; override the levels: ")
     assert message.endswith("--set 'factors.algorithm.group_size=[...]'")
@@ -299,11 +276,7 @@ def test_an_unknown_study_is_refused_with_what_there_is():
 
 @pytest.mark.parametrize(
     ("changes", "warned"),
-    [
-        ({"sampling": {"top_p": 0.9}}, True),
-        ({}, False),
-        ({"sampling": {"top_p": 0.9}, "steps": 0}, False),
-    ],
+    [({"sampling": {"top_p": 0.9}}, True), ({}, False), ({"sampling": {"top_p": 0.9}, "steps": 0}, False)],
 )
 def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, warned, tmp_path, caplog):
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")

@@ -24,7 +24,7 @@ from cohort.reports import statistics
 from cohort.reports.anova import anova
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import analysed, results_csv
-from fake_study import fake_study, three_algorithms
+from fake_study import fake_study, three_algorithms, with_trials
 from fake_trials import a_study
 from queues import METRIC, a_queue, claimed
 from scipy import stats
@@ -267,10 +267,6 @@ def reported(num_seeds: int = 7, *, at_most: int = 16, half_width: float = 0.02,
     return dataclasses.replace(record, two_stage={**stage, **decided})
 
 
-def without_problems(record: StudyRecord) -> StudyRecord:
-    return dataclasses.replace(record, trials=[dataclasses.replace(t, per_problem={}) for t in record.trials])
-
-
 def test_an_interval_has_the_mean_of_all_seeds_and_the_spread_of_the_first():
     # 5 seeds: mean 0.03, half width 3.182446 x 0.0129099 / sqrt(5) = 0.0183735
     found = statistics.t_interval((*DIFFERENCES, 0.05), first=4)
@@ -283,7 +279,7 @@ def test_an_interval_has_the_mean_of_all_seeds_and_the_spread_of_the_first():
 
 
 def test_every_interval_and_p_of_a_comparison_is_that_of_the_first_spread():
-    analysis = analysed(without_problems(reported()))
+    analysis = analysed(with_trials(reported(), lambda _: {"per_problem": {}}))
     for one in analysis.comparisons:
         differences = np.array(list(one.differences.values()))
         error = differences[:4].std(ddof=1) / math.sqrt(7)
