@@ -65,7 +65,7 @@ def new_runs(empty_store: Path) -> Callable[[Path], Path]:
     """Makes a runs folder with an empty store; making a store takes seconds."""
 
     def make(folder: Path) -> Path:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(empty_store, folder / "mlflow.db")
         return folder
 

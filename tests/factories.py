@@ -1,8 +1,10 @@
-"""Makes the values that many tests begin with: a run's settings and a study's. One factory each; tests change parts."""
+"""Makes the values that many tests begin with: settings of a run and of a study, progress. Tests change parts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.raw import with_overrides
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import StudySpec, parse_study
@@ -37,3 +39,14 @@ def make_study(**changes: Any) -> StudySpec:
         raw["factors"] = {"algorithm.kl_beta": [0.0, 0.1]}
     whole = {key: value for key, value in changes.items() if "." not in key}
     return parse_study(with_overrides(raw | whole, {k: v for k, v in changes.items() if "." in k}), "test")
+
+
+def trial(arm: str, state: Any, phase: str = "", done: int = 0, total: int = 0, **more: Any) -> TrialStatus:
+    """The progress of a trial of which nothing but its state, its phase and `more` is known."""
+    values: dict[str, Any] = {"seed": 0, "reason": None, "accuracy": None, "tokens_per_second": None, "seconds": None}
+    values |= {"arm": arm, "state": state, "phase": phase, "done": done, "total": total, "directory": Path("d")}
+    return TrialStatus(**values | more)
+
+
+def status(*trials: TrialStatus) -> StudyStatus:
+    return StudyStatus("s", "?", trials)

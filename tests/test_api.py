@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from cohort.harness.run.evaluate import intervals
 from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from test_report import read_page
 
 import cohort
 
@@ -178,10 +178,8 @@ def test_frames_are_tidy(result: cohort.Result):
     assert set(result.rollouts.answer.dropna()) == {"12", "<script>13"}
 
 
-@pytest.mark.parametrize(
-    ("frame", "skipped"), [("trials", {"one"}), ("curves", set()), ("problems", set()), ("rollouts", set())]
-)
-def test_every_column_is_documented(result: cohort.Result, frame: str, skipped: set[str]):
+@pytest.mark.parametrize("frame", ["trials", "curves", "problems", "rollouts"])
+def test_every_column_is_documented(result: cohort.Result, frame: str):
     text = re.sub(r"_K\b", "_4", str(getattr(cohort.Result, frame).__doc__))
     columns = [c for c in getattr(result, frame).columns if not c.startswith(("algorithm.", "reward/"))]
     assert [column for column in columns if not re.search(rf"(^|[\s,]){re.escape(column)}([\s,]|$)", text)] == []
@@ -218,24 +216,15 @@ def test_an_evaluation_has_frames_too(tmp_path: Path):
 # Page, figures, LaTeX --------------------------------------------------------------------------------------------
 
 
-class Tags(HTMLParser):
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort.Result, folder: Path):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     report = result.report()
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
     assert report.path == folder / "report" / "index.html"
-    ((tag, attributes),) = Tags(report._repr_html_()).found
-    assert (tag, attributes["sandbox"]) == ("iframe", "allow-downloads")
+    shown = read_page(report._repr_html_())
+    attributes = dict(shown.attributes)
+    assert (shown.tags, attributes["sandbox"]) == (["iframe"], "allow-downloads")
     assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
 
 

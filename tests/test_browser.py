@@ -6,7 +6,6 @@ One server and one browser for all; the pages are single-page applications, so e
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,15 +57,13 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Site]:
     with browser.session() as chromium, pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
         fake_trials.install(folder / "plugins", patch)
         with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
             points.write(f"[mlflow.app]\n{APP} = cohort.harness.mirror.page:app\n")  # as an install has it
-        runs = folder / "runs"
-        runs.mkdir()
-        shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
+        runs = new_runs(folder / "runs")
         trace = write_study(runs)
         port = fake_trials.free_port()
         with serve_ui(runs, port):

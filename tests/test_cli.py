@@ -2,12 +2,12 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from cohort.harness.api.machine import check_machine
 from cohort.harness.api.study import comparison
 from cohort.harness.cli import app
 from cohort.harness.console import progress, terminal
-from cohort.harness.data import TrialState
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
-from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.run import Optimizer
+from factories import status, trial
 from rich.console import Console
 from test_plugins import install
 
@@ -57,10 +56,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store(runs: Path, empty_store: Path) -> None:
+def store(runs: Path, new_runs: Callable[[Path], Path]) -> None:
     """An empty store in the runs folder; making one takes seconds, and two tests here do."""
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
+    new_runs(runs)
 
 
 class Shell:
@@ -461,18 +459,6 @@ def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]
 )  # fmt: skip
 def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
     assert terminal.duration(seconds) == text
-
-
-def trial(
-    arm: str, state: TrialState | str, phase: str = "", done: int = 0, total: int = 0, **more: Any
-) -> TrialStatus:
-    values: dict[str, Any] = {"seed": 0, "reason": None, "accuracy": None, "tokens_per_second": None, "seconds": 0.0}
-    fixed: Any = {"arm": arm, "state": state, "phase": phase, "done": done, "total": total, "directory": Path("d")}
-    return TrialStatus(**fixed, **{**values, **more})
-
-
-def status(*trials: TrialStatus) -> StudyStatus:
-    return StudyStatus(name="s", question="?", trials=trials)
 
 
 class Clock:

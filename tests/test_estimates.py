@@ -2,66 +2,55 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import fake_trials
 import pytest
 from cohort.harness.cli.app import app
 from cohort.harness.ground.files import write_json
-from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.estimates import budget, cost, remaining_seconds
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.runner import dry_run
+from factories import status, trial
 from fake_trials import a_study
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-def trial(arm: str, state: Any, seconds: float | None = None, **more: Any) -> TrialStatus:
-    fixed = {"seed": 0, "reason": None, "accuracy": None, "tokens_per_second": None, "directory": Path("t")}
-    values = {"phase": "", "done": 0, "total": 0, **more}
-    return TrialStatus(arm=arm, state=state, seconds=seconds, **fixed, **values)
-
-
-def a_status(*trials: TrialStatus) -> StudyStatus:
-    return StudyStatus("s", "?", trials)
-
-
 def test_cost_is_summed_over_all_trials_and_gpu_time_over_those_that_had_one():
-    status = a_status(
-        trial("a", "complete", 100.0, generated_tokens=1000.0, on_gpu=True),
-        trial("a", "invalid", 20.0, generated_tokens=50.0),
-        trial("b", "running", 5.0, on_gpu=True),
+    found = status(
+        trial("a", "complete", seconds=100.0, generated_tokens=1000.0, on_gpu=True),
+        trial("a", "invalid", seconds=20.0, generated_tokens=50.0),
+        trial("b", "running", seconds=5.0, on_gpu=True),
         trial("b", "waiting"),
     )
-    assert cost(status) == {"trial_seconds": 125.0, "gpu_seconds": 105.0, "generated_tokens": 1050.0}
+    assert cost(found) == {"trial_seconds": 125.0, "gpu_seconds": 105.0, "generated_tokens": 1050.0}
 
 
 def test_time_left_takes_each_arms_own_seconds_and_the_workers_alive():
     trials = [
-        trial("a", "complete", 100.0),
-        trial("b", "complete", 40.0),
-        trial("a", "running", 30.0, phase="loading"),  # 100 - 30 = 70 left
-        trial("b", "running", 10.0, phase="train", done=2, total=10),  # 10 s x 10 / 2 = 50 in all, 40 left
+        trial("a", "complete", seconds=100.0),
+        trial("b", "complete", seconds=40.0),
+        trial("a", "running", seconds=30.0, phase="loading"),  # 100 - 30 = 70 left
+        trial("b", "running", seconds=10.0, phase="train", done=2, total=10),  # 10 s x 10 / 2 = 50 in all, 40 left
         trial("a", "waiting"),  # 100
-        trial("b", "stopped", 15.0),  # 40 - 15 = 25
+        trial("b", "stopped", seconds=15.0),  # 40 - 15 = 25
         trial("c", "waiting"),  # no complete one of its arm: the mean of 100 and 40, 70
     ]
     for i, one in enumerate(trials):
         object.__setattr__(one, "seed", i)
     # (70 + 40 + 100 + 25 + 70) / 2 workers = 152.5; no single trial needs longer
-    assert remaining_seconds(a_status(*trials)) == pytest.approx(152.5)
+    assert remaining_seconds(status(*trials)) == pytest.approx(152.5)
     # Two workers, 100 + 5 s left: the longer trial alone takes 100 s, not (100 + 5) / 2.
-    long, short = trial("a", "running", 0.0, phase="loading"), trial("b", "running", 35.0, phase="loading")
-    assert remaining_seconds(a_status(*trials[:2], long, short)) == pytest.approx(100.0)
+    long, short = trial("a", "running", "loading", seconds=0.0), trial("b", "running", "loading", seconds=35.0)
+    assert remaining_seconds(status(*trials[:2], long, short)) == pytest.approx(100.0)
 
 
 def test_time_left_is_unknown_where_nothing_runs_or_nothing_was_measured():
-    assert remaining_seconds(a_status(trial("a", "complete", 10.0), trial("a", "waiting"))) is None
-    assert remaining_seconds(a_status(trial("a", "running", 3.0, phase="loading"))) is None
+    assert remaining_seconds(status(trial("a", "complete", seconds=10.0), trial("a", "waiting"))) is None
+    assert remaining_seconds(status(trial("a", "running", seconds=3.0, phase="loading"))) is None
 
 
 def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):

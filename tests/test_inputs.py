@@ -29,6 +29,7 @@ from factories import FEW, make_spec
 from fakes import MemoryLog, StopAfter
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("plugins")
 COMMIT, OTHER = "a" * 40, "b" * 40
 
 
@@ -45,15 +46,6 @@ def write_rows(folder, first=2):
 def data(tmp_path):
     write_rows(tmp_path / "data")
     return tmp_path / "data"
-
-
-@pytest.fixture
-def runs(tmp_path, empty_store, monkeypatch):
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
 
 
 def a_study(data, seeds=(0,), **changes):

@@ -2,8 +2,7 @@
 
 import contextlib
 import logging
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,6 @@ needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reaso
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_trials.install(tmp_path / "plugins", monkeypatch)
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres_server.Server]:
-    with postgres_server.server() as one:
-        yield one
 
 
 @pytest.mark.attack("A password in the URL of a database, written in any way")
@@ -131,16 +124,10 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
 @needs_postgres
 @pytest.mark.attack("A password in processes, logs and files of a study")
 def test_no_process_log_or_file_of_a_study_has_the_password(
-    server: postgres_server.Server,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    server: postgres_server.Server, runs: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
-    runs, arguments = tmp_path / "runs", set[str]()
-    runs.mkdir()
-    shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
+    arguments = set[str]()
 
     def look(_: object) -> None:
         for process in psutil.Process().children(recursive=True):

@@ -29,12 +29,6 @@ REFUSED = ["?", "?a=b", "%20", "%3f", "\udcff"]
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-def new_runs(folder: Path, empty_store: Path) -> Path:
-    folder.mkdir(parents=True)
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
-
-
 def contents(folder: Path) -> dict[bytes, bytes | None]:
     """Every file and folder below, with the content of the files."""
     found = sorted(folder.rglob("*"))
@@ -49,10 +43,10 @@ def fetched(address: str, run_id: str | None, name: str) -> bytes:
 
 @pytest.mark.attack("Awkward characters in the path of the runs folder")
 def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(
-    tmp_path: Path, empty_store: Path, record_property: Callable[[str, object], None]
+    tmp_path: Path, new_runs: Callable[[Path], Path], record_property: Callable[[str, object], None]
 ):
     here = tmp_path / "here"
-    runs = new_runs(here / AWKWARD, empty_store)
+    runs = new_runs(here / AWKWARD)
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
     status = run_study(study, runs, workers=1, command="", execute=fake_trials.EXECUTE)
     assert study_status("sizes", runs).all_valid and status.all_valid
@@ -86,9 +80,9 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
 @pytest.mark.long
 @pytest.mark.attack("A copied runs folder")
 def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_from_its_records(
-    tmp_path: Path, empty_store: Path
+    tmp_path: Path, new_runs: Callable[[Path], Path]
 ):
-    original = new_runs(tmp_path / "original", empty_store)
+    original = new_runs(tmp_path / "original")
     folder = begin_study(original, a_study())
     log = log_trial(original, "group_size=2", 0, "complete")
     (folder / "report").mkdir()
@@ -104,8 +98,7 @@ def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_fro
         check_runs_folder(copy)
     assert contents(copy) == written
     shutil.rmtree(copy / "mlartifacts")
-    shutil.copy(empty_store, copy / "mlflow.db")
-    catch_up(copy)
+    catch_up(new_runs(copy))
     address = f"http://127.0.0.1:{(port := free_port())}"
     with serve_ui(copy, port):
         for place, name, content in (

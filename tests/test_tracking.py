@@ -33,7 +33,7 @@ from cohort.harness.mirror.writer import Place
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record import run as record_run
-from cohort.harness.record.events import EVENTS, Tail, read_events
+from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_events
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.finished import drop_checkpoints
 from cohort.harness.record.run import RunLog, read_progress, read_result
@@ -51,12 +51,9 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, empty_store: Path) -> Path:
-    """A runs folder with an empty store (making one takes seconds); its name has a space, as users' folders do."""
-    folder = tmp_path / "my runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+    """A runs folder with an empty store; its name has a space, as users' folders do."""
+    return new_runs(tmp_path / "my runs")
 
 
 def a_spec(**changes: object) -> RunSpec:
@@ -216,6 +213,7 @@ with mirrored(Path(sys.argv[1]), Path(sys.argv[1]) / "train" / "run"):
     expected = {(key, step) for key in (COLUMN, "seconds/step") for step in range(41)}
     assert Counter((key, step) for key, step, _ in in_store(runs, str(first))) == Counter(expected)
     assert in_store(runs, str(first)) == in_file(log.directory)
+    assert all(map(is_as_written, (log.directory / EVENTS).read_bytes().splitlines()))
     samples = [event for event in read_events(log.directory / EVENTS) if event["type"] == "samples"]
     assert [row["completion"] for event in samples for row in event["rows"]] == ["kept", "kept too", "again"]
 
@@ -364,7 +362,9 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path: Path, mo
 
 
 @pytest.mark.attack("A lost or locked MLflow store")
-def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs: Path, empty_store: Path):
+def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
+    runs: Path, new_runs: Callable[[Path], Path]
+):
     folder = begin_study(runs, a_study())
     copy = lambda: Mirror(runs, folder).copy()  # noqa: E731
     copy()
@@ -381,8 +381,7 @@ def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
     copy()
     later = runs.parent / "later"
     shutil.copytree(runs / "studies", later / "studies", ignore=shutil.ignore_patterns("mlflow.*"))
-    shutil.copy(empty_store, later / "mlflow.db")
-    catch_up(later)
+    catch_up(new_runs(later))
     assert shown(later) == shown(runs)
     client, found = MlflowClient(tracking_uri(later)), shown(later)
     assert len(found) == 4 and all(below["child"] for name, (*_, below, _) in found.items() if name != "sizes")
@@ -594,6 +593,3 @@ def test_a_store_of_another_version_is_refused(runs: Path):
         database.execute("UPDATE alembic_version SET version_num = 'abc'")
     with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
         check_runs_folder(runs)
-
-
-# The UI ---------------------------------------------------------------------------------------------------------------

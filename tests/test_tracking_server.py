@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +20,6 @@ from threading import Thread
 
 import fake_trials
 import pytest
-from cohort.harness.cli.app import app
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.follow import mirrored
@@ -34,8 +33,7 @@ from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
 from fake_trials import a_study, begin_study, free_port, in_mlflow
 from mlflow import MlflowClient
-from test_tracking import COLUMN, in_file, in_store, kept_policy, log_trial, open_log, wait_for
-from typer.testing import CliRunner
+from test_tracking import COLUMN, in_file, in_store, kept_policy, log_trial, open_log, traces_of, wait_for
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 
@@ -63,10 +61,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copy(fake_trials.empty_store(tmp_path_factory), folder / "mlflow.db")
-    result = Server(folder)
+def running(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Server]:
+    result = Server(new_runs(tmp_path_factory.mktemp("server")))
     with result.running:
         result.start()
         yield result
@@ -75,14 +71,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mlflow_address.TRACKING_URI, server.uri)
+@pytest.fixture
+def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The server, where the results of the test go."""
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, running.uri)
+    return running
 
 
 def test_a_study_is_written_and_read_through_a_server_alone(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    use(server, monkeypatch)
     runs = tmp_path / "runs"
     check_runs_folder(runs)
     folder = begin_study(runs, a_study())
@@ -111,10 +109,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
 
 
-def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    use(server, monkeypatch)
+def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server: Server, tmp_path: Path):
     begin_study(tmp_path, a_study())
     log = log_trial(tmp_path, "group_size=4", 0, "complete")
     policy = kept_policy(log.directory)
@@ -130,10 +125,7 @@ def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(
 
 @pytest.mark.long
 @pytest.mark.attack("Loss of the MLflow server")
-def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    use(server, monkeypatch)
+def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server: Server, tmp_path: Path):
     with mirrored(tmp_path, tmp_path / "train" / "run"):
         log = open_log(tmp_path)
         log_batch(log, 0, 10)
@@ -150,7 +142,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
         log.finish("complete", None, {})
     assert in_store(tmp_path, run_id()) == in_file(log.directory)
     assert len([key for key, *_ in in_file(log.directory) if not key.startswith("system/")]) == 2 * (step + 6)
-    assert len(traces(server.uri, run_id())) == 2  # of steps 0 and 10, once each
+    assert len(traces_of(tmp_path, run_id())) == 2  # of steps 0 and 10, once each
 
 
 def log_batch(log: RunLog, first: int, last: int) -> None:
@@ -158,12 +150,6 @@ def log_batch(log: RunLog, first: int, last: int) -> None:
         log.metrics(step, {COLUMN: step / 1000, "seconds/step": 0.5 + step})
         if step in (0, 10):
             log.samples([fake_trials.sample(step)])
-
-
-def traces(uri: str, run_id: str) -> list[object]:
-    experiment = MlflowClient(uri).get_run(run_id).info.experiment_id
-    wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
-    return list(MlflowClient(uri).search_traces(locations=[experiment], filter_string=wanted, include_spans=False))
 
 
 # Addresses ------------------------------------------------------------------------------------------------------------
@@ -181,10 +167,7 @@ def traces(uri: str, run_id: str) -> list[object]:
         ("http://host?nonsense=1", r"nothing but host, port and path, got .*; leave out what follows its '\?'"),
         ("http://host#s3cret", "nothing but host, port and path"),
         ("http://host/?password=s3cret", "nothing but host, port and path"),
-        (
-            "http://me:s3cret@host",
-            r"got 'http://me:\*\*\*@host'; .* in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS",
-        ),
+        ("http://me:s3cret@host", r"got 'http://me:\*\*\*@host'; .* in MLFLOW_TRACKING_USERNAME and MLFLOW_TR"),
         ("http://127.0.0.1:9", r"server that can be used, but http://127.0.0.1:9 cannot \(.*refused\)\); start it"),
     ],
 )
@@ -203,13 +186,7 @@ ANSWERS = {
     "an unknown page": ("/health", 404, {}, b"<html>", "status 404 of"),
     "an error of the server": ("/health", 500, {}, b"", "status 500 of"),
     "a page for people": ("/health", 200, {}, b"<!doctype html><p>Welcome", "answers b'<!doctype html><p>We'"),
-    "a redirect": (
-        "/health",
-        302,
-        {"Location": "https://me:secret@login/"},
-        b"",
-        r"sends on to https://me:\*\*\*@login/",
-    ),
+    "a redirect": ("/health", 302, {"Location": "https://me:secret@login"}, b"", r"on to https://me:\*\*\*@login"),
     "an endless answer": ("/health", 200, {"Content-Length": "99999999"}, b"O", "answers b'O'"),
     "a refusal of the API": ("/api", 403, {}, b"<html>no</html>", "error code 403"),
     "a page for the API": ("/api", 200, {}, b"<html>login</html>", "not in a valid JSON format"),
@@ -257,9 +234,7 @@ def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anyt
         Thread(target=wrong.serve_forever, args=(0.02,), daemon=True).start()
         uri = f"http://127.0.0.1:{wrong.server_port}"
         monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
-        with pytest.raises(
-            ValueError, match=f"a server that can be used, but {uri} cannot .*({ANSWERS[answer][4]})"
-        ) as e:
+        with pytest.raises(ValueError, match=f"that can be used, but {uri} cannot .*({ANSWERS[answer][4]})") as e:
             check_runs_folder(tmp_path / "runs")
         wrong.shutdown()
     assert "secret" not in str(e.value)
@@ -280,18 +255,17 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.attack("Tracking server that takes calls and never answers")
-def test_a_silent_server_is_refused_before_anything_is_written(silent: str, tmp_path: Path):
-    shown = CliRunner().invoke(app, ["report", "sizes", "--runs", str(tmp_path / "runs")])
-    assert shown.exit_code == 2
-    assert f"must name a server that can be used, but {silent} cannot" in shown.output and "(timed out)" in shown.output
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.attack("Tracking server that takes calls and never answers")
-def test_a_run_goes_on_without_a_silent_server_says_so_once_and_loses_nothing(
-    silent: str, tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_silent_server_is_refused_and_a_run_that_has_begun_goes_on_says_so_once_and_loses_nothing(
+    silent: str,
+    tmp_path: Path,
+    new_runs: Callable[[Path], Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    shutil.copy(empty_store, tmp_path / "mlflow.db")  # making one takes seconds
+    with pytest.raises(ValueError, match=rf"a server that can be used, but {silent} cannot .*\(timed out\)"):
+        check_runs_folder(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    new_runs(tmp_path)
     with mirrored(tmp_path, tmp_path / "train" / "run"), open_log(tmp_path) as log:
         log_batch(log, 0, 5)
         wait_for(lambda: "'run' goes on" in caplog.text)

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.verification import Findings, verify_study
-from cohort.harness.cli import app
 from cohort.harness.ground.files import sha256
-from cohort.harness.record.events import EVENTS, event_line, is_as_written, read_events, summed
+from cohort.harness.record.events import EVENTS, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
@@ -27,6 +26,7 @@ from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_trials import begin_study
+from test_memory import cohort
 
 from cohort import open_result
 
@@ -80,12 +80,6 @@ def alter_digit(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] = ord("0") + (content[place] - ord("0") + 1) % 10
     file.write_bytes(bytes(content))
-
-
-def cohort(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app.main(arguments)
-    return int(ended.value.code or 0)
 
 
 # What follows ----------------------------------------------------------------------------------------------------
@@ -208,22 +202,6 @@ def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folde
     assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
 
 
-def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(tmp_path: Path):
-    spec = a_study().design_arms()[0].spec
-    log_of = lambda: RunLog(tmp_path, tmp_path / "run", spec, experiment="x", run_name="x")  # noqa: E731
-    with log_of() as log:
-        log.metrics(1, {"policy/loss": 0.5})
-        log.metrics(2, {"policy/loss": 0.5})
-    with (tmp_path / "run" / EVENTS).open("ab") as file:
-        file.write(b'{"type":"metrics","step":2,"val')
-    with log_of() as log:
-        log.resume(1)
-        log.metrics(2, {"policy/loss": 0.25})
-    lines = (tmp_path / "run" / EVENTS).read_bytes().split(b"\n")[:-1]
-    assert all(is_as_written(line) for line in lines)
-    assert [event["step"] for event in read_events(tmp_path / "run" / EVENTS) if event["type"] == "metrics"] == [1, 2]
-
-
 # What is lacking ---------------------------------------------------------------------------------------------------
 
 
@@ -290,14 +268,9 @@ def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equa
         inside = folder
     assert not inside.exists()
     export_capsule(made / "studies" / "sizes", tmp_path / "again.zip")
+    with pytest.raises(ValueError, match=r"must be a new \.zip file"):
+        export_capsule(made / "studies" / "sizes", capsule)
     assert (tmp_path / "again.zip").read_bytes() == capsule.read_bytes()
-
-
-def test_a_file_that_exists_is_not_replaced_by_a_capsule(made: Path, tmp_path: Path, capsys: Any):
-    (tmp_path / "out.zip").write_text("mine")
-    assert cohort("study", "export", "sizes", str(tmp_path / "out.zip"), "--runs", str(made)) == 2
-    assert "must be a new .zip file" in capsys.readouterr().err
-    assert (tmp_path / "out.zip").read_text() == "mine"
 
 
 def rezipped(capsule: Path, change: Callable[[dict[str, bytes]], Any]) -> Path:
