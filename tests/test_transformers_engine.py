@@ -67,13 +67,10 @@ def test_top_p_keeps_the_most_likely_tokens_only():
     assert set(_draw(logits, Sampling(top_p=0.4), noise)[0].tolist()) == {1}
 
 
-def test_a_token_without_probability_is_never_drawn():
+def test_a_token_without_probability_is_never_drawn_and_greedy_takes_the_most_likely_one():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for value in (0.0, 0.5, 1 - 2**-53):
         assert _draw(logits, Sampling(), torch.tensor([value], dtype=torch.float64))[0].item() == 1
-
-
-def test_greedy_takes_the_most_likely_token():
     assert _draw(torch.tensor([[0.0, 2.0, 1.0]]), Sampling(temperature=0), torch.tensor([0.99]))[0].item() == 1
 
 
@@ -85,12 +82,8 @@ def test_noise_is_uniform_and_every_part_of_the_key_matters():
     chi2 = ((counts - 1000) ** 2 / 1000).sum()
     assert chi2 < 43.8  # 99.9 % point of chi-squared with 19 degrees of freedom
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.025  # 3.5 / sqrt(20000)
-    for other in (
-        uniforms(1, 0, ["a", "b"], 4, 50),
-        uniforms(0, 1, ["a", "b"], 4, 50),
-        uniforms(0, 0, ["c", "d"], 4, 50),
-    ):
-        assert not (base == other).any()
+    for key in ((1, 0, ["a", "b"]), (0, 1, ["a", "b"]), (0, 0, ["c", "d"])):
+        assert not (base == uniforms(*key, 4, 50)).any()
     assert len(np.unique(base)) == base.size
     assert not (uniforms(1, 0, ["a"], 4, 50) == uniforms(0, 1, ["a"], 4, 50)).any()  # seed and step do not add up
 
@@ -104,13 +97,12 @@ def test_a_stop_text_ends_a_completion_and_stays_in_it():
     engine = make_engine()
     prompts = [Prompt(f"p{i}", f"{i}+1=", "0") for i in range(4)]
     free = engine.generate(prompts, 4, Sampling(max_tokens=20), seed=0, step=0)
-    texts = [r.text for g in free for r in g.rollouts]
+    whole = [r for g in free for r in g.rollouts]
+    texts = [r.text for r in whole]
     stop = max({text[5:7] for text in texts if len(text) > 8}, key=lambda two: sum(two in text for text in texts))
     stopped = engine.generate(prompts, 4, Sampling(max_tokens=20, stop=(stop, "\0never")), seed=0, step=0)
     reached = 0
-    for before, after in zip(
-        (r for g in free for r in g.rollouts), (r for g in stopped for r in g.rollouts), strict=True
-    ):
+    for before, after in zip(whole, (r for g in stopped for r in g.rollouts), strict=True):
         cut = before.text.find(stop)
         if cut < 0:
             assert replace(after, logprobs=before.logprobs) == before

@@ -10,8 +10,6 @@ from ..data import Group, Prompt, Rollout, Sampling
 from ..interfaces import RolloutEngine
 from ..policy.text import TextCodec
 
-Script = Callable[[Prompt, int], str]
-
 
 class ScriptedEngine(RolloutEngine):
     """Completions come from `script(prompt, sample)`, by default the text after `;;` in the prompt, or nothing.
@@ -28,7 +26,7 @@ class ScriptedEngine(RolloutEngine):
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         self.settings = settings
         self.codec = codec
-        self.script: Script = lambda prompt, sample: prompt.text.partition(";;")[2]
+        self.script: Callable[[Prompt, int], str] = lambda prompt, sample: prompt.text.partition(";;")[2]
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int

@@ -40,10 +40,6 @@ class Attempts:
         """The step that the last attempt had reached when it ended; 0 before."""
         return int(self.end(key).get("summary", {}).get("step", 0))
 
-    def running(self) -> dict[Key, int]:
-        """The number of the running attempt at each trial that has one."""
-        return {key: tried[-1].number for key, tried in self.by_key.items() if self.state(key) == "running"}
-
     def num_stuck(self, key: Key, step: int) -> int:
         """Number of attempts in a row that lost their worker without progress: the last one, which reached `step`, and
         those before it that had reached that step too."""

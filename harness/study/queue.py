@@ -103,12 +103,11 @@ class Queue:
             attempts = self._read()
             by_turn = attempts.step if self.plan.study.interleave else lambda key: 0
             for key in sorted(self.plan.keys, key=by_turn):
-                if len(claims) == at_most:
-                    break
-                waits = self._waits(key, attempts) and not self._is_stuck(key, attempts)
-                if waits and sharing_key(self.plan.spec(key)) == common:
-                    lease = self.storage.take_lease(self.plan.directory(key))
-                    claims += [self._taken(key, lease, attempts)] if lease is not None else []
+                fits = len(claims) < at_most and self._waits(key, attempts) and not self._is_stuck(key, attempts)
+                shares = fits and sharing_key(self.plan.spec(key)) == common
+                lease = self.storage.take_lease(self.plan.directory(key)) if shares else None
+                if lease is not None:
+                    claims.append(self._taken(key, lease, attempts))
         return claims
 
     def finish(self, claim: Claim, outcome: Outcome) -> None:
@@ -180,7 +179,7 @@ class Queue:
 
     def status(self) -> StudyStatus:
         attempts = self._read()
-        dead = self._dead(attempts)
+        dead = {trial.number for trial in self._dead(attempts).values()}
         if dead:  # or just ended: a worker records the end before it gives up its lease
             attempts = self._read()
         reporting = [self.plan.directory(k) for k in self.plan.keys if attempts.state(k) not in ("waiting", "complete")]
@@ -332,20 +331,18 @@ class Queue:
             lease.release()
             raise
 
-    def _dead(self, attempts: Attempts) -> set[int]:
-        """Numbers of the plan's running attempts whose worker is gone."""
-        running = attempts.running()
-        directories = {self.plan.directory(key): running[key] for key in self.plan.keys if key in running}
-        held = self.storage.held(directories)
-        return {number for directory, number in directories.items() if directory not in held}
+    def _dead(self, attempts: Attempts) -> dict[Key, FrozenTrial]:
+        """The running attempts at the plan's trials whose worker is gone."""
+        folders = {key: self.plan.directory(key) for key in self.plan.keys if attempts.state(key) == "running"}
+        held = self.storage.held(folders.values())
+        return {key: attempts.by_key[key][-1] for key, folder in folders.items() if folder not in held}
 
     def _end_lost(self, attempts: Attempts) -> Attempts:
         """Record which attempts have lost their worker; returns them anew. They are repeated, unless too many made no
         progress."""
         dead = self._dead(attempts)
-        for key in [key for key, number in attempts.running().items() if number in dead]:
-            directory, last = self.plan.directory(key), attempts.last(key)
-            assert last is not None
+        for key, last in dead.items():
+            directory = self.plan.directory(key)
             step = self.storage.progress([directory]).get(directory, {}).get("step", 0)
             lost = attempts.num_stuck(key, step)
             outcome = Outcome("lost", summary={"step": step})
