@@ -36,9 +36,8 @@ class Clip(Algorithm):
     def clipped(self, ratio: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(per-token loss, whether a clip cuts the token's gradient), both [B, T]; `ratio` is [B, T] or [B, 1]."""
         assert batch.advantages_BT is not None
-        return clipped_surrogate(
-            ratio, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound
-        )
+        bounds = (self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound)
+        return clipped_surrogate(ratio, batch.advantages_BT, *bounds)
 
 
 class RewardKL(Algorithm):

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ._advantages import group_advantages, group_standardised
-from ._losses import clipped_surrogate, token_ratio
+from ._losses import token_ratio
 from ._surrogate import Clip, GroupStandardised
 
 
@@ -39,7 +39,5 @@ class GRPO(Clip, GroupStandardised):
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token (eq. 3) plus kl_beta
         times its KL to the reference (eq. 4); the mean over an answer's tokens, then over answers."""
-        assert batch.advantages_BT is not None
-        bounds = (self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound)
-        per_token, clipped = clipped_surrogate(token_ratio(batch, policy), batch.advantages_BT, *bounds)
+        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
         return self.total(batch, policy, per_token, clipped)

@@ -126,9 +126,9 @@ def _loaded(load: Callable[[], T], where: str, fix: str) -> T:
         own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
         if own[-1].filename == interfaces.__file__:
             raise  # a rule for all plugins, in its own words
-        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (own[-1].filename, own[-1].lineno)
-        at = f"{place[0]}, line {place[1]}"
-        raise ValueError(f"{where} cannot be loaded ({at}): {_in_words(error)}; {fix}") from error
+        at = error if isinstance(error, SyntaxError) else own[-1]
+        place = f"{at.filename}, line {at.lineno}"
+        raise ValueError(f"{where} cannot be loaded ({place}): {_in_words(error)}; {fix}") from error
 
 
 def _in_words(error: BaseException) -> str:

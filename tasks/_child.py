@@ -111,18 +111,10 @@ class Child:
         self.parent = os.getpid()
         self._wait_seconds = wait_seconds
         self._said = b""
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                "PYTHONHASHSEED": "0",
-                "OPENBLAS_NUM_THREADS": "1",  # each of its threads takes a share of the address space
-            },
-            bufsize=0,
-        )
+        own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"}
+        own["OPENBLAS_NUM_THREADS"] = "1"  # each of its threads takes a share of the address space
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | own, bufsize=0)
         self.end = weakref.finalize(self, _end, self.process, self.parent)
         if self._line(START_SECONDS) is None:
             self.end()

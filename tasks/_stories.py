@@ -308,12 +308,10 @@ def tell(
     names = _shuffled(words if len(told) + len(unused) > 26 else words[:26], uniform)
     things = choose(family.things, uniform)
 
-    sentences = [
-        _fill(family.told[quantity.kind], things, names, quantity, names[i]) for i, quantity in enumerate(told)
-    ]
+    every = [_fill(family.told[q.kind], things, names, q, names[i]) for i, q in enumerate([*told, *unused])]
+    sentences, extras = every[: len(told)], every[len(told) :]
     if shuffled:
         sentences = _shuffled(sentences, uniform)
-    extras = [_fill(family.told[q.kind], things, names, q, names[len(told) + i]) for i, q in enumerate(unused)]
     asides = [(aside, name) for aside in family.asides for name in names[: len(told)]]
     for _ in range(num_asides):
         aside, name = asides.pop(int(uniform() * len(asides)))  # none is told twice, with another number
@@ -321,9 +319,8 @@ def tell(
     for extra in extras:
         sentences.insert(int(uniform() * (len(sentences) + 1)), extra)
 
-    question = family.asked
-    if asks_operation:
-        question = family.both if graph[-1].kind == "both" else family.gap
+    named = family.both if graph[-1].kind == "both" else family.gap
+    question = named if asks_operation else family.asked
     sentences.append(_fill(question, things, names, graph[-1], names[len(told) - 1]))
     labels = [*names[: len(told)], "Answer"]
     steps: list[str] = []

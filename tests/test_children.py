@@ -76,11 +76,6 @@ def test_the_child_writes_no_files(children, tmp_path):
     assert not (tmp_path / "text").exists() or (tmp_path / "text").read_text() == ""
 
 
-def test_an_answer_is_kept(children):
-    assert [children.ask("sleep", 0).answer for _ in range(3)] == [0, 0, 0]
-    assert children._own.child.num_questions == 1
-
-
 def test_a_child_that_cannot_start_is_no_answer(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"\(-P -m cohort\.tasks\._child child_work\) does not start"):

@@ -9,8 +9,6 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
-from cohort.harness.rewards.self_certainty import SelfCertainty
-from cohort.harness.rewards.token_entropy import TokenEntropy
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
 from cohort.harness.spec.run import parse_run
@@ -67,12 +65,6 @@ def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_ent
     assert AnswerEntropy(max_entropy=1.0).score(group) == [0.0] * 4
     assert AnswerEntropy(min_entropy=1.0, max_entropy=1.1).score(group) == scores
     assert AnswerEntropy().score(graded_group([0, 0])) == [0.0, 0.0]
-
-
-def test_confidence_is_read_from_the_distributions_that_a_run_measures():
-    group = graded_group([0, 0], token_means={"entropy": (0.5, 0.25), "uniform_kl": (2.0, 3.0)})
-    assert TokenEntropy().score(group) == [-0.5, -0.25]
-    assert SelfCertainty().score(group) == [2.0, 3.0]
 
 
 def confident_run(tmp_path, rewards, **changes):

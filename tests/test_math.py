@@ -134,9 +134,6 @@ def test_levels_and_subjects_filter_every_split():
     kept = task(subjects=["Counting & Probability", "number_theory"], test_path=str(FIXTURES / "math_answers"))
     assert {p.gold for p in kept.prompts("test")} == {"23_5"}
     assert len(kept.prompts("train")) + len(kept.prompts("validation")) == 3
-
-
-def test_filters_that_keep_nothing_are_an_error():
     with pytest.raises(ValueError, match="the test split has no usable problem among 4 rows; loosen its filters"):
         task(levels=[5], subjects=["geometry"]).prompts("test")
 

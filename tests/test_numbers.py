@@ -176,14 +176,6 @@ def test_a_long_decimal_is_the_fraction_whose_digits_it_writes_out(text, value):
     assert number(text) == number(text, prose=False) == value
 
 
-def test_ten_thousand_answers_are_read_in_a_second():
-    answers = [f"${n:,}.00 in all" for n in range(10_000)]
-    start = time.process_time()
-    read = [canonical(answer) for answer in answers]
-    assert time.process_time() - start < 1.0
-    assert read == [str(n) for n in range(10_000)]
-
-
 @pytest.mark.attack("Hostile text in a completion")
 def test_no_hostile_text_is_slow_to_read(record_property):
     texts = [*hostile.ANSWERS, *(c for c in hostile.COMPLETIONS if len(c) > 10_000)]

@@ -28,15 +28,16 @@ class Elsewhere(GRPO):
 
 
 def install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, class_name: str, kind: str = "algorithm"
-) -> None:
-    """Put a distribution with one plugin on the path, as an installer would."""
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, class_name: str, kind: str = "algorithm",
+    entry: str | None = None,
+) -> None:  # fmt: skip
+    """Put a distribution with one plugin on the path, as an installer would; `entry` is its name, if not `name`."""
     module = f"plugin_{name}"
     (folder / f"{module}.py").write_text(source)
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[cohort.{kind}s]\n{name} = {module}:{class_name}\n")
+    (info / "entry_points.txt").write_text(f"[cohort.{kind}s]\n{entry or name} = {module}:{class_name}\n")
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
 
@@ -149,9 +150,7 @@ def test_a_file_without_exactly_one_public_class_is_refused(count: int):
 
 def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "brand_new.py").write_text(THIRD_PARTY.format(name="brand_new"))
-    monkeypatch.setattr(
-        cohort.algorithms, "__path__", [*cohort.algorithms.__path__, str(tmp_path)]
-    )  # as if it lay in the folder
+    monkeypatch.setattr(cohort.algorithms, "__path__", [*cohort.algorithms.__path__, str(tmp_path)])
     importlib.invalidate_caches()
     assert "brand_new" in plugins.names("algorithm")
     spec = load_run(None, ["task=arithmetic", "algorithm=brand_new", "algorithm.kl_beta=0"])
@@ -161,10 +160,7 @@ def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.attack("An installed package that takes the name of a built-in plugin")
 def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    install(tmp_path, monkeypatch, "shadow", THIRD_PARTY.format(name="dr_grpo"), "Elsewhere")
-    (tmp_path / "plugin_shadow-1.0.dist-info" / "entry_points.txt").write_text(
-        "[cohort.algorithms]\ndr_grpo = plugin_shadow:Elsewhere\n"
-    )
+    install(tmp_path, monkeypatch, "shadow", THIRD_PARTY.format(name="dr_grpo"), "Elsewhere", entry="dr_grpo")
     plugins.load.cache_clear()
     with pytest.raises(ValueError) as caught:
         plugins.load("algorithm", "dr_grpo")
@@ -174,9 +170,7 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, m
     )
     assert plugins.load("algorithm", "grpo").__module__ == "cohort.algorithms.grpo"  # what is not ambiguous still works
     for package in ("first", "second"):
-        install(tmp_path, monkeypatch, package, THIRD_PARTY.format(name="twice"), "Elsewhere")
-        info = tmp_path / f"plugin_{package}-1.0.dist-info"
-        (info / "entry_points.txt").write_text(f"[cohort.algorithms]\ntwice = plugin_{package}:Elsewhere\n")
+        install(tmp_path, monkeypatch, package, THIRD_PARTY.format(name="twice"), "Elsewhere", entry="twice")
     with pytest.raises(ValueError, match="is declared by package plugin_first and package plugin_second; "):
         plugins.load("algorithm", "twice")
 

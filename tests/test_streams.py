@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from cohort.harness.ground.streams import generator
 from cohort.harness.run.loop import train
-from cohort.harness.spec.run import parse_run
+from factories import FEW, make_spec
 from fakes import MemoryLog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,17 +25,9 @@ def test_no_two_purposes_of_a_run_draw_the_same_numbers(tmp_path, monkeypatch):
         return make(seed)
 
     monkeypatch.setattr(np.random, "default_rng", recorded)
-    raw = {
-        "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
-        "algorithm": {"name": "grpo", "group_size": 2},
-        "cold_start": {"steps": 1},
-        "optimizer": {"num_inner_epochs": 2, "num_minibatches": 2},
-        "dynamic_sampling": 3,
-        "evaluation": {"num_prompts": 2, "num_test_prompts": 2, "num_samples": 1},
-        "rollouts_per_step": 4,
-        "steps": 2,
-    }
-    assert train(parse_run(raw, "test"), tmp_path, MemoryLog(), cache=tmp_path).state == "complete"
+    minibatches = {"num_inner_epochs": 2, "num_minibatches": 2}
+    spec = make_spec(**{**FEW, "cold_start": {"steps": 1}, "optimizer": minibatches, "dynamic_sampling": 3, "steps": 2})
+    assert train(spec, tmp_path, MemoryLog(), cache=tmp_path).state == "complete"
     purposes = {user for found in users.values() for user in found}
     assert purposes == {"_batches", "step_prompts", "further_prompts", "Learner._minibatches"}
     assert [found for found in users.values() if len(found) > 1] == []

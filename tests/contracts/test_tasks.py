@@ -85,12 +85,8 @@ def task(name):
 every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
 
 
-def test_the_plugin_is_a_task_of_its_own_name(name, task):
-    assert isinstance(task, Task)
-    assert task.name == name
-
-
-def test_the_settings_survive_json_and_refuse_unknown_keys(task):
+def test_the_plugin_is_a_task_of_its_own_name_whose_settings_survive_json_and_refuse_unknown_keys(name, task):
+    assert isinstance(task, Task) and task.name == name
     assert type(task).model_validate(json.loads(task.model_dump_json())) == task
     with pytest.raises(ValueError, match="no_such_field"):
         type(task).model_validate({"no_such_field": 1})
