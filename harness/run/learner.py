@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,14 @@ class Learner:
                 if part is not None:
                     shard(part, resolve_device(spec.device))
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
-        self.policy_rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
-        self.optimizers = {"policy": self._adamw(policy, self.policy_rate)}
-        if self.critic is not None:
-            self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
+        rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
+        self.rates = {"policy": rate, "critic": spec.optimizer.critic_learning_rate}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        adamw = partial(torch.optim.AdamW, betas=(0.9, spec.optimizer.beta2), weight_decay=spec.optimizer.weight_decay)
+        for name, module in (("policy", policy), ("critic", self.critic)):
+            if module is not None:
+                trained = [p for p in module.parameters() if p.requires_grad]
+                self.optimizers[name] = adamw(trained, lr=self.rates[name], fused=True)
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Batch:
@@ -126,11 +131,10 @@ class Learner:
         settings = self.spec.optimizer
         if settings.schedule != "constant" or settings.warmup_steps:
             factor = learning_rate_factor(settings, step, self.spec.steps)
-            rates = {"policy": self.policy_rate, "critic": settings.critic_learning_rate}
             for name, optimizer in self.optimizers.items():
                 for group in optimizer.param_groups:
-                    group["lr"] = factor * rates[name]
-            metrics["optimizer/learning_rate"] = factor * self.policy_rate
+                    group["lr"] = factor * self.rates[name]
+            metrics["optimizer/learning_rate"] = factor * self.rates["policy"]
         if self.spec.kl.schedule == "cosine":
             self.kl_beta = kl_beta_factor(step, self.spec.steps) * self.spec.algorithm.kl_beta
         if self.spec.kl.schedule != "constant":
@@ -339,11 +343,6 @@ class Learner:
             largest = max(range(len(parts)), key=lambda i: len(parts[i]))
             parts[largest : largest + 1] = parts[largest].tensor_split(2)
         return parts
-
-    def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-        settings = self.spec.optimizer
-        trained, betas = [p for p in module.parameters() if p.requires_grad], (0.9, settings.beta2)
-        return torch.optim.AdamW(trained, lr=learning_rate, betas=betas, weight_decay=settings.weight_decay, fused=True)
 
 
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:

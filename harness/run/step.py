@@ -11,7 +11,6 @@ may draw them again.
 from __future__ import annotations
 
 import bisect
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -78,25 +77,24 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),
         rollout_metrics(drawn.graded, drawn.totals), drawn.metrics(spec), group_metrics(batch, run.gates),
         {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
-        clock.metrics(),
+        clock.metrics,
     )  # fmt: skip
     return metrics, drawn
 
 
 class Clock:
-    """Seconds of the phases of a step, by the run's own clock."""
+    """Seconds of a step and its phases as metrics, by the run's own clock."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
-        self.start = self.last = now()
-        self.seconds: dict[str, float] = {}
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self.last = now, now()
+        self.metrics: dict[str, float] = defaultdict(float)
 
     def lap(self, phase: str) -> None:
-        now = self.now()
-        self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
-
-    def metrics(self) -> dict[str, float]:
-        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
+        """Charge the time since the last lap to a phase and to the step."""
+        seconds = (now := self.now()) - self.last
+        self.metrics[f"seconds/{phase}"] += seconds
+        self.metrics["seconds/step"] += seconds
+        self.last = now
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Together:
     def sample(self, seat: int, call: Call, sampling: Sampling) -> list[Group]:
         """The groups of a call, sampled with those of the other runs."""
         with self._change:
-            self._charge(seat)
+            self._seconds[seat] = self.now(seat)
             self._waiting[seat] = (call, sampling)
             self._pass_on()
             self._await(seat)
@@ -89,7 +89,7 @@ class Together:
         except BaseException as error:
             end = error
         with self._change:
-            self._charge(seat)
+            self._seconds[seat] = self.now(seat)
             self._ends[seat] = end
             self._pass_on()
 
@@ -118,18 +118,13 @@ class Together:
         tokens = [1] * len(seats)
         try:
             found: Sequence[list[Group] | Exception] = (each := self.engine.generate_each(calls, sampling))
-            tokens = [
-                1 + sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts) for groups in each
-            ]
+            tokens = [1 + sum(len(r.token_ids) for group in groups for r in group.rollouts) for groups in each]
         except Exception as error:
             found = [error] * len(seats)
         self._found |= dict(zip(seats, found, strict=True))
         elapsed = time.perf_counter() - since
         for seat, count in zip(seats, tokens, strict=True):
             self._seconds[seat] += elapsed * count / sum(tokens)
-
-    def _charge(self, seat: int) -> None:
-        self._seconds[seat] += time.perf_counter() - self._since
 
 
 class _Seat(Models):
