@@ -1,7 +1,6 @@
 """Before the first step engine and learner give the model's own log-probs, or the run ends; lengths that end refuse."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -30,12 +29,13 @@ class EngineThatIsOff(TransformersEngine):
 
 
 class LearnerThatIsOff(Learner):
-    """Adds 0.01 nats to every token, with prompts shared or with prompts read anew."""
+    """Adds `size` nats to every token, with prompts shared or with prompts read anew."""
 
     off_if_shared: bool
+    size = 0.01
 
     def logprobs(self, model, batch):
-        off = 0.01 * (self.shares_prompts == self.off_if_shared)
+        off = self.size if self.shares_prompts == self.off_if_shared else 0.0
         return super().logprobs(model, batch) + off * batch.completion_mask_BT
 
 
@@ -69,27 +69,12 @@ def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
     assert not run.learner.policy.training
 
 
-def test_a_learner_that_computes_something_else_ends_the_run():
+@pytest.mark.parametrize("size", [0.01, float("nan")])
+def test_a_learner_that_computes_something_else_or_no_numbers_ends_the_run(size):
     run = make_run()
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
-    run.learner.off_if_shared = False
-    with pytest.raises(InvalidRun, match=r"the learner and the model's own forward pass differ by 0.01 nats"):
-        check_agreement(run, PROMPTS, 0)
-
-
-def test_an_engine_whose_logprobs_are_no_numbers_ends_the_run():
-    run, nan = make_run(), float("nan")
-    generate = run.engine.generate
-
-    def unmeasured(*given, **keys):
-        groups = generate(*given, **keys)
-        return [
-            replace(g, rollouts=tuple(replace(r, logprobs=(nan,) * len(r.logprobs)) for r in g.rollouts))
-            for g in groups
-        ]
-
-    run.engine.generate = unmeasured
-    with pytest.raises(InvalidRun, match="engine transformers and the model's own forward pass differ by nan nats"):
+    run.learner.off_if_shared, run.learner.size = False, size
+    with pytest.raises(InvalidRun, match=rf"the learner and the model's own forward pass differ by {size} nats"):
         check_agreement(run, PROMPTS, 0)
 
 

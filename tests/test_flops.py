@@ -99,9 +99,8 @@ def a_step(spec: RunSpec, policy):
 def test_a_step_takes_the_operations_that_pytorch_counts(case: str):
     model, changes = STEPS[case]
     formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())
-    assert formula == pytest.approx(
-        expected, rel=0.03 if case == "minibatches" else 0.002
-    )  # which prompts meet: chance
+    tolerance = 0.03 if case == "minibatches" else 0.002  # which prompts meet: chance
+    assert formula == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_cold_start_takes_the_operations_that_pytorch_counts():
@@ -115,12 +114,9 @@ def test_a_cold_start_takes_the_operations_that_pytorch_counts():
 def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
     costs = flops.Costs.of(MODELS["llama"]())
     large = flops.replace(costs, vocabulary=2**22)
-    rows = [(10, [20, 20])] * 8
-    more = flops.learned(large, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
-    assert (
-        more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
-        == costs.forward.headed * 320
-    )
+    rows, spec = [(10, [20, 20])] * 8, a_spec(algorithm="grpo")
+    more, less = (flops.learned(c, rows, spec, share=True, batch_tokens=1024) for c in (large, costs))
+    assert more - less == costs.forward.headed * 320
 
 
 def a_run(**changes) -> RunSpec:

@@ -3,14 +3,14 @@
 import factories
 import pytest
 import torch
-from cohort.harness.data import Batch, InvalidRun
+from cohort.harness.data import InvalidRun
 from cohort.harness.run.gates import STEPS, GateState, check_gates
 from cohort.harness.run.learner import weight_sample, weights_metric
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import group_metrics
 from cohort.harness.spec.run import Gates
 from factories import FEW
-from fakes import MemoryLog, StopAfter
+from fakes import MemoryLog, StopAfter, batch_of
 
 FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "train/answered": 0.8}
 
@@ -24,20 +24,6 @@ def run_gates(settings, *steps):
         except InvalidRun as invalid:
             return step, str(invalid)
     return None, ""
-
-
-def batch_of(rewards, advantages):
-    rewards, advantages = torch.tensor(rewards), torch.tensor(advantages)
-    mask = torch.ones(rewards.numel(), 2, dtype=torch.bool)
-    return Batch(
-        tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
-        completion_mask_BT=mask,
-        lengths_B=mask.sum(dim=1),
-        sampler_logprobs_BT=torch.zeros(mask.shape),
-        rewards_B=rewards.flatten(),
-        group_size=rewards.shape[1],
-        advantages_BT=advantages.flatten()[:, None] * mask,
-    )
 
 
 def make_spec(gates, **changes):
@@ -81,7 +67,9 @@ def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, 
 
 def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_the_run():
     def shares(state, rewards, advantages):
-        found = group_metrics(batch_of(rewards, advantages), state)
+        mask, flat = [[1, 1]] * (2 * len(rewards)), [reward for group in rewards for reward in group]
+        given = torch.tensor(advantages).view(-1, 1).repeat(1, 2)
+        found = group_metrics(batch_of(mask, flat, 2, advantages_BT=given), state)
         return found["train/zero_advantage_groups"], found["train/stuck_groups"]
 
     state, zero = GateState(), [[0.0, 0], [0, 0]]
@@ -106,6 +94,8 @@ def test_the_share_of_changed_weights_is_counted():
     assert found == {"policy/weights_changed": pytest.approx(5 / 88, abs=1e-12)}
     assert weights_metric(model, before, gradient_norm=1.0, rate=0.0) == {}
     assert weights_metric(model, before, gradient_norm=1e-9, rate=1e-4) == {}
+    model.weight.requires_grad_(False)
+    assert [len(part) for part in weight_sample(model)] == [8]  # frozen weights are not expected to change
 
 
 def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
@@ -118,12 +108,6 @@ def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     assert weights_metric(model, before, gradient_norm=1.0, rate=1.0)["policy/weights_changed"] == pytest.approx(
         1 / 64, rel=0.02
     )
-
-
-def test_frozen_weights_are_not_expected_to_change():
-    model = torch.nn.Linear(10, 8)
-    model.weight.requires_grad_(False)
-    assert [len(part) for part in weight_sample(model)] == [8]
 
 
 def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_path, monkeypatch):

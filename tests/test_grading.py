@@ -73,19 +73,13 @@ def test_answers_fall_into_classes_by_the_equality_of_the_task():
 
 def test_the_rest_of_a_rollout_is_carried_over():
     (graded,) = grade(FractionTask(), [group("1", "=1", "=111", "")], 8)
-    assert graded.prompt_id == "p"
-    assert graded.completions == ("=1", "=111", "")
-    assert graded.num_tokens == (3, 5, 1)
-    assert graded.truncated == (False, True, False)
+    assert (graded.prompt_id, graded.completions) == ("p", ("=1", "=111", ""))
+    assert (graded.num_tokens, graded.truncated) == ((3, 5, 1), (False, True, False))
 
 
-def test_each_completion_is_read_once_and_equal_strings_are_never_compared():
+def test_each_completion_is_read_once_equal_strings_are_never_compared_and_each_class_once_with_gold():
     grade(FractionTask(), [group("1", "=1", "=1", "=1", "=1")], 8)
-    assert read == ["=1"] * 4
-    assert asked == []
-
-
-def test_each_class_is_compared_with_gold_once():
+    assert (read, asked) == (["=1"] * 4, [])
     grade(FractionTask(), [group("4", "=2/1", "=3", "=2", "=3", "=6/3")], 8)
     # Within the group: 3 with 2/1; 2 with 2/1; 6/3 with 2/1. With gold: one of each of the two classes.
     assert asked == [("3", "2/1"), ("2", "2/1"), ("6/3", "2/1"), ("2/1", "4"), ("3", "4")]
@@ -103,25 +97,18 @@ def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any(
     graded = grade(FractionTask(), groups, 8)
     scores = [Score([1.0, 0.0], None, None, {}), Score([0.5, 0.25], None, None, {})]
     rows = sample_rows(groups, graded, scores, step=7, split="train", limit=3)
-    assert [(row.prompt_id, row.completion, row.reward) for row in rows] == [
-        ("a", "=1", 1.0),
-        ("b", "=5555", 0.5),
-        ("a", "=2", 0.0),
+    found = [(r.prompt_id, r.completion, r.reward, r.gold, r.answer, r.correct, r.num_tokens) for r in rows]
+    assert found == [
+        ("a", "=1", 1.0, "1", "1", True, 3),
+        ("b", "=5555", 0.5, "5", "5555", False, 6),
+        ("a", "=2", 0.0, "1", "2", False, 3),
     ]
-    assert [(row.gold, row.answer, row.correct) for row in rows] == [
-        ("1", "1", True),
-        ("5", "5555", False),
-        ("1", "2", False),
-    ]
-    assert [(row.num_tokens, row.finish_reason) for row in rows] == [(3, "stop"), (6, "length"), (3, "stop")]
+    assert [row.finish_reason for row in rows] == ["stop", "length", "stop"]
     assert {(row.step, row.split) for row in rows} == {(7, "train")}
     assert rows[1].prompt == "b?"
 
-
-def test_samples_of_an_evaluation_have_no_reward():
-    groups = [group("1", "=1"), group("1", "=2", "=1")]
-    rows = sample_rows(groups, grade(FractionTask(), groups, 8), None, step=0, split="test", limit=10)
-    assert [(row.completion, row.reward) for row in rows] == [("=1", None), ("=2", None), ("=1", None)]
+    evaluated = sample_rows(groups, graded, step=0, split="test", limit=10)
+    assert [(row.completion, row.reward) for row in evaluated] == [(text, None) for text in ("=1", "=5555", "=2", "x")]
 
 
 class StrictTask(FractionTask):

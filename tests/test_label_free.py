@@ -11,10 +11,10 @@ from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
-from cohort.harness.spec.run import parse_run
 from cohort.reports.analysis import analyse
 from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
+from factories import make_spec
 from fake_study import fake_study
 from fakes import MemoryLog, graded_group
 from taint import assert_never_sees_gold
@@ -68,15 +68,9 @@ def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_ent
 
 
 def confident_run(tmp_path, rewards, **changes):
-    spec = {
-        "task": "arithmetic",
-        "algorithm": {"name": "grpo_self_consistency", "group_size": 4},
-        "rewards": rewards,
-        "rollouts_per_step": 16,
-        "steps": 1,
-        **changes,
-    }
-    run, _ = prepare(parse_run(spec, "t"), tmp_path, MemoryLog(), tmp_path, lambda: False)
+    algorithm = {"name": "grpo_self_consistency", "group_size": 4}
+    spec = make_spec(algorithm, rewards=rewards, rollouts_per_step=16, steps=1, **changes)
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     return run, run.spec.task.prompts("train")
 
 
@@ -171,13 +165,12 @@ def test_a_series_has_collapsed_at_the_first_step_from_which_it_stays_below_half
 def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
     study = fake_study()
     falls = [[(0, 0.8), (10, 0.5), (20 + 10 * seed, 0.1)] for seed in range(3)]
-    trials, votes = [], 0
-    for trial in study.trials:
-        if trial.arm == "grpo_self_consistency":
-            history = {**trial.history, "validation/accuracy": falls[votes]}
-            votes += 1
-            trial = replace(trial, history=history)
-        trials.append(trial)
+    trials = [
+        replace(trial, history={**trial.history, "validation/accuracy": falls.pop(0)})
+        if trial.arm == "grpo_self_consistency"
+        else trial
+        for trial in study.trials
+    ]
     analysis = analyse(replace(study, trials=trials), np.random.default_rng(0))
     (found,) = collapses(analysis)
     assert (found.arm, found.what, found.steps, found.num_seeds) == ("grpo_self_consistency", "policy", (20, 30, 40), 3)

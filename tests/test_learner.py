@@ -4,12 +4,13 @@ import factories
 import pytest
 import torch
 from cohort.harness.checks.memory import estimate
-from cohort.harness.data import Batch, InvalidRun
+from cohort.harness.data import InvalidRun
 from cohort.harness.policy.forward import hidden_states, prompt_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance
+from fakes import batch_of
 
 # PPO with a value head on the policy's trunk.
 SHARED = {"name": "ppo", "group_size": 2, "critic": "shared", "value_loss_weight": 1.0}
@@ -31,15 +32,9 @@ def make_batch(policy=None, extra_columns=0):
     drawn = torch.randint(3, 100, (8, 12), generator=generator)
     tokens = torch.nn.functional.pad(drawn, (0, extra_columns)) * inside
     mask = inside & (column >= 3)
-    batch = Batch(
-        tokens_BT=tokens,
-        completion_mask_BT=mask,
-        lengths_B=lengths,
-        sampler_logprobs_BT=torch.zeros(mask.shape),
-        rewards_B=torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1]),
-        greedy_rewards_B=torch.tensor([0.0, 0, 0, 0, 1, 1, 0, 0]),
-        group_size=2,
-    )
+    greedy = torch.tensor([0.0, 0, 0, 0, 1, 1, 0, 0])
+    rewards = [1.0, 0, 0, 1, 1, 1, 0, 1]
+    batch = batch_of(mask.tolist(), rewards, 2, tokens_BT=tokens, lengths_B=lengths, greedy_rewards_B=greedy)
     if policy is None:
         return batch
     learner = Learner(make_spec(), policy)

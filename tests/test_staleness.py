@@ -2,6 +2,7 @@
 
 import hashlib
 
+import factories
 import pytest
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import estimate_run, peak_bytes
@@ -9,25 +10,15 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
 from cohort.harness.study.plan import sharing_key
+from factories import FEW
 from fakes import MemoryLog
-
-BASE = {
-    "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2},
-    "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.0},
-    "rewards": {"token_entropy": 1.0},  # teaches an untrained policy too
-    "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-    "checkpoints": {"every": 2},
-    "optimizer": {"learning_rate": 1e-3},
-    "sampling": {"max_tokens": 8},
-    "rollouts_per_step": 8,
-    "steps": 5,
-}
 
 
 def make_spec(**changes):
-    return parse_run({**BASE, **changes}, "test")
+    rewards = {"token_entropy": 1.0}  # teaches an untrained policy too
+    fixed = {"rewards": rewards, "checkpoints": {"every": 2}, "optimizer": {"learning_rate": 1e-3}, "steps": 5}
+    return factories.make_spec(**{**FEW, **fixed, **changes})
 
 
 class WatchedEngine:

@@ -140,15 +140,11 @@ def test_a_run_that_diverges_is_invalid_with_a_reason(tmp_path, cache):
     assert "test_accuracy" not in result.summary
 
 
-def test_every_prompt_is_used_once_per_pass_in_an_order_of_its_own():
+def test_every_prompt_is_used_once_per_pass_in_an_order_of_its_own_however_many_are_asked_for_at_once():
     prompts = [Prompt(str(i), str(i), "") for i in range(10)]
     stream = [p.id for step in range(5) for p in step_prompts(prompts, 0, step, 4)]
     assert sorted(stream[:10]) == sorted(stream[10:]) == sorted(p.id for p in prompts)
     assert stream[:10] != stream[10:]
-
-
-def test_prompts_of_a_step_do_not_depend_on_how_many_are_asked_for_at_once():
-    prompts = [Prompt(str(i), str(i), "") for i in range(10)]
     small = [p.id for step in range(6) for p in step_prompts(prompts, 3, step, 2)]
     large = [p.id for step in range(2) for p in step_prompts(prompts, 3, step, 6)]
     assert small == large

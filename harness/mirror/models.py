@@ -6,8 +6,7 @@ Its folder has the policy as `policy`, and for `mlflow.transformers.load_model` 
 
 from pathlib import Path
 
-from ..data import FINAL
-from ..record.run import RunInfo, read_result
+from ..record.run import RunInfo, final_result
 from .address import remote_uri, store_name
 from .follow import catch_up
 from .store import active_run, connect
@@ -23,8 +22,7 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
     A run that is registered already keeps its version. ValueError for a run that has not ended, or that the store does
     not have.
     """
-    ended = read_result(directory)
-    if RunInfo.load(directory) is None or ended is None or ended["state"] not in FINAL:
+    if RunInfo.load(directory) is None or final_result(directory) is None:
         raise ValueError(
             "only a run that has ended can be registered: RUN must be its folder, as RUNS/train/NAME or "
             f"RUNS/studies/NAME/trials/TRIAL, got '{directory}'"

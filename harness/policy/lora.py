@@ -1,8 +1,7 @@
 """Adds low-rank adapters to a policy's linear layers and trains only them (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
 The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With the
-adapter off, the model is the reference.
-It is saved in peft's format, without the model.
+adapter off, the model is the reference. It is saved in peft's format, without the model.
 
 Several adapters on one frozen model are policies that share its weights: copies of its modules around them. Sampling
 uses a separate copy, in which every line of a batch gets the low-rank term of its policy, and the product with the

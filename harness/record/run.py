@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import psutil
 
-from ..data import SampleRow, TrialState
+from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
 from ..ground.inputs import Inputs
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
@@ -66,6 +66,12 @@ class RunInfo:
         except TypeError as error:
             raise ValueError(f"{file} describes no run ({error}); restore it from a copy, or move its folder away: the "
                              "run then starts again from the beginning") from None  # fmt: skip
+
+
+def final_result(directory: Path) -> dict[str, Any] | None:
+    """`read_result` of a run that has ended for good; None for one that may continue."""
+    ended = read_result(directory)
+    return ended if ended is not None and ended["state"] in FINAL else None
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
         task.allow_overruns(allowed)
         answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
         representatives: list[str] = []  # the first answer of each class, numbered by first appearance
-        classes: dict[str | None, int | None] = {None: None}
+        classes: dict[str, int] = {}
         for answer in answers:
             if answer is not None and answer not in classes:
                 equal = (number for number, first in enumerate(representatives) if task.equivalent(answer, first))
@@ -55,12 +55,10 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
                     representatives.append(answer)
         question, gold = group.prompt.text, group.prompt.gold
         is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
-        correct, votes, scores = {}, {}, {}
-        for answer in dict.fromkeys(answers):
-            number = classes[answer]
-            if answer is None or number is None:
-                correct[answer], votes[answer], scores[answer] = False, None, 0.0
-                continue
+        correct: dict[str | None, bool] = {None: False}
+        votes: dict[str | None, int | None] = {None: None}
+        scores: dict[str | None, float] = {None: 0.0}
+        for answer, number in classes.items():
             correct[answer] = is_gold[number] and (answer == gold or task.is_answered(answer, question, gold))
             scores[answer] = task.score(answer, gold) if task.partial_credit else 0.0
             votes[answer] = number if task.is_answered(answer, question, None) else None
@@ -220,7 +218,7 @@ def sample_rows(
     places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
     if limit is not None:
         places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
-    rows: list[SampleRow] = []
+    rows = []
     for p, i in places:
         prompt, rollout, correct = groups[p].prompt, groups[p].rollouts[i], graded[p].correct
         assert correct is not None, "sample_rows needs correctness"

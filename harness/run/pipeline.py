@@ -32,7 +32,7 @@ from ..ground.stop import stop_on_signals
 from ..interfaces import RolloutEngine
 from ..mirror.follow import mirrored
 from ..policy.model import save_model
-from ..record.run import RunLog
+from ..record.run import RunLog, final_result
 from ..spec.errors import SpecError, parsed
 from ..spec.raw import parse_overrides, read_yaml, with_overrides
 from ..spec.run import ColdStart, RunSpec, parse_run
@@ -40,7 +40,7 @@ from .cold_start import fit_demonstrations, start_policy
 from .evaluate import PROMPTS_AT_ONCE, logged_evaluation
 from .grading import grade
 from .loop import train
-from .single import Execute, OnStatus, ended_result, has_ended, own_folder, run_logged
+from .single import Execute, OnStatus, ended_result, own_folder, run_logged
 from .state import RunResult, StoppedEarly, build_engine, first_prompt, placed
 
 PIPELINE = "pipeline.json"
@@ -155,7 +155,8 @@ def train_pipeline(
         specs, trained = [s.spec for s in stages], [s.spec for s in stages if s.kind == "train"]
         check_runs(specs, runs, ("train", "validation", "test"), trained=trained)
         folders = [directory / "stages" / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
-        left = [(s.spec, f) for s, f in zip(stages, folders, strict=True) if s.kind == "train" and not has_ended(f)]
+        trains = [(s.spec, folder) for s, folder in zip(stages, folders, strict=True) if s.kind == "train"]
+        left = [(spec, folder) for spec, folder in trains if final_result(folder) is None]
         check_disk(runs, left, 1, "weights")
         inputs = run_inputs(specs, runs / "cache")
     with expecting(inputs), own_folder(directory, specs[0]):

@@ -17,7 +17,7 @@ from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
 from ..mirror.follow import mirrored
 from ..record.finished import drop_checkpoints
-from ..record.run import RunLog, read_result
+from ..record.run import RunLog, final_result
 from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
@@ -40,7 +40,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = lambd
     directory = runs / "train" / name
     with expecting(recorded_inputs(directory)):
         check_runs([spec], runs)
-        if not has_ended(directory):
+        if final_result(directory) is None:
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop, mirrored(runs, directory):
             run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
@@ -96,17 +96,10 @@ def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
 
     Deletes the checkpoints that a killed attempt had no time to delete.
     """
-    ended = read_result(directory)
-    if ended is None or ended["state"] not in FINAL:
+    if (ended := final_result(directory)) is None:
         return None
     drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return RunResult(ended["state"], ended["reason"], ended["summary"])
-
-
-def has_ended(directory: Path) -> bool:
-    """Whether the run in a folder has a final result."""
-    ended = read_result(directory)
-    return ended is not None and ended["state"] in FINAL
 
 
 def run_logged(

@@ -244,8 +244,7 @@ def collate(
     """The rows of all groups, right-padded to the longest; without scores all rewards are 0.
 
     A rewarded step is paid at the token that ends it, which the tokenizer finds, and the outcome then at the
-    completion's last token. `greedy` holds the reward [P] of each prompt's greedy
-    completion, if one is drawn.
+    completion's last token. `greedy` holds the reward [P] of each prompt's greedy completion, if one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
     tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)

@@ -26,7 +26,7 @@ from ..ground.machine import in_group
 from ..ground.stop import StopRequest, stop_on_signals
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
-from ..record.run import RunLog, read_result
+from ..record.run import RunLog, final_result
 from .plan import Key, sharing_key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable
@@ -138,8 +138,7 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
     """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
-    ended = read_result(directory)
-    if ended is not None and ended["state"] in FINAL:
+    if (ended := final_result(directory)) is not None:
         return _with_metrics(Outcome(**ended), objectives)
     run_log = _TrialLog(queue, claim.key, stop)
     try:
