@@ -41,6 +41,7 @@ from .trials import (
     with_arms,
 )
 
+BOOTSTRAP_SEED = 0
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
 _START = ("model", "task", "prompt", "cold_start")  # settings that a control shares with its arms
 ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
@@ -199,8 +200,9 @@ class Analysis:
         return next((comparison for comparison in self.comparisons if comparison.arm == label), None)
 
 
-def analyse(record: StudyRecord, rng: Generator) -> Analysis:
-    """The study's numbers; `rng` draws the seeds of the bootstrap."""
+def analysed(record: StudyRecord) -> Analysis:
+    """The study's numbers, the bootstrap's drawn with the seed that the page states."""
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
     everything, outcome, specs = record, choose_outcome(record), arm_specs(record.trials)
     controls = {arm: spec["control"] for arm, spec in specs.items() if spec.get("control")}
     labels = [arm for arm in dict.fromkeys([*record.arms, *(t.arm for t in record.trials)]) if arm not in controls]

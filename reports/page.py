@@ -11,7 +11,7 @@ import yaml
 from ..harness.data import SampleRow
 from ..harness.record.study import StudyRecord
 from . import contamination
-from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
+from .analysis import PLANNED_DIFFERENCES, Analysis, held_out_accuracies
 from .capability import TAUS, Capabilities, table_sizes
 from .claims import check_claims
 from .figures import curves, outcome
@@ -65,6 +65,10 @@ def page_values(
         facts.append(wording.plural(len(analysis.controls), "control arm"))
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
         facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
+    plans = {}  # arm -> its detectable difference, and the seeds needed for each planned one
+    for one in analysis.comparisons:
+        found = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)
+        plans[one.arm] = [found, *(str(one.seeds_for.get(size, "n/a") or "> 200") for size in PLANNED_DIFFERENCES)]
     spec = json.loads(json.dumps(record.spec, default=str))  # only the types that YAML writes without tags
     return {
         "record": record,
@@ -75,7 +79,7 @@ def page_values(
         "effects": analysis.grid.effects if analysis.grid is not None else [],
         "outcome": analysis.outcome.label,
         "scored": analysis.outcome.name,
-        "plans": {one.arm: _plan(one) for one in analysis.comparisons},
+        "plans": plans,
         "metric": wording.spoken(record.metric),
         "search": _search(analysis),
         "components": ranked_components(analysis),
@@ -261,12 +265,6 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
         "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
     }
-
-
-def _plan(one: Comparison) -> list[str]:
-    """The detectable difference, and the seeds needed for each planned one, as text."""
-    found = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)
-    return [found, *(str(one.seeds_for.get(size, "n/a") or "> 200") for size in PLANNED_DIFFERENCES)]
 
 
 def _rollouts(analysis: Analysis) -> dict[str, Any]:

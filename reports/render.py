@@ -24,7 +24,7 @@ from ..harness.data import SampleRow
 from ..harness.ground.files import write_text
 from ..harness.ground.words import duration
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
-from .analysis import ACCURACIES, Analysis, accuracy_order, analyse
+from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
@@ -34,7 +34,6 @@ from .scaling import scalings
 from .statistics import Interval, t_interval
 from .trials import score, setting, wanted_pairs
 
-BOOTSTRAP_SEED = 0
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
@@ -105,11 +104,6 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         write_text(folder / CAPABILITY, capability_csv(capable), sync=False)
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
-
-
-def analysed(record: StudyRecord) -> Analysis:
-    """The analysis of a study, its bootstrap drawn with the seed that the page states."""
-    return analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
 
 
 def results_csv(record: StudyRecord) -> str:

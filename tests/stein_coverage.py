@@ -6,7 +6,6 @@ fixed number of seeds whose interval would on average be as narrow; `test_two_st
 """
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from cohort.reports import statistics
 from cohort.reports.render import analysed
 from factories import make_study
 from fake_study import FakeArm, fake_study, random_scores, wanted_studies
-from numpy.random import Generator
 from scipy import special, stats
 
 HALF_WIDTH, AT_MOST, FIRST = 0.02, 16, 4
@@ -56,12 +54,18 @@ def simulate(spread: float, studies: int, *, first: int = FIRST, arms: int = 2, 
     says by how much arms differ on single problems (a deviation of logits).
     """
     rng = np.random.default_rng([round(1e6 * spread), first, arms, problems])
-    study = _study(first, arms, WITH_PROBLEMS if problems else HALF_WIDTH)
-    record = _record(study)
-    found = Tally()
+    factors = {"optimizer.learning_rate": [1e-5 * (1 + number) for number in range(arms)]}
+    width = WITH_PROBLEMS if problems else HALF_WIDTH
+    study = make_study(factors=factors, seeds={"first": first, "half_width": width, "at_most": AT_MOST})
+    fakes = [FakeArm(label, "grpo", 0.5, {}, {}) for label in study.arm_labels()]
+    record, found = fake_study(fakes, range(AT_MOST), num_problems=2, num_steps=10), Tally()
     for _ in range(studies):
         cells = random_scores(rng, arms, AT_MOST, PROBLEMS, arm_by_problem=spread) if problems else None
-        scores = cells.mean(axis=2) if cells is not None else _normal(rng, arms, spread)
+        if cells is not None:
+            scores = cells.mean(axis=2)
+        else:  # a difference of two arms has the deviation `spread`
+            own, shared = rng.normal(0, spread / math.sqrt(2), (arms, AT_MOST)), rng.normal(0, spread, AT_MOST)
+            scores = 0.6 + own + shared
         _count(found, study, record, scores, cells)
     return found
 
@@ -74,12 +78,6 @@ def fixed_seeds(spread: float) -> int:
         return float(stats.t.ppf(0.975, count - 1)) * shrunk * spread / math.sqrt(count)
 
     return next(count for count in range(2, 10_000) if half_width(count) <= HALF_WIDTH)
-
-
-def _normal(rng: Generator, arms: int, spread: float) -> np.ndarray:
-    """Arms by seeds; a difference of two arms has this deviation."""
-    own, shared = rng.normal(0, spread / math.sqrt(2), (arms, AT_MOST)), rng.normal(0, spread, AT_MOST)
-    return 0.6 + own + shared
 
 
 def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarray, cells: np.ndarray | None) -> None:
@@ -111,17 +109,6 @@ def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarr
         found.covered += one.interval.low <= 0 <= one.interval.high
         found.pooled += pooled.low <= 0 <= pooled.high
         found.narrow += one.over_seeds.high - one.over_seeds.low <= 2 * width * (1 + 1e-9)
-
-
-@functools.cache
-def _study(first: int, arms: int, half_width: float) -> StudySpec:
-    factors = {"optimizer.learning_rate": [1e-5 * (1 + number) for number in range(arms)]}
-    return make_study(factors=factors, seeds={"first": first, "half_width": half_width, "at_most": AT_MOST})
-
-
-def _record(study: StudySpec) -> StudyRecord:
-    fakes = [FakeArm(label, "grpo", 0.5, {}, {}) for label in study.arm_labels()]
-    return fake_study(fakes, seeds=range(AT_MOST), num_problems=2, num_steps=10)
 
 
 if __name__ == "__main__":

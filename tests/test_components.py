@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
-from cohort.reports.analysis import analyse
+from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components
 from cohort.reports.render import write_report
 from fake_study import FakeArm, fake_study
@@ -113,7 +112,7 @@ def record_of(design: str, accuracies: dict[str, float]) -> StudyRecord:
 
 def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_comparison(tmp_path: Path):
     out = {"all": 0.8, "without small": 0.77, "without large": 0.6, "without harmful": 0.9}
-    found = analyse(record_of("leave_one_out", out), np.random.default_rng(0))
+    found = analysed(record_of("leave_one_out", out))
     ranked = ranked_components(found)
     assert [one.name for one in ranked] == ["large", "small", "harmful"]
     for one in ranked:
@@ -123,11 +122,11 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
         assert (one.interval.low, one.interval.high) == (-comparison.interval.high, -comparison.interval.low)
         assert one.interval.low < one.effect < one.interval.high
     alone = {"none": 0.6, "only small": 0.63, "only large": 0.8, "only harmful": 0.5}
-    added = ranked_components(analyse(record_of("add_one_in", alone), np.random.default_rng(0)))
+    added = ranked_components(analysed(record_of("add_one_in", alone)))
     assert [(one.name, one.effect > 0) for one in added] == [("large", True), ("small", True), ("harmful", False)]
     files = write_report(record_of("leave_one_out", out), tmp_path, formats=())
     assert "components ranked by contribution (points): large +" in files.answer
     page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
     assert page.index("large") < page.index("small") < page.index("harmful")
     assert "## Components" in files.markdown.read_text()
-    assert ranked_components(analyse(fake_study(), np.random.default_rng(0))) == []  # of another design
+    assert ranked_components(analysed(fake_study())) == []  # of another design

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from cohort.harness import plugins
@@ -11,7 +10,7 @@ from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
-from cohort.reports.analysis import analyse
+from cohort.reports.analysis import analysed
 from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
 from factories import make_spec
@@ -171,10 +170,10 @@ def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
         else trial
         for trial in study.trials
     ]
-    analysis = analyse(replace(study, trials=trials), np.random.default_rng(0))
+    analysis = analysed(replace(study, trials=trials))
     (found,) = collapses(analysis)
     assert (found.arm, found.what, found.steps, found.num_seeds) == ("grpo_self_consistency", "policy", (20, 30, 40), 3)
     text = dict(notes(analysis))["Collapse"]
     assert "grpo_self_consistency: policy in 3 of 3 seeds, at step 20, 30 and 40." in text
-    quiet = dict(notes(analyse(study, np.random.default_rng(0))))
+    quiet = dict(notes(analysed(study)))
     assert quiet["Collapse"].endswith("No arm collapsed.")

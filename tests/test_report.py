@@ -521,23 +521,13 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
     assert "## Settings chosen by tuning" in files.markdown.read_text(encoding="utf-8")
 
 
-def spaced(states: Sequence[str], direction: str = "maximize") -> StudyRecord:
-    """A search whose arms have ended in these states; the complete ones are better from arm to arm."""
-    arms = []
-    for number, state in enumerate(states):
-        levels = {"optimizer.learning_rate": 1e-5 * 2**number, "algorithm.group_size": 4 * (1 + number % 2)}
-        values = {"validation/accuracy": number / 10} if state == "complete" else {}
-        arms.append((f"arm {number}", levels, state, values))
-    search = search_of(arms, objectives={"validation/accuracy": direction})
-    return dataclasses.replace(fake_study(num_steps=10), search=search)
-
-
 def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> None:
-    drawings = outcome.slices(analysed(spaced(["complete"] * 4)))
-    assert [one.title for one in drawings] == [
-        "Validation accuracy against learning_rate",
-        "Validation accuracy against group_size",
-    ]
+    levels = [{"optimizer.learning_rate": 1e-5 * 2**n, "algorithm.group_size": 4 * (1 + n % 2)} for n in range(4)]
+    arms = [(f"arm {n}", each, "complete", {"validation/accuracy": n / 10}) for n, each in enumerate(levels)]
+    search = search_of(arms, objectives={"validation/accuracy": "maximize"})
+    drawings = outcome.slices(analysed(dataclasses.replace(fake_study(num_steps=10), search=search)))
+    titles = [f"Validation accuracy against {name}" for name in ("learning_rate", "group_size")]
+    assert [one.title for one in drawings] == titles
     (dots,), bars = drawings[1].figure.axes[0].collections, drawings[1].figure.axes[0].lines
     # arms 0 and 2 (0 and 20 %) at group size 4, arms 1 and 3 (10 and 30 %) at 8
     assert np.asarray(dots.get_offsets()).tolist() == [pytest.approx(at) for at in ([0, 0], [1, 10], [0, 20], [1, 30])]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import fake_trials
-import numpy as np
 import pytest
 from cohort.harness.console.progress import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
@@ -24,7 +23,7 @@ from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
 from cohort.harness.study.steering import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
-from cohort.reports.analysis import analyse
+from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
@@ -116,7 +115,7 @@ def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs:
     assert read_json(stopped / "checkpoint.json")["step"] == last_step(stopped) < 7
     record = read_study(runs, "sizes")
     assert record.stopped == [ARMS[0]]
-    (gap,) = analyse(record, np.random.default_rng(0)).gaps
+    (gap,) = analysed(record).gaps
     assert (gap.arm, gap.state, gap.reason) == (ARMS[0], "stopped", "the arm was stopped on request")
     resume_arm("sizes", runs, ARMS[0])
     assert run(a_study(seeds=[0]), runs, workers=1).counts() == {"complete": 2}
@@ -230,7 +229,7 @@ def test_clones_change_nothing_in_the_comparison(tmp_path: Path):
     best = [t for t in fake_study(rng_seed=5).trials if t.arm == "grpo"]
     hostile = ExploratoryArm("clone 1 of grpo: <b>x</b>", "grpo", {"algorithm.kl_beta": 0.1}, {0: 40, 1: 60}, best)
     with_clone = dataclasses.replace(record, exploratory=[hostile])
-    plain, other = (analyse(one, np.random.default_rng(0)) for one in (record, with_clone))
+    plain, other = (analysed(one) for one in (record, with_clone))
     for name in ("comparisons", "gaps"):
         assert getattr(plain, name) == getattr(other, name)
     assert [arm.label for arm in plain.arms] == [arm.label for arm in other.arms]

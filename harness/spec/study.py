@@ -340,7 +340,13 @@ class StudySpec(Section):
         """The arms of a grid, of one_at_a_time or of components."""
         arms: dict[str, Arm] = {}
         label_of: dict[str, str] = {}  # digest -> label
-        named = _component_arms(self.design, self.components) if self.components else self.arms
+        named = self.arms
+        if self.components:  # the reference and then n arms: all and each one left out, or none and each one alone
+            leaves_out = self.design == "leave_one_out"
+            chosen = {REFERENCE[self.design]: list(self.components) if leaves_out else []}
+            for name in self.components:
+                chosen[component_arm(self.design, name)] = [o for o in self.components if (o != name) == leaves_out]
+            named = {arm: {k: v for name in on for k, v in self.components[name].items()} for arm, on in chosen.items()}
         if self.design == "one_at_a_time":
             single = [{path: level} for path, levels in self.factors.items() for level in levels]
             points = [("", point) for point in [{}, *single]]
@@ -411,19 +417,6 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
             got, fix = f"'{arm.label}' ({arm.spec.control})", "name another arm with baseline"
             raise SpecError(f"{where}: the baseline must not be a control, got {got}; {fix}")
     return study
-
-
-def _component_arms(design: str, components: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Label -> overrides of the n + 1 arms of a study of components, the reference first: all components and each one
-    left out, or none and each one alone."""
-    leaves_out = design == "leave_one_out"
-    chosen = {REFERENCE[design]: list(components) if leaves_out else []}
-    for name in components:
-        chosen[component_arm(design, name)] = [one for one in components if (one != name) == leaves_out]
-    return {
-        label: {path: value for name in names for path, value in components[name].items()}
-        for label, names in chosen.items()
-    }
 
 
 def _why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
