@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -95,16 +95,14 @@ def probe(
             f"--reference must be other problems than those probed, got '{split}' for both; name another split, or a "
             "file of fresh problems"
         )
-    other, other_split = spec, reference
-    if reference not in get_args(Split):
+    other, part = spec, checked_split(reference if reference in get_args(Split) else "test")
+    if reference != part:
         if "test_path" not in type(spec.task).model_fields:
             raise SpecError(
                 f"--reference must be one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no "
                 f"data, got '{reference}'"
             )
-        other_split = "test"
         other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
-    part = cast("Split", other_split)
     check_runs([spec], folder, (probed_split,), trained=())
     check_runs([other], folder, (part,), models=False)
     probed = spec.task.questions(probed_split)

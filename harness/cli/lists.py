@@ -55,18 +55,18 @@ def list_(
     if what not in FACTS:
         raise ValueError(f"cohort list takes {', '.join(FACTS)} or settings, got '{what}'")
     kind, facts = what.removesuffix("s"), FACTS[what]
-    tables = ["objective"] if what == "algorithms" else []
-    documents = api.describe_plugins(cast("Kind", kind), name, [*facts, *tables])
+    objective = ["objective"] if what == "algorithms" else []
+    documents = api.describe_plugins(cast("Kind", kind), name, [*facts, *objective])
     if as_json:
         return terminal.print_json(documents)
     if name is not None:
         terminal.say(documents[0]["document"] + "\n")
     rows = [[d["name"], *(str(d[fact]) for fact in facts), d["summary"]] for d in documents]
     terminal.show_table("", [kind, *facts, "summary"], rows)
-    for table in tables:
-        columns = list(dict.fromkeys(key for document in documents for key in document[table]))
-        cells = [(d["name"], *(d[table].get(column, "") for column in columns)) for d in documents]
-        terminal.show_table(table.capitalize(), [kind, *columns], cells)
+    if objective:
+        columns = list(dict.fromkeys(key for d in documents for key in d["objective"]))
+        cells = [(d["name"], *(d["objective"].get(column, "") for column in columns)) for d in documents]
+        terminal.show_table("Objective", [kind, *columns], cells)
     settings = [
         (document["name"] if i == 0 else "", *(str(field[key]) for key in COLUMNS))
         for document in documents

@@ -1,9 +1,8 @@
 """`cohort study plan` and `doctor`: what a study costs, and what this machine can do."""
 
 import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -106,7 +105,21 @@ def doctor(
     """
     if run is not None:
         documents = api.estimate_runs(run, sets or (), runs=runs)
-        terminal.print_json(documents) if as_json else _show_estimates(run, documents)
+        told = [d for d in documents if d["components"] is not None]
+        if as_json:
+            terminal.print_json(documents)
+        elif told:
+            names = [name for name in told[0]["components"] if any(d["components"][name] for d in told)]
+            sizes = [[*(d["components"][name] for name in names), d["peak_bytes"]] for d in told]
+            rows = [[d["run"], *map(terminal.mebibytes, size)] for d, size in zip(told, sizes, strict=True)]
+            headers = ["run", *names, "peak"]
+            terminal.show_table(f"{run}: estimated memory, MiB", headers, rows, numeric=headers[1:])
+            size = terminal.mebibytes(told[0]["device_bytes"])
+            terminal.say(
+                f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum."
+            )
+            disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
+            terminal.say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")
         if bad := next((one for one in documents if one["problem"]), None):
             raise ValueError(f"{bad['run']}: {bad['problem']}")
         return
@@ -119,19 +132,3 @@ def doctor(
         rows = [(c.name, terminal.state_text(c.state), c.value, c.advice or "") for c in found]
         terminal.show_table("", ["check", "state", "found", "advice"], rows)
     raise typer.Exit(1 if any(check.state == "problem" for check in found) else 0)
-
-
-def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Print the memory of runs: bytes by component, and the peak."""
-    told = [d for d in documents if d["components"] is not None]
-    if not told:
-        return
-    names = [name for name in told[0]["components"] if any(d["components"][name] for d in told)]
-    parts = [[terminal.mebibytes(d["components"][name]) for name in names] for d in told]
-    rows = [[d["run"], *part, terminal.mebibytes(d["peak_bytes"])] for d, part in zip(told, parts, strict=True)]
-    headers = ["run", *names, "peak"]
-    terminal.show_table(f"{title}: estimated memory, MiB", headers, rows, numeric=headers[1:])
-    size = terminal.mebibytes(told[0]["device_bytes"])
-    terminal.say(f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum.")
-    disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
-    terminal.say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")

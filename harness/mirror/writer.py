@@ -81,7 +81,7 @@ class RunMirror:
         self.place = Place.load(directory)
         self._tail = Tail(directory / EVENTS)
         self._pending: list[_Key] = []  # logged, and perhaps not in the store
-        self._attached: tuple[MlflowClient, RunInfo] | None = None
+        self._info: RunInfo | None = None  # once the store's values are known
         self._traces: TraceWriter | None = None
         self._stored: dict[_Key, float] = {}
         self._told: tuple[Any, ...] = ()  # the ending that the store shows
@@ -100,33 +100,27 @@ class RunMirror:
         self._pending += [(key, event["step"]) for event in logged for key in event["values"]]
         if not self._tail.history.attempts:
             return
-        if self._attached is None:
-            self._attach(client, parent)
         try:
-            self._copy(size)
+            info = self._info or self._attach(client, parent)
+            finish = next(iter(self._tail.history.finish), None)
+            if self._is_contradicted(finish):
+                info = self._replace(client)
+            self._copy_metrics(client)
+            self._copy_traces(info)
+            self._copy_state(client, info, finish)
         except BaseException:
-            self._attached = None  # the stored values are read again: an answer may be lost
+            self._info = None  # the stored values are read again: an answer may be lost
             raise
+        if finish is not None:
+            self.place.copied = {EVENTS: size}
+            self.place.save(self.directory)
+            self._known = True
 
     def _is_there(self, client: MlflowClient, parent: str | None) -> bool:
         """Whether the run that was copied whole is still in this store, below the same parent."""
         if not self._known and (run := store.active_run(client, self.place.run_id)) is not None:
             self._known = run.data.tags.get("mlflow.parentRunId") == parent
         return self._known
-
-    def _copy(self, size: int) -> None:
-        assert self._attached is not None
-        client, info = self._attached
-        finish = next(iter(self._tail.history.finish), None)
-        if self._is_contradicted(finish):
-            self._replace(client, info)
-        self._copy_metrics(client)
-        self._copy_traces(info)
-        self._copy_state(client, info, finish)
-        if finish is not None:
-            self.place.copied = {EVENTS: size}
-            self.place.save(self.directory)
-            self._known = True
 
     def _is_contradicted(self, finish: Mapping[str, Any] | None) -> bool:
         """Whether the store has another value than the record, except for costs, or steps that the ended run lacks."""
@@ -142,16 +136,16 @@ class RunMirror:
             if not key.startswith((store.SUMMARY, SYSTEM))
         )
 
-    def _replace(self, client: MlflowClient, info: RunInfo) -> None:
+    def _replace(self, client: MlflowClient) -> RunInfo:
         """Delete the MLflow run, and fill a new one from the record."""
         old = client.get_run(self._run_id)
         delete_traces(tracking_uri(self.runs), old.info.experiment_id, self._run_id)
         client.delete_run(self._run_id)
         self.place = Place()
         self._pending = [(key, step) for key, steps in self._tail.history.history.items() for step in steps]
-        self._attach(client, old.data.tags.get("mlflow.parentRunId"))
+        return self._attach(client, old.data.tags.get("mlflow.parentRunId"))
 
-    def _attach(self, client: MlflowClient, parent: str | None) -> None:
+    def _attach(self, client: MlflowClient, parent: str | None) -> RunInfo:
         """Find or create the MLflow run, describe it, and read the values that it has."""
         info = RunInfo.load(self.directory)
         if info is None:
@@ -172,7 +166,8 @@ class RunMirror:
             tags = {key: value for key, value in info.tags.items() if key in ("cohort.arm", "cohort.seed")}
             shown = {key.removeprefix("cohort."): value for key, value in tags.items()} | {"run": info.name}
             self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self._run_id, shown)
-        self._attached = client, info
+        self._info = info
+        return info
 
     def _create(self, client: MlflowClient, info: RunInfo) -> Run:
         experiment = store.experiment_of(client, self.runs, info.experiment)

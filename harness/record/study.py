@@ -10,6 +10,7 @@ import json
 import logging
 import shlex
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,7 +266,7 @@ def _trials(
     """The trials of the study by arm and seed, and its clones with theirs. What cannot be read counts as failed."""
     unknown: dict[str, Any] = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
     trials = {(one["arm"], one["seed"]): TrialRecord(**unknown, **one, state="failed") for one in failed}
-    clones: dict[str, tuple[dict[str, str], dict[int, int], list[TrialRecord]]] = {}
+    clones: dict[str, list[tuple[TrialRecord, dict[str, str]]]] = defaultdict(list)
     for directory in sorted((folder / "trials").glob("[!.]*/")):
         tags = {}
         try:
@@ -281,19 +282,14 @@ def _trials(
             trial = replace(trial, state="failed", reason=known.reason)
         trials[trial.arm, trial.seed] = trial
         if tags.get("cohort.phase") == "exploratory":
-            _, left_at, members = clones.setdefault(trial.arm, (tags, {}, []))
-            left_at[trial.seed] = int(tags["cohort.left_at"])
-            members.append(trial)
-    return trials, [
-        ExploratoryArm(
-            label,
-            tags["cohort.parent"],
-            json.loads(tags["cohort.changes"]),
-            dict(sorted(left_at.items())),
-            sorted(members, key=lambda trial: trial.seed),
-        )
-        for label, (tags, left_at, members) in sorted(clones.items())
-    ]
+            clones[trial.arm].append((trial, tags))
+    exploratory = []
+    for label, members in sorted(clones.items()):
+        members.sort(key=lambda member: member[0].seed)
+        parent, changes = members[0][1]["cohort.parent"], json.loads(members[0][1]["cohort.changes"])
+        left_at = {trial.seed: int(tags["cohort.left_at"]) for trial, tags in members}
+        exploratory.append(ExploratoryArm(label, parent, changes, left_at, [trial for trial, _ in members]))
+    return trials, exploratory
 
 
 def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
