@@ -32,9 +32,7 @@ class GRPO(Clip, GroupStandardised):
     def advantages(self, batch: Batch) -> Batch:
         """(r - mean) / (std + std_floor) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
         of_batch = self.std_over == "batch"
-        return group_advantages(
-            batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=of_batch)
-        )
+        return group_advantages(batch, lambda r, mask: group_standardised(r, self.std_floor, mask, of_batch=of_batch))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token (eq. 3) plus kl_beta

@@ -23,6 +23,4 @@ class LitePPO(ClippedLoss, GroupStandardised, TokenMean):
     name: Literal["lite_ppo"] = "lite_ppo"
 
     def advantages(self, batch: Batch) -> Batch:
-        return group_advantages(
-            batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=True)
-        )
+        return group_advantages(batch, lambda r, mask: group_standardised(r, self.std_floor, mask, of_batch=True))

@@ -242,9 +242,8 @@ def test_a_hub_source_gives_one_configuration_or_all_of_them(monkeypatch):
     one, every = GSM8K(path="some/problems", config="hard"), GSM8K(path="some/problems", config=None)
     assert [p.text.splitlines()[0] for p in one.prompts("test")] == ["Question: some/problems hard?"]
     assert {p.text.splitlines()[0][-5:] for p in every.prompts("test")} == {"easy?", "hard?"}
-    with pytest.raises(
-        ValueError, match=r"some/problems: there is no train split \(splits of configuration hard: test\)"
-    ):
+    message = r"some/problems: there is no train split \(splits of configuration hard: test\)"
+    with pytest.raises(ValueError, match=message):
         every.prompts("train")
 
 

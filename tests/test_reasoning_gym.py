@@ -122,9 +122,8 @@ def test_a_generator_that_makes_no_problems_is_one_sentence(settings, sentence):
 
 
 def test_a_template_without_a_part_of_a_problem_is_refused_at_once():
-    with pytest.raises(
-        ValueError, match=r"template must contain \{question\}, or another part of a problem, got 'solve"
-    ):
+    message = r"template must contain \{question\}, or another part of a problem, got 'solve"
+    with pytest.raises(ValueError, match=message):
         ReasoningGym(template="solve it")
 
 
