@@ -19,10 +19,8 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The plugins of a kind, or one, as class and module describe them: summary, facts (class attributes), settings."""
-    if name is not None:
-        plugins.load(kind, name)  # says what there is, if not this
     documents = []
-    for one in [name] if name else plugins.names(kind):
+    for one in plugins.names(kind) if name is None else [name]:
         cls: Any = plugins.load(kind, one)
         fields = plugins.settings_class(kind, one).model_fields
         document = (importlib.import_module(cls.__module__).__doc__ or cls.__doc__ or "").strip()

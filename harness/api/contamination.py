@@ -48,7 +48,6 @@ PREFIX_FRACTION = 0.6  # of a question's characters, which the model reads
 NUM_VARIANTS = 4  # of a question, with other numbers
 HELD_BACK_WORDS = 200  # at most; the rest of a longer question is not tested
 EXAMPLES = 3
-SCORES = {"completion": "rouge_l", "renumbered": "renumbered"}  # probe -> of `Knowledge`
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -152,7 +151,7 @@ def probe(
 
 def scores(known: Sequence[Knowledge]) -> Mapping[str, list[float]]:
     """Probe -> the score of each question."""
-    return {probe: [getattr(one, key) for one in known] for probe, key in SCORES.items()}
+    return {"completion": [one.rouge_l for one in known], "renumbered": [one.renumbered for one in known]}
 
 
 def knowledge(

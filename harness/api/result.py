@@ -194,8 +194,7 @@ class Result:
         if baseline not in labels:
             fix = f"{did_you_mean(baseline, labels)}arms: {', '.join(labels)}"
             raise SpecError(f"baseline must be an arm of study '{self.name}', got '{baseline}'; {fix}")
-        record = dataclasses.replace(self._record, baseline=baseline)
-        return analysed(record)
+        return analysed(dataclasses.replace(self._record, baseline=baseline))
 
     @cached_property
     def _drawings(self) -> dict[str, Drawing]:

@@ -92,8 +92,7 @@ class Evaluation:
     """The accuracy of one model on one split. `folder` has every completion."""
 
     def __init__(self, spec: RunSpec, result: EvaluationResult, folder: Path) -> None:
-        self.folder = folder
-        self.result, self._spec = result, spec
+        self.folder, self.result, self._spec = folder, result, spec
 
     def __repr__(self) -> str:
         accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))

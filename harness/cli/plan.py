@@ -114,10 +114,8 @@ def doctor(
             rows = [[d["run"], *map(terminal.mebibytes, size)] for d, size in zip(told, sizes, strict=True)]
             headers = ["run", *names, "peak"]
             terminal.show_table(f"{run}: estimated memory, MiB", headers, rows, numeric=headers[1:])
-            size = terminal.mebibytes(told[0]["device_bytes"])
-            terminal.say(
-                f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum."
-            )
+            device = f"The device has {terminal.mebibytes(told[0]['device_bytes'])} MiB."
+            terminal.say(f"{device} Sampling and learning take turns, so the peak is less than the sum.")
             disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
             terminal.say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")
         if bad := next((one for one in documents if one["problem"]), None):
