@@ -125,7 +125,9 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     seeds = sorted(set(one.seeds) & set(two.seeds))
     if not seeds or one.counts_SN.shape[1] != two.counts_SN.shape[1]:
         return None
-    ones, twos = (_rows(each, seeds) for each in (one, two))
+    rows = [[each.seeds.index(seed) for seed in seeds] for each in (one, two)]
+    ones, twos = replace(one, counts_SN=one.counts_SN[rows[0]]), replace(two, counts_SN=two.counts_SN[rows[1]])
+    first = None if one.first is None else sum(seed in seeds for seed in one.seeds[: one.first])
     most = min(one.num_samples, two.num_samples)
     ks = range(1, most + 1)
     means = np.array([(ones.passes(k) - twos.passes(k)).mean() for k in ks])
@@ -142,7 +144,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     def shown(place: int) -> float:
         """The sign of the difference if its interval shows one, else 0."""
         cells = ones.passes(ks[place]) - twos.passes(ks[place])
-        interval = statistics.paired_interval(cells, ones.first)
+        interval = statistics.paired_interval(cells, first)
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
         return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
 
@@ -181,9 +183,3 @@ def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int
     order = sorted(fractions[0])
     counts = [[round(one[problem] * size) for problem in order] for one in fractions]
     return Capability(label, tuple(trial.seed for trial in trials), np.array(counts, dtype=np.int64), size, first)
-
-
-def _rows(one: Capability, seeds: Sequence[int]) -> Capability:
-    rows = one.counts_SN[[one.seeds.index(seed) for seed in seeds]]
-    first = None if one.first is None else sum(seed in seeds for seed in one.seeds[: one.first])
-    return Capability(one.label, tuple(seeds), rows, one.num_samples, first)

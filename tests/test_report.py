@@ -625,16 +625,13 @@ def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
     return dataclasses.replace(fake_study(seeds=[0]).trials[0], history=history)
 
 
-def test_curves_keep_the_steps_that_all_seeds_have_and_drop_what_is_not_finite() -> None:
+def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not_finite() -> None:
     first = trial_with({"m": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0)]})
     second = trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})
     series = aligned([first, second], "m", None)
     assert series is not None
     assert [values.tolist() for values in series] == [[0.0, 3.0], [[1.0, 4.0], [3.0, 8.0]]]
-
-
-def test_curves_against_tokens_read_the_tokens_spent_up_to_each_step() -> None:
-    # step 0 costs nothing, step 2 comes after 30 tokens: linear from (0, 0) to (30, 1), at 15 tokens 0.5
+    # against tokens: step 0 costs nothing, step 2 comes after 30: linear from (0, 0) to (30, 1), at 15 tokens 0.5
     trial = trial_with({"m": [(0, 0.0), (2, 1.0)], "tokens": [(1, 10.0), (2, 30.0), (3, 60.0)]})
     series = aligned([trial], "m", "tokens")
     assert series is not None

@@ -12,8 +12,6 @@ Departure from vLLM's own defaults: log-probs are those of the whole tempered di
 temperature and cuts or after both, which is the same thing without a cut: so a cut is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -97,7 +95,7 @@ class VLLMEngine(RolloutEngine):
         def for_run(self, dtype: str, autocast: bool) -> Self:
             return self.model_copy(update={"dtype": self.dtype or ("bfloat16" if autocast else dtype)})
 
-    _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
+    _last: ClassVar["weakref.ref[VLLMEngine] | None"] = None
 
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
         """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter; by

@@ -10,8 +10,6 @@ FlopCounterMode. Not counted: padding, operations that are not matrix products (
 engine and weights.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -40,10 +38,10 @@ class Work(NamedTuple):
     pairs: float = 0.0
     headed: float = 0.0
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: "Work") -> "Work":
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.headed + other.headed)
 
-    def at(self, each: Work) -> float:
+    def at(self, each: "Work") -> float:
         """The operations of this work where one of each takes `each`."""
         return each.tokens * self.tokens + each.pairs * self.pairs + each.headed * self.headed
 
@@ -67,7 +65,7 @@ class Costs:
     can_share: bool
 
     @classmethod
-    def of(cls, policy: nn.Module) -> Costs:
+    def of(cls, policy: nn.Module) -> "Costs":
         """The costs of a policy with its adapter, if it has one. ValueError for a model that the formula does not fit:
         a mixture of experts, latent attention, or states other than keys and values."""
         config: Any = policy.config
@@ -106,7 +104,7 @@ class Costs:
         )
 
     @property
-    def frozen(self) -> Costs:
+    def frozen(self) -> "Costs":
         """Those of the model without its adapter."""
         return replace(self, forward=self.forward._replace(tokens=self.forward.tokens - self.adapter))
 

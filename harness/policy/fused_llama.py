@@ -10,8 +10,6 @@ in one operation. Attention of a single token is two batched products, which on 
 fused kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +48,7 @@ class Fused:
     norm: Tensor
     turns: Tensor  # [positions, D / 2] complex: the factor by which each pair of a query or key is turned
 
-    def leaves(self) -> tuple[Fused, list[tuple[Tensor, Tensor]]]:
+    def leaves(self) -> tuple["Fused", list[tuple[Tensor, Tensor]]]:
         """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
         parameters when those of the leaves are sent on, once for all that was computed with them."""
         pairs: list[tuple[Tensor, Tensor]] = []

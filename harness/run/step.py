@@ -8,8 +8,6 @@ then fill the step, because minibatches have a fixed size. Further prompts are d
 may draw them again.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ from .sync import check_sync, probe
 T = TypeVar("T")
 
 
-def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Drawn]:
+def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], "Drawn"]:
     """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
     spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
     unparsable, drawn = _num_unparsable(run), Drawn()
@@ -123,7 +121,7 @@ class Drawn:
         """Groups whose rewards are not all equal."""
         return sum(len(set(rewards)) > 1 for rewards in self.totals)
 
-    def trained_on(self, count: int) -> Drawn:
+    def trained_on(self, count: int) -> "Drawn":
         """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed."""
         if len(self.groups) == count:
             return self
