@@ -225,10 +225,7 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
     if split == "train":
         with suppress(MissingSplit):
             taken = {problem.question for problem in _read(task, "test")[0]}
-    kept: dict[str, Problem] = {}
-    for problem in problems:
-        if problem.question not in taken:
-            kept.setdefault(problem.question, problem)
+    kept = {problem.question: problem for problem in reversed(problems) if problem.question not in taken}
     if len(kept) < len(problems):
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
     if not kept:
