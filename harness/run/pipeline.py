@@ -183,9 +183,8 @@ def train_pipeline(
                 )
                 ended.append({"name": stage.name, "kind": stage.kind, "directory": folder, **vars(result)})
                 if result.state == "complete":  # a stage that continues later would contradict the logged values
-                    log.metrics(
-                        number, {m: float(result.summary[k]) for k, m in METRICS.items() if k in result.summary}
-                    )
+                    found = {m: float(result.summary[k]) for k, m in METRICS.items() if k in result.summary}
+                    log.metrics(number, found)
                 if result.state != "complete" or should_stop():
                     break
                 model = str(stage.policy(folder).resolve())
