@@ -189,10 +189,6 @@ class Analysis:
     def num_complete(self) -> int:
         return sum(len(arm.scores) for arm in self.arms)
 
-    @property
-    def num_expected(self) -> int:
-        return max(self.record.expected, self.num_complete)
-
     def arm(self, label: str) -> ArmSummary:
         return next(arm for arm in self.arms if arm.label == label)
 

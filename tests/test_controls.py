@@ -261,7 +261,7 @@ def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_
     assert [(one.label, one.scores, one.interval) for one in found.arms] == [
         (one.label, one.scores, one.interval) for one in plain.arms
     ]
-    assert found.record == alone and found.num_expected == 10
+    assert found.record == alone and found.record.expected == 10
     assert [one.summary.label for one in found.controls] == ["frozen", "inverted"]
     page = write_report(record, tmp_path / "with", formats=())
     without = write_report(alone, tmp_path / "without", formats=())
@@ -288,7 +288,7 @@ def test_an_arm_without_an_effect_has_nothing_to_explain_and_an_invalid_control_
     found = analysed(record)
     assert [one.reading for one in verdicts(found)] == ["no effect"]
     assert [(gap.arm, gap.state) for gap in found.controls[0].gaps] == [("frozen", "invalid")]
-    assert found.gaps == [] and found.num_expected == 3
+    assert found.gaps == [] and found.record.expected == 3
 
 
 def test_a_control_speaks_of_the_arms_of_its_own_task_and_start():

@@ -39,7 +39,8 @@ def answer(analysis: Analysis) -> str:
 
 def progress(analysis: Analysis) -> str:
     """`7 of 9 trials complete`."""
-    return f"{analysis.num_complete} of {wording.plural(analysis.num_expected, 'trial')} complete"
+    expected = max(analysis.record.expected, analysis.num_complete)
+    return f"{analysis.num_complete} of {wording.plural(expected, 'trial')} complete"
 
 
 def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
