@@ -305,6 +305,11 @@ class RolloutEngine(ABC):
             """These settings with those filled in that follow from the precision of a run."""
             return self
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.generate is RolloutEngine.generate and cls.generate_each is RolloutEngine.generate_each:
+            raise TypeError(f"an engine must define generate, but {cls.__name__} does not")
+
     @abstractmethod
     def __init__(self, settings: Settings, policy: nn.Module, codec: Codec): ...
 

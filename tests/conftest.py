@@ -15,6 +15,7 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
+from cohort.harness import engines
 
 TABLE = Path(__file__).resolve().parents[1] / "docs/attacks.md"
 HEAD = """# Attacks
@@ -35,6 +36,7 @@ class Row:
     tests: set[str] = field(default_factory=set)
 
 
+engines.__path__.append(str(Path(__file__).parent / "engines"))  # the engine `scripted`
 ROWS: defaultdict[str, Row] = defaultdict(Row)
 
 

@@ -1,14 +1,13 @@
-"""A fake engine for tests: answers each prompt from a script instead of a model."""
+"""An engine that answers each prompt from a script instead of a model; conftest adds its folder to the engines."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal
 
+from cohort.harness.data import Group, Prompt, Rollout, Sampling
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.policy.text import TextCodec
 from torch import Tensor, nn
-
-from ..data import Group, Prompt, Rollout, Sampling
-from ..interfaces import RolloutEngine
-from ..policy.text import TextCodec
 
 
 class ScriptedEngine(RolloutEngine):
