@@ -16,7 +16,7 @@ from cohort.harness.ground.files import write_json
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.sources import Base, start_name
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.record.finished import drop_checkpoints, model_folder
+from cohort.harness.record.run import drop_checkpoints, model_folder
 from cohort.harness.run.checkpoint import save_checkpoint
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.pipeline import load_pipeline

@@ -14,7 +14,7 @@ from cohort.harness.console.progress import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
-from cohort.harness.record.finished import CHECKPOINTS
+from cohort.harness.record.run import CHECKPOINTS
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop

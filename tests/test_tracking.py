@@ -35,8 +35,7 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record import run as record_run
 from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_events
 from cohort.harness.record.evidence import write_evidence
-from cohort.harness.record.finished import drop_checkpoints
-from cohort.harness.record.run import RunLog, read_progress, read_result
+from cohort.harness.record.run import RunLog, drop_checkpoints, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.study.plan import Plan

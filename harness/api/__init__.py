@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..ground.addresses import hides
     from ..mirror.ui import browse
     from ..policy.bradley_terry import train_reward_model
-    from ..record.finished import model_folder
+    from ..record.run import model_folder
     from ..spec.raw import parse_overrides
     from ..study.estimates import cost, remaining_seconds
     from ..study.queue import study_status

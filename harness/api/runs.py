@@ -181,7 +181,7 @@ def evaluate(
 
 def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:
     """The settings with which a model, or the policy of a run's folder, is evaluated."""
-    from ..record.finished import model_folder
+    from ..record.run import model_folder
     from ..spec.load import load_run
 
     defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
@@ -192,7 +192,7 @@ def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> t
     """Register the final policy of a run in MLflow's registry; returns the version and the folder of the policy."""
     from ..mirror.models import register_policy
     from ..mirror.store import check_runs_folder
-    from ..record.finished import model_folder
+    from ..record.run import model_folder
 
     folder, name = runs_folder(runs), checked_name(name)
     check_runs_folder(folder)

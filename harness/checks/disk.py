@@ -12,7 +12,7 @@ from pathlib import Path
 from ..devices.sharding import total_bytes
 from ..policy.model import model_config
 from ..policy.sources import start_name
-from ..record.finished import CHECKPOINTS, Finished
+from ..record.run import CHECKPOINTS, Finished
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .memory import gib

@@ -4,7 +4,6 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +44,12 @@ def fail(message: object) -> None:
 
 def print_json(document: object) -> None:
     """Print one JSON document on stdout; numbers that JSON cannot hold become null."""
-    print(json.dumps(_json_like(document), indent=2, allow_nan=False))
+    from pydantic_core import to_jsonable_python
+
+    known = to_jsonable_python(
+        document, inf_nan_mode="null", fallback=lambda x: dict(x) if isinstance(x, Mapping) else str(x)
+    )
+    print(json.dumps(known, indent=2))
 
 
 def show_table(
@@ -90,17 +94,3 @@ def shortened(text: str, limit: int = 400) -> str:
 
 def mebibytes(size: int) -> str:
     return f"{size / 2**20:,.1f}" if size < 10 * 2**20 else f"{size / 2**20:,.0f}"
-
-
-def _json_like(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _json_like(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_like(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {key: _json_like(getattr(value, key)) for key in value.__dataclass_fields__}
-    return str(value)

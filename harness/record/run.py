@@ -11,19 +11,21 @@ import logging
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 import psutil
 
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
 from ..ground.inputs import Inputs
+from ..spec.errors import SpecError
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
 from .provenance import versions, write_diff
 
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
 
 INFO, RESULT, PROGRESS = "run.json", "result.json", "progress.json"
 SYSTEM = "system/"  # the area of the metrics of the machine, which are no results
+CHECKPOINTS = "checkpoints"  # of a run's folder
+STATE, LEARNER = "state.json", "learner.pt"  # what a checkpoint has beside its policy
 PROGRESS_SECONDS = 0.25
 SYSTEM_SECONDS = 10.0
+Finished = Literal["nothing", "weights"]  # what stays of a run's checkpoints
 log = logging.getLogger(__name__)
 
 
@@ -293,3 +298,38 @@ def system_load(process: psutil.Process) -> dict[str, float]:
 def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
     """The number of these events that belong to a step of the run."""
     return sum("step" in event for event in events)
+
+
+def drop_checkpoints(directory: Path, keep: Finished) -> None:
+    """Delete the checkpoints in a run's folder, except the newest policy if the weights are kept.
+
+    Call it when the final result is on disk. A kill in between leaves unused files, which the next call deletes.
+    """
+    folder = directory / CHECKPOINTS
+    if not folder.is_dir():
+        return
+    newest = max(folder.glob("step-*"), default=None) if keep == "weights" else None
+    try:
+        for item in folder.iterdir():
+            if item != newest:
+                shutil.rmtree(item)
+        if newest is None:
+            folder.rmdir()
+        else:
+            for name in (STATE, LEARNER):
+                (newest / name).unlink(missing_ok=True)
+    except OSError as error:  # the result is valid without it
+        log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)
+
+
+def model_folder(model: str) -> str:
+    """The policy's folder, if `model` is a checkpoint or the folder of a run; else `model`.
+
+    SpecError for a run that has kept no weights.
+    """
+    for folder in (Path(model), *sorted((Path(model) / CHECKPOINTS).glob("step-*"), reverse=True)):
+        if (folder / "policy" / "config.json").is_file():
+            return str(folder / "policy")
+    if (Path(model) / "run.json").is_file():
+        raise SpecError(f"'{model}' kept no weights; a trial of a study keeps them with checkpoints.finished=weights")
+    return model

@@ -24,7 +24,7 @@ from ..ground.inputs import NO_INPUTS, Inputs, check_same
 from ..policy.model import save_model
 from ..policy.sources import Base
 from ..record.events import EVENTS, event_line, read_events
-from ..record.finished import CHECKPOINTS, LEARNER, STATE
+from ..record.run import CHECKPOINTS, LEARNER, STATE
 from ..spec.run import RunSpec
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import expecting
 from ..policy import flops
 from ..policy.forward import microbatch_tokens
-from ..record.finished import CHECKPOINTS
-from ..record.run import RunLog
+from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation

@@ -16,8 +16,7 @@ from ..ground.files import read_json
 from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
 from ..mirror.follow import mirrored
-from ..record.finished import drop_checkpoints
-from ..record.run import RunLog, final_result
+from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec

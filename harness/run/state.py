@@ -24,8 +24,7 @@ from ..policy.lora import add_adapter
 from ..policy.model import saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
-from ..record.finished import CHECKPOINTS
-from ..record.run import RunLog
+from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy

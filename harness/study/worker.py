@@ -25,8 +25,7 @@ from ..ground.inputs import expecting
 from ..ground.machine import in_group
 from ..ground.stop import StopRequest, stop_on_signals
 from ..plugins import raised_by
-from ..record.finished import drop_checkpoints
-from ..record.run import RunLog, final_result
+from ..record.run import RunLog, drop_checkpoints, final_result
 from .plan import Key, sharing_key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable
