@@ -14,7 +14,7 @@ from statistics import fmean
 
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -229,20 +229,20 @@ def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int
     """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, and one
     every HEARTBEAT_SECONDS."""
     screen = console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         tasks: dict[str, TaskID] = {}
         shown = 0.0
 
         def update(phase: str, done: int, total: int) -> None:
             nonlocal shown
-            words = f"{title}: {phase}"
+            words = _counted(f"{title}: {phase}", done, total)
             if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= HEARTBEAT_SECONDS):
-                say(_counted(words, done, total), stderr=True)
+                say(words, stderr=True)
                 shown = time.monotonic()
             if phase not in tasks:
-                tasks[phase] = progress.add_task(str(plain(words)), total=total or None)
-            progress.update(tasks[phase], completed=done, total=total or None)
+                tasks[phase] = progress.add_task(str(plain(words)), total=None)
+            progress.update(tasks[phase], description=str(plain(words)), completed=done, total=total or None)
 
         update(first, 0, 0)
         yield update
