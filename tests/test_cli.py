@@ -531,11 +531,11 @@ def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
     code = "from cohort.harness.cli.app import main; main()"
     command = [sys.executable, "-c", code, "study", "show", str(tmp_path / "greek.yaml")]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert r"\u03a0\u03bf" in shown.stdout
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w") as full:
-            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
         assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
         assert ended.stderr.startswith("Error: a disk is full")

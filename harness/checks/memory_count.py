@@ -150,7 +150,6 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             kept.cache.append(total_bytes([key_states, value_states]))
             return key_states, value_states
 
-    config: Any = policy.config
     real = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
         fakes: dict[int, Any] = {
@@ -160,7 +159,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
         policy, *value_heads = copies = deepcopy(real, fakes)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
         with _watched(copies) as kept, mixed_precision(tokens_BT.device, shape.autocast):
-            cache = PassingCache(config=config)
+            cache = PassingCache(config=policy.config)  # pyright: ignore[reportArgumentType]
             states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
             trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)

@@ -5,6 +5,7 @@ COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and e
 libraries inside their functions, so that `cohort --help` answers at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -28,3 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="cohort")
     except KeyboardInterrupt:  # before a command began
         raise SystemExit(130) from None
+    finally:
+        try:
+            print(end="", flush=True)
+        except OSError:  # a full disk, which has been told; the interpreter's own flush at its end would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -32,14 +32,13 @@ def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
 
 def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
     """The error to raise instead if this one, or one that it came from, tells of a damaged SQLite file."""
-    for one in _chain(error):
-        for words in _DAMAGED:
-            if words in str(one):
-                return ValueError(
-                    f"{runs / 'mlflow.db'} is damaged ({words}); nothing was changed. Restore it from a backup; what "
-                    f"each trial has logged is safe in {runs / 'studies'}"
-                )
-    return None
+    told = next((words for one in _chain(error) for words in _DAMAGED if words in str(one)), None)
+    if told is None:
+        return None
+    return ValueError(
+        f"{runs / 'mlflow.db'} is damaged ({told}); nothing was changed. Restore it from a backup; what each trial has "
+        f"logged is safe in {runs / 'studies'}"
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
