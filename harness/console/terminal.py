@@ -26,8 +26,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def plain(text: object) -> Text:
     """Text from outside (a model, a file) as one line, without control characters, never read as markup."""
-    spaced = " ".join(str(text).split())
-    return Text("".join(c for c in spaced if unicodedata.category(c)[0] != "C"))
+    return Text("".join(c for c in " ".join(str(text).split()) if unicodedata.category(c)[0] != "C"))
 
 
 def say(text: object, *, style: str = "", stderr: bool = False) -> None:
