@@ -63,8 +63,8 @@ def weighted_loss(
     batch: Batch, policy: PolicyOutput, per_token_BT: Tensor, clipped_BT: Tensor, weight_BT: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a per-token loss, weighted by `weight_BT` (by default `loss_weight_BT`), and what every objective
-    reports, as means: clip fraction, entropy, KL to the sampling policy, and to the reference if there is one (k3
-    estimates, nats per token)."""
+    reports, as means: clip fraction, entropy, `kl/old` = KL(sampling policy || policy) and, if there is a reference,
+    `kl/reference` = KL(policy || reference): k3 estimates, nats per token."""
     assert batch.loss_weight_BT is not None and batch.old_logprobs_BT is not None
     weight, logprobs = batch.loss_weight_BT, policy.logprobs_BT.detach()
     loss = ((weight if weight_BT is None else weight_BT) * per_token_BT).sum()
@@ -72,7 +72,7 @@ def weighted_loss(
         "policy/loss": loss.detach(),
         "policy/clip_fraction": (weight * clipped_BT).sum(),
         "policy/entropy": (weight * policy.entropy_BT.detach()).sum(),
-        "kl/old": (weight * kl_k3(logprobs, batch.old_logprobs_BT)).sum(),
+        "kl/old": (weight * kl_k3(batch.old_logprobs_BT, logprobs)).sum(),
     }
     if batch.ref_logprobs_BT is not None:
         metrics["kl/reference"] = (weight * kl_k3(logprobs, batch.ref_logprobs_BT)).sum()

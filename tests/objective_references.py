@@ -113,7 +113,7 @@ def answers(s, given):
         "policy_loss": policy_loss(now),
         "gradient": differences(policy_loss, now),
         "clip_fraction": clip_fraction(s, given, advantages),
-        "kl_old": weighted(s, given, lambda b, t: k("k3", now[b][t], given["old"][b][t])),
+        "kl_old": weighted(s, given, lambda b, t: k("k3", given["old"][b][t], now[b][t])),
     }
     if returns is not None:
         result["returns"] = returns

@@ -67,6 +67,27 @@ def test_gradient_does_not_depend_on_padding_or_on_the_order_of_groups():
         assert (plain - gradients(make_spec(), other)).norm() <= 1e-6 * plain.norm()
 
 
+def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():
+    learner = learner_for(make_spec(num_inner_epochs=2))
+    vocabulary = learner.policy.config.vocab_size
+    sampler = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
+    rows = vocabulary + vocabulary % 2  # every token after one prompt, weighted as the sampler draws it
+    drawn = torch.arange(rows) % vocabulary
+    batch = batch_of(
+        [[0, 0, 1]] * rows, [0.0] * rows, 2, tokens_BT=torch.stack([drawn * 0 + 5, drawn * 0 + 9, drawn], 1)
+    )
+    mask = batch.completion_mask_BT
+    given = torch.zeros(mask.shape).double().masked_scatter(mask, sampler[drawn])
+    weight = (
+        torch.zeros(mask.shape).double().masked_scatter(mask, sampler.exp()[drawn] * (torch.arange(rows) < vocabulary))
+    )
+    own = learner.logprobs(learner.policy, batch)[mask][:vocabulary].detach()
+    batch = batch.replace(sampler_logprobs_BT=given, old_logprobs_BT=given, advantages_BT=weight, loss_weight_BT=weight)
+    metrics = learner._optimizer_step(batch, first=True)
+    divergence = float((sampler.exp() * (sampler - own)).sum())  # KL(sampler || policy), a sum over the vocabulary
+    assert (metrics["mismatch/kl"], metrics["kl/old"]) == pytest.approx((divergence, divergence), abs=1e-9)
+
+
 def test_several_updates_move_the_ratio_away_from_one():
     policy = tiny_model(0)
     spec = make_spec(num_inner_epochs=4, num_minibatches=2, learning_rate=1e-2)

@@ -149,8 +149,8 @@ class Learner:
         """Make mu passes over the batch, and adapt the KL weight if its schedule says so.
 
         Metrics are means over the optimiser steps, except that `mismatch/` is from the first step (the policy is still
-        the sampler's) and `policy/ratio_max` is the largest. If older weights sampled, `staleness/` replaces
-        `mismatch/`. InvalidRun on a non-finite value.
+        the sampler's) and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per token.
+        If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
         if self.spec.staleness:  # later steps sample from these weights
@@ -233,7 +233,7 @@ class Learner:
                 sampler = micro.sampler_logprobs_BT
                 ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
-                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
+                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
             for name, value in metrics.items():
                 sums[name] += value.detach().double()
         for states in prompts:

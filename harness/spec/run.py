@@ -123,7 +123,7 @@ class Gates(Section):
     """Bounds on the metrics of every step: a run that breaks a bound ends INVALID; null turns a bound off. A non-finite
     loss or gradient always ends a run."""
 
-    mismatch_kl: float | None = Field(default=0.1, gt=0, description="highest KL of engine and learner, nats per token")
+    mismatch_kl: float | None = Field(default=0.1, gt=0, description="highest KL(engine || learner), nats per token")
     stuck_groups: float | None = Field(
         default=0.98, ge=0, lt=1, description="highest share of groups of equal, not best rewards, 20 steps in a row"
     )
