@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -109,10 +110,21 @@ def test_each_row_samples_from_the_policy_of_its_call(max_batch_rows):
     assert len(lengths) > 3  # lines left the batch at different times
 
 
-def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, cache):
-    lora = {**ADAPTER, "alpha": 16.0}
+def noting(callers, name, method):
+    def noted(self, *args):
+        callers.setdefault(name, set()).add(threading.current_thread())
+        return method(self, *args)
+
+    return noted
+
+
+def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, cache, monkeypatch):
+    lora, callers = {**ADAPTER, "alpha": 16.0}, {}  # the threads that call the engine, by method
+    for name in ("__init__", "generate_each", "load_adapter", "close"):
+        monkeypatch.setattr(TransformersEngine, name, noting(callers, name, getattr(TransformersEngine, name)))
     specs = [make_spec(), make_spec("ppo", 8, seed=1, lora=lora, evaluation={**FEW_PROBLEMS, "every": 1})]
     (stopped, _), logs = train_all(specs, tmp_path, cache, [StopAfter(2), lambda: False])
+    assert len(callers) == 4 and set.union(*callers.values()) == {threading.current_thread()}
     assert stopped.state == "stopped"
     assert train(specs[0], tmp_path / "0", logs[0], cache=cache).state == "complete"
     assert logs[0].resumed_at == [-1, 2]
@@ -133,9 +145,10 @@ class Recorder:
     """An engine that records the calls of each batch, and fails when it is told to."""
 
     def __init__(self, failing=()):
-        self.batches, self.failing = [], failing
+        self.batches, self.failing, self.threads = [], failing, set()
 
     def generate_each(self, calls, sampling):
+        self.threads.add(threading.current_thread())
         self.batches.append(([call.policy for call in calls], sampling.temperature))
         time.sleep(0.01)
         if len(self.batches) - 1 in self.failing:
@@ -178,6 +191,7 @@ def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_ste
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, "end")]
     # every batch takes 0.01 s, which those in it share: the one that was alone in one has most
     assert together._seconds[2] > together._seconds[0] > 0.005
+    assert engine.threads == {threading.current_thread()}
 
 
 def test_an_error_in_a_run_or_a_batch_leaves_nobody_waiting():

@@ -6,27 +6,34 @@ code must be thread-safe and a repetition does the same in the same order. A run
 other runs want some too or have ended. Then the call of the run that is least far, and all calls with equal sampling
 settings, become one batch. A run ends, diverges or resumes by itself. Its samples differ from those of the run alone
 only by floating-point rounding.
+
+The thread that asks for the results gives the turns and makes all calls of the engine: vLLM waits for the CUDA stream
+of the thread that calls it, so that calls from several could read tokens before they exist.
 """
 
 import contextvars
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from .. import plugins
 from ..data import Call, Group, Prompt, Sampling
-from ..devices.device import give_back_freed_memory, use_one_heap
+from ..devices.device import give_back_freed_memory, mixed_precision, resolve_device, use_one_heap
 from ..interfaces import RolloutEngine
 from ..policy.lora import policies_on
 from ..policy.text import TextCodec
 from ..spec.run import RunSpec
 from .cold_start import start_policy
 from .state import Models, placed
+
+T = TypeVar("T")
 
 
 class Together:
@@ -39,8 +46,10 @@ class Together:
         self.policies: Sequence[nn.Module] = ()  # until the first run asks for its own
         self.engine: RolloutEngine
         self.codec: TextCodec
-        self._change = threading.Condition()
-        self._turn: int | None = 0
+        self._turns = [threading.Semaphore(0) for _ in specs]
+        self._said: SimpleQueue[Callable[[], None] | None] = (
+            SimpleQueue()
+        )  # by the run whose turn it is: calls, its end
         self._waiting: dict[int, tuple[Call, Sampling]] = {}
         self._found: dict[int, list[Group] | Exception] = {}
         self._ends: dict[int, Any] = {}
@@ -48,16 +57,20 @@ class Together:
 
     def results(self) -> list[Any]:
         """The results of the works, in order; raises the first error, if any, when all have ended."""
-        threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
-            for seat in range(len(self.specs))
-        ]
         use_one_heap()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.5)  # an endless one keeps signal handlers from running on some systems
+        for seat in range(len(self.specs)):
+            work = partial(contextvars.copy_context().run, self._work, seat)
+            threading.Thread(target=work, daemon=True).start()
+        while len(self._ends) < len(self.specs):
+            idle = self._ends.keys() | self._waiting.keys()
+            if len(idle) == len(self.specs):
+                self._sample()
+                continue
+            give_back_freed_memory()  # otherwise the next run would allocate more beside it
+            self._since = time.perf_counter()
+            self._turns[next(seat for seat in range(len(self.specs)) if seat not in idle)].release()
+            while (call := self._said.get()) is not None:
+                call()
         if self.policies:
             self.engine.close()
         for end in self._ends.values():
@@ -71,53 +84,52 @@ class Together:
 
     def sample(self, seat: int, call: Call, sampling: Sampling) -> list[Group]:
         """The groups of a call, sampled with those of the other runs."""
-        with self._change:
-            self._seconds[seat] = self.now(seat)
-            self._waiting[seat] = (call, sampling)
-            self._pass_on()
-            self._await(seat)
-            found = self._found.pop(seat)
+        self._waiting[seat] = (call, sampling)
+        self._end_turn(seat)
+        self._turns[seat].acquire()
+        found = self._found.pop(seat)
         if isinstance(found, Exception):
             raise found
         return found
 
+    def call(self, work: Callable[..., T], *args: Any) -> T:
+        """The result of `work(*args)`, which calls the engine, in the thread of `results`."""
+        answer: Future[T] = Future()
+
+        def answered() -> None:
+            try:
+                answer.set_result(work(*args))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._said.put(answered)
+        return answer.result()
+
     def _work(self, seat: int) -> None:
-        with self._change:
-            self._await(seat)
+        self._turns[seat].acquire()
         try:
             end = self._works[seat](_Seat(self, seat))
         except BaseException as error:
             end = error
-        with self._change:
-            self._seconds[seat] = self.now(seat)
-            self._ends[seat] = end
-            self._pass_on()
+        self._ends[seat] = end
+        self._end_turn(seat)
 
-    def _await(self, seat: int) -> None:
-        self._change.wait_for(lambda: self._turn == seat)
-        self._since = time.perf_counter()
-
-    def _pass_on(self) -> None:
-        """Give the turn to the first run that can continue; if all wait for samples, sample first."""
-        idle = self._ends.keys() | self._waiting.keys()
-        if len(idle) == len(self.specs) and self._waiting:
-            self._sample()
-            idle = self._ends.keys() | self._waiting.keys()
-        give_back_freed_memory()  # otherwise the next run would allocate more beside it
-        self._turn = next((seat for seat in range(len(self.specs)) if seat not in idle), None)
-        self._change.notify_all()
+    def _end_turn(self, seat: int) -> None:
+        self._seconds[seat] = self.now(seat)
+        self._said.put(None)
 
     def _sample(self) -> None:
         """Sample for the run that is least far (evaluations before steps) and for all runs with the same sampling
         settings."""
         since = time.perf_counter()
         first = min(self._waiting, key=lambda seat: (self.versions[seat], self._waiting[seat][1].temperature, seat))
-        sampling = self._waiting[first][1]
+        sampling, spec = self._waiting[first][1], self.specs[first]
         seats = [seat for seat, (_, asked) in sorted(self._waiting.items()) if asked == sampling]
         calls = [self._waiting.pop(seat)[0] for seat in seats]
         tokens = [1] * len(seats)
         try:
-            found: Sequence[list[Group] | Exception] = (each := self.engine.generate_each(calls, sampling))
+            with mixed_precision(resolve_device(spec.device), spec.autocast):  # as each run has it in its own thread
+                found: Sequence[list[Group] | Exception] = (each := self.engine.generate_each(calls, sampling))
             tokens = [1 + sum(len(r.token_ids) for group in groups for r in group.rollouts) for groups in each]
         except Exception as error:
             found = [error] * len(seats)
@@ -146,7 +158,7 @@ class _Seat(Models):
             policies = policies_on(base, [(s.lora, s.seed) for s in common.specs if s.lora is not None])
             engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
             settings = spec.engine.for_run(spec.dtype, spec.autocast)
-            common.engine = engine_class.on_base(settings, base, common.codec, policies)
+            common.engine = common.call(engine_class.on_base, settings, base, common.codec, policies)
             common.policies = policies
         return common.policies[self._seat], common.codec
 
@@ -169,7 +181,7 @@ class _SeatEngine(RolloutEngine):
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         self._together.versions[self._seat] = version
-        self._engine.load_adapter(self._seat)
+        self._together.call(self._engine.load_adapter, self._seat)
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]] | None:
-        return self._engine.score(rows, self._seat)
+        return self._together.call(self._engine.score, rows, self._seat)
