@@ -294,7 +294,10 @@ class RolloutEngine(ABC):
         name: str
 
         def check(self, sampling: Sampling) -> None:
-            """ValueError if the engine cannot run on this machine or sample like this, before any model loads."""
+            """ValueError if the engine cannot sample like this, before any model loads."""
+
+        def check_machine(self) -> None:
+            """ValueError if the engine cannot run on this machine, before any model loads."""
 
         @property
         def processes(self) -> int:

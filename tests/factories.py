@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cohort.harness.api.study import Study, study_of
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.raw import with_overrides
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -39,6 +40,32 @@ def make_study(**changes: Any) -> StudySpec:
         raw["factors"] = {"algorithm.kl_beta": [0.0, 0.1]}
     whole = {key: value for key, value in changes.items() if "." not in key}
     return parse_study(with_overrides(raw | whole, {k: v for k, v in changes.items() if "." in k}), "test")
+
+
+# The shapes of Qwen2.5-0.5B and 7B, for which two studies of the package are made.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "gsm8k_qwen": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+                   "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True},
+    "math_7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+def real_scale(name: str, folder: Path) -> Study:
+    """A study of the package on one GPU, with problems of the tests and a model folder of the right shape that has no
+    weights in it."""
+    import torch
+    from cohort.harness.policy.tiny import tiny_tokenizer
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config
+
+    model = folder / f"{name}-model"
+    Qwen2Config(**SHAPES[name]).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(str(model))
+    save_file({"none": torch.zeros(1)}, model / "model.safetensors")
+    data = Path(__file__).parent / "fixtures" / name.partition("_")[0]
+    sets = [f"model={model}", f"task.path={data}", "task.validation_fraction=0.5"]
+    return study_of(name, sets, folder / "runs")
 
 
 def trial(arm: str, state: Any, phase: str = "", done: int = 0, total: int = 0, **more: Any) -> TrialStatus:

@@ -150,7 +150,9 @@ def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     def run(devices: int, size: int):
         engine = {"name": "vllm", "tensor_parallel_size": size}
         return parse_run({**RUN, "devices": devices, "device": "cpu", "engine": engine}, "bad")
@@ -159,7 +161,7 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
         run(2, 4)
     monkeypatch.setattr(preflight, "usable_cores", lambda: 8)
     with pytest.raises(SpecError, match="must divide the 2 attention heads of 'tiny', got 4; use 2"):
-        preflight.check_devices([run(4, 4)])
+        preflight.check_runs([run(4, 4)], tmp_path, here=False)
     preflight.check_devices([run(4, 2)])
     monkeypatch.setattr(group, "_own", group.Group(None, 0, 4, 1, ""))  # four hosts
     with pytest.raises(SpecError, match="must divide the processes on each host, 1, got 2"):

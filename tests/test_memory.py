@@ -323,7 +323,7 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
             assert set(seen) == {{None: 1, 2: 1, 3: 2, 5: 3}[workers]}
             seen.clear()
         check_study(study, Path("runs"), 64, EXECUTE, here=False)
-    assert set(seen) == {1}
+    assert not seen  # each worker's own machine is asked
 
 
 def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch):

@@ -12,14 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+import factories
 import fake_slurm
 import fake_trials
 import pytest
 import typer
 import yaml
 from cohort.harness.api.study import Study, launcher
+from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
@@ -30,9 +33,10 @@ from cohort.harness.study.launchers.ray import run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
-from cohort.harness.study.runner import start_study
+from cohort.harness.study.runner import run_study, start_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
+from pretend_cuda import pretend_cuda
 from queues import at_work, check_as_undisturbed, run
 from typer.testing import CliRunner
 
@@ -267,6 +271,41 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "submitit" else find(name, *a))
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
+
+
+@pytest.mark.parametrize("name", factories.SHAPES)
+def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    study, runs = factories.real_scale(name, tmp_path).spec, tmp_path / "runs"
+    start_study(study, runs, command="cmd")
+    with pytest.raises(ValueError, match="device must be available, got 'cuda' on a machine without CUDA"):
+        worker_main(name, runs)
+    assert set(study_status(name, runs).counts()) == {"waiting"}
+    specs = [arm.spec for arm in study.checked_arms()]
+    monkeypatch.setattr("cohort.harness.checks.preflight.usable_gpus", lambda: ("0",))
+    with pretend_cuda():
+        with pytest.raises(ValueError, match="engine vllm must be installed"):
+            preflight.check_machine(specs, specs)
+        monkeypatch.setattr("cohort.harness.engines.vllm.find_spec", lambda package: package)
+        for size, fits in ((80, True), (16, False)):  # GiB
+            monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda device, size=size: size * 2**30)
+            with nullcontext() if fits else pytest.raises(SpecError, match=r"must (fit in memory|leave vLLM room)"):
+                preflight.check_machine(specs, specs)
+
+
+@needs_submitit
+def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: Path, cluster: Path):
+    study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"
+    what = launcher("slurm", study, None, None)
+    with pytest.raises(
+        SpecError, match=r"^device must be available, got 'cuda' on a machine without CUDA; use dev[^\n]*$"
+    ):
+        run_study(study.spec, runs, workers=2, command="cmd", cluster=what)
+    assert {"--cpus-per-task=8", "--gpus-per-node=1", "--array=0-1%2"} <= set(fake_slurm.script(cluster))
+    calls = (cluster / "calls.log").read_text().splitlines()
+    assert [line.split()[0] for line in calls].count("sbatch") == 2  # the question and the jobs, and no others
+    assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
 
 
 def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path: Path):

@@ -296,13 +296,16 @@ def launcher(
     if name == "ray":
         from ..study.launchers.ray import Cluster
 
-        return Cluster(1 if cpus is None else cpus, gpus)
+        return Cluster(cpus, gpus)
+    from ..study.launchers.local import CORES_PER_GPU
     from ..study.launchers.slurm import Slurm, sbatch_parameters
 
     if any(count is not None and count != int(count) for count in (cpus, gpus)):
         raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
     if gpus is None:
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
+    if cpus is None and gpus:
+        cpus = CORES_PER_GPU * gpus
     asked = {"cpus-per-task": cpus, "gpus-per-node": gpus or None}
     return Slurm({**{key: f"{n:g}" for key, n in asked.items() if n is not None}, **sbatch_parameters(list(sbatch))})
 

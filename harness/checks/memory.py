@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,16 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     found, _ = estimate_run(spec, together)
     if found is not None:
         check_fits(found, resolve_device(spec.device), spec, copies)
+
+
+def fitting(specs: Sequence[RunSpec], most: int, copies: int = 1) -> int:
+    """How many of such runs train together, at most `most`, in each of `copies` processes of this machine."""
+    for at_once in range(most, 1, -1):
+        with suppress(SpecError):
+            for spec in specs:
+                check_memory(spec, copies, at_once)
+            return at_once
+    return 1
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:

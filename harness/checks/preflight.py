@@ -31,9 +31,9 @@ def check_runs(
     """ValueError for runs that cannot start: of a run, a study or a dry run. Reads no weights and writes nothing.
 
     Each of the `splits` must have problems, by default all that a run reads. `trained` are the runs that train, by
-    default those with steps: they must fit the devices and the memory of this machine, where `copies` processes run
-    each, unless a cluster places them (not `here`). Without `models` only the folder and the data are checked. Settings
-    that specs share are checked once. Warns of training on a cut distribution.
+    default those with steps: they must fit this machine, where `copies` processes run each, unless others run them (not
+    `here`). Without `models` only the folder and the data are checked. Settings that specs share are checked once.
+    Warns of training on a cut distribution.
     """
     check_runs_folder(runs)
     trained = [spec for spec in specs if spec.steps] if trained is None else trained
@@ -54,14 +54,27 @@ def check_runs(
             "gradient use log-probs of the uncut one; set top_p=1 to train without that bias"
         )
     if models:
-        from .memory import check_memory
-
-        if here:
-            check_devices(trained)
         for spec in specs:
             check_countable(spec)
-        for spec in trained:
-            check_memory(spec, copies(spec))
+        if here:
+            check_machine(specs, trained, copies)
+
+
+def check_machine(
+    specs: Sequence[RunSpec], trained: Sequence[RunSpec], copies: Callable[[RunSpec], int] = lambda spec: 1
+) -> None:
+    """ValueError for runs that this machine cannot hold: their device and engine and, of those that train, the number
+    of devices and the memory, where `copies` processes run each."""
+    from ..devices.device import resolve_device
+    from .memory import check_memory
+
+    for device in dict.fromkeys(spec.device for spec in specs):
+        resolve_device(device)
+    for settings in {spec.engine.model_dump_json(): spec.engine for spec in specs}.values():
+        settings.check_machine()
+    check_devices(trained)
+    for spec in trained:
+        check_memory(spec, copies(spec))
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
@@ -69,7 +82,6 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
     process, or for devices that cannot share an engine."""
     from ..devices import group
     from ..devices.device import resolve_device
-    from ..policy.model import model_config
 
     for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
         available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
@@ -81,13 +93,7 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
                 f"devices must be at most {available}, the {what}, got {count}; lower devices, or take several hosts "
                 "(`torchrun`, or a study with --launcher ray)"
             )
-    for model, size in {(s.model, s.engine.processes) for s in specs if s.engine.processes > 1}:
-        heads = model_config(model).num_attention_heads
-        if heads % size:
-            raise SpecError(
-                f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
-                f"use {math.gcd(heads, size)}"
-            )
+    for size in {spec.engine.processes for spec in specs}:
         if group.size() > 1 and group.size_here() % size:
             raise SpecError(
                 f"engine.tensor_parallel_size must divide the processes on each host, {group.size_here()}, got {size}"
@@ -151,13 +157,10 @@ def check_length(spec: RunSpec) -> None:
 
 
 def _check_models(specs: Sequence[RunSpec]) -> None:
-    from ..devices.device import resolve_device
-    from ..policy.model import check_model  # here: it loads torch, which workers of fakes do without
+    from ..policy.model import check_model, model_config  # here: it loads torch, which workers of fakes do without
     from ..policy.text import load_codec
     from ..policy.tiny import TINY
 
-    for device in dict.fromkeys(spec.device for spec in specs):
-        resolve_device(device)
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
@@ -167,6 +170,13 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
         spec.engine.check(spec.sampling_with_limit())
         for reward in spec.rewards.values():
             reward.check()
+    for model, size in {(s.model, s.engine.processes) for s in specs if s.steps and s.engine.processes > 1}:
+        heads = model_config(model).num_attention_heads
+        if heads % size:
+            raise SpecError(
+                f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
+                f"use {math.gcd(heads, size)}"
+            )
 
 
 def _splits(spec: RunSpec) -> Sequence[Split]:

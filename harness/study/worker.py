@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from ..data import FINAL, TrialState
-from ..ground.disk import EXIT_STATUS, disk_full
+from ..ground.disk import EXIT_STATUS, UNFIT, disk_full
 from ..ground.inputs import expecting
 from ..ground.machine import in_group
 from ..ground.stop import StopRequest, stop_on_signals
@@ -49,10 +49,12 @@ def worker_main(
     storage: str | None = None,
     together: Mapping[str, int] = {},
     patience: float = math.inf,
+    checked: bool = False,
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
-    `together` says of trials that share a model, by their key, how many train at a time.
+    `together` says of trials that share a model, by their key, how many train at a time. Unless the study was `checked`
+    on this machine: ValueError if it cannot run the trials.
 
     A worker of a pool that has used a GPU ends after its trial, and the pool starts another. A worker also ends if all
     trials have been taken for `patience` seconds and no more can come.
@@ -75,6 +77,8 @@ def worker_main(
         try:
             queue = _patiently(lambda: open_queue(name, runs, storage), stop)
             run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
+            if run_trial is not None and execute == EXECUTE and not checked:
+                together = _checked(queue, together)
             idle_since = time.monotonic()
             while run_trial is not None and not stop.is_set():
                 claim = _patiently(queue.claim, stop)
@@ -94,6 +98,16 @@ def worker_main(
                 raise
             os._exit(EXIT_STATUS)  # at once: an orderly exit would write what it has in its buffers
     return 0
+
+
+def _checked(queue: Queue, together: Mapping[str, int]) -> dict[str, int]:
+    """`together` as far as this machine's memory holds it; ValueError if it cannot run the study's trials."""
+    from ..checks.memory import fitting
+    from ..checks.preflight import check_machine
+
+    specs = [arm.spec for arm in queue.plan.study.checked_arms()]
+    check_machine(specs, [spec for spec in specs if spec.steps])
+    return {key: fitting([s for s in specs if sharing_key(s) == key], most) for key, most in together.items()}
 
 
 def _run_with_others(
@@ -270,4 +284,8 @@ if __name__ == "__main__":
         arguments = (options["parent"], partial(os.kill, os.getpid(), signal.SIGTERM))
         threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
         sys.exit(start(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
-    sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
+    try:
+        sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(UNFIT)

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...ground.disk import EXIT_STATUS, full
+from ...ground.disk import EXIT_STATUS, UNFIT, full
 from ...ground.machine import usable_cores, usable_gpus
 from ...ground.stop import StopRequest, stop_on_signals
+from ...spec.errors import SpecError
 
 MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
+CORES_PER_GPU = 8  # of a worker that a cluster places: it grades, and feeds the engine
 MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die before any claims a trial
 HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
 log = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ class Pool(ABC):
 
     def collect(self, claims: int | None) -> int:
         """Number of living workers. WorkersCrash if they keep dying before they claim a trial, DiskFull if one met a
-        full disk.
+        full disk, SpecError if no machine that was tried can run the study.
 
         `claims` is the number of attempts so far, None if the storage does not answer.
         """
@@ -135,11 +137,15 @@ class Pool(ABC):
             self._stop.wait(seconds - POLL_SECONDS)
 
     def _note_end(self, worker: str, code: int, words: str) -> None:
-        """Count a worker that ended badly. DiskFull and WorkersCrash: see `collect`."""
+        """Count a worker that ended badly. DiskFull, WorkersCrash and SpecError: see `collect`."""
         if not code:
             return
         if code == EXIT_STATUS:
             raise full(self.logs)
+        if code == UNFIT:
+            self.size -= 1
+            if not self.size:
+                raise SpecError(words.rpartition("Error: ")[2])
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log.warning("%s %s:\n%s", worker, how, words)
         self._ended_early["killed" if code < 0 else "crashed"] += 1

@@ -18,7 +18,7 @@ from typing import Any
 from ...ground.machine import usable_cores, usable_gpus
 from ...spec.errors import SpecError
 from ..worker import STORAGE
-from .local import POLL_SECONDS, Pool, last_words, start_worker
+from .local import CORES_PER_GPU, POLL_SECONDS, Pool, last_words, start_worker
 
 
 def import_ray(address: str) -> Any:
@@ -36,10 +36,11 @@ def import_ray(address: str) -> Any:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What each worker asks for: `num_cpus` for each device of its trials, and `num_gpus`, by default one for each if
-    the cluster has GPUs. The cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
+    """What each worker asks for: `num_cpus` for each device of its trials, by default CORES_PER_GPU for a GPU if every
+    node has as many, and `num_gpus`, by default one for each if the cluster has GPUs. The cluster is that of
+    RAY_ADDRESS, or else one on this machine while the study runs."""
 
-    num_cpus: float = 1
+    num_cpus: float | None = None
     num_gpus: float | None = None
 
 
@@ -68,7 +69,11 @@ class RayPool(Pool):
         asked_gpus = self.cluster.num_gpus
         if asked_gpus is None:
             asked_gpus = self.devices if gpus else 0
-        asked = {"CPU": self.cluster.num_cpus * self.devices, "GPU": asked_gpus}
+        cores = self.cluster.num_cpus
+        if cores is None:
+            there = [node["CPU"] / node["GPU"] for node in nodes if asked_gpus and node.get("GPU") and "CPU" in node]
+            cores = max(1, min(CORES_PER_GPU, *map(int, there))) if there else 1
+        asked = {"CPU": cores * self.devices, "GPU": asked_gpus}
         room = sum(
             min((int(node.get(name, 0) / count + 1e-9) for name, count in asked.items() if count), default=1)
             for node in nodes

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...ground.disk import EXIT_STATUS, disk_full
+from ...ground.disk import EXIT_STATUS, UNFIT, disk_full
 from ...ground.stop import LEAVE
 from ...spec.errors import SpecError
 from ..work import work
@@ -85,7 +85,8 @@ class Job:
             _, signals = work(**self.options, storage=os.environ.get(STORAGE) or None)
         except Exception as error:
             full = disk_full(error, Path(self.options["runs"]))
-            return (EXIT_STATUS if full else 1), f"{type(error).__name__}: {error}"
+            code = EXIT_STATUS if full else UNFIT if isinstance(error, ValueError) else 1
+            return code, f"{type(error).__name__}: {error}"
         if signal.SIGINT not in signals:  # else the study was asked to stop
             if set(LEAVE) & set(signals):
                 from submitit import JobEnvironment
