@@ -1,9 +1,11 @@
-"""The cores, GPUs and network interfaces of this machine, and whether this process is one of a group."""
+"""The cores, GPUs, compiler and network interfaces of this machine, and whether this process is one of a group."""
 
 import os
 import shutil
 import subprocess
+import sysconfig
 from functools import lru_cache
+from pathlib import Path
 
 import psutil
 
@@ -37,3 +39,19 @@ def usable_gpus() -> tuple[str, ...]:
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     gpus = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
     return tuple(str(i) for i, _ in enumerate(gpus))
+
+
+def compiler() -> str | None:
+    """Path of the C compiler that Triton takes to launch kernels: CC's, or else gcc or clang. None without one, or
+    without Python's headers, which it reads."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return next(filter(None, map(shutil.which, names)), None) if headers else None
+
+
+def shared_memory_bytes() -> int | None:
+    """Free bytes of /dev/shm, through which the processes of a GPU's engine and of NCCL talk; None if there is none.
+
+    A container has 64 MiB unless it is started with --ipc=host or --shm-size.
+    """
+    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
