@@ -147,6 +147,10 @@ class Reward(Section, ABC):
         """The files that it reads, as in `Task.inputs`."""
         return {}
 
+    def model_bytes(self) -> int:
+        """Bytes of the device that a model of its own takes. Reads no weights."""
+        return 0
+
 
 class StepReward(Reward):
     """A reward for steps inside a completion: credit goes to the tokens that earned it."""

@@ -27,7 +27,7 @@ TAKES_BOTH: set[Any] = {
     Tensor.copy_, Tensor.type, torch.is_tensor, Tensor.__repr__, Tensor.set_, Tensor.data_ptr, Tensor.is_set_to,
     torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
-ANSWERS = ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats", "empty_cache")
+ANSWERS = ("max_memory_allocated", "memory_allocated", "memory_reserved", "reset_peak_memory_stats", "empty_cache")
 
 
 class DeviceMismatch(RuntimeError):
@@ -35,16 +35,21 @@ class DeviceMismatch(RuntimeError):
 
 
 @contextmanager
-def pretend_cuda() -> Iterator["PretendCuda"]:
-    """A context in which `device="cuda"` is a tag on CPU tensors; gives the mode, whose `waits` are counted."""
-    old = {name: getattr(torch.cuda, name) for name in ("is_available", *ANSWERS)}
+def pretend_cuda(gib: float = 80, free: float | None = None) -> Iterator["PretendCuda"]:
+    """A context in which `device="cuda"` is a tag on CPU tensors; gives the mode, whose `waits` are counted.
+
+    The GPU has `gib` of memory, and `free` of them are free, by default all.
+    """
+    memory = (int(2**30 * (gib if free is None else free)), int(2**30 * gib))
+    old = {name: getattr(torch.cuda, name) for name in ("is_available", "mem_get_info", *ANSWERS)}
     autocast, is_autocast, new = torch.autocast, torch.is_autocast_enabled, torch.nn.Parameter.__new__
 
     def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         return _tag(new(cls, data, requires_grad)) if on_cuda(data) else new(cls, data, requires_grad)
 
     try:
-        vars(torch.cuda).update({name: lambda *_: 0 for name in ANSWERS}, is_available=lambda: True)
+        vars(torch.cuda).update({name: lambda *_: 0 for name in ANSWERS})
+        vars(torch.cuda).update(is_available=lambda: True, mem_get_info=lambda *_: memory)
         torch.autocast = lambda kind, **settings: autocast("cpu", **settings)  # pyright: ignore
         torch.is_autocast_enabled = lambda kind: is_autocast("cpu")  # pyright: ignore
         torch.nn.Parameter.__new__ = parameter  # pyright: ignore
@@ -122,8 +127,8 @@ class PretendCuda(TorchFunctionMode):
         is_cuda = was_cuda if device is None else _is_cuda(device)
         if was_cuda and not is_cuda:
             self._wait("to cpu")
-        own = args[0].clone() if is_cuda != was_cuda else args[0]  # a copy, as a move is
-        result = own if dtype is None else own.to(dtype)
+        result = args[0] if dtype is None else args[0].to(dtype)  # before it moves, as CUDA does
+        result = result.clone() if is_cuda != was_cuda and result is args[0] else result  # a copy, as a move is
         return _tag(result) if is_cuda else result
 
     def _wait(self, kind: str) -> None:

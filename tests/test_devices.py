@@ -23,6 +23,7 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
+from pretend_cuda import pretend_cuda
 from ranks_at_work import RESUMED, RUN, begun, command, ends, group_of_two, side_by_side, until
 from transformers import Qwen2Config
 
@@ -190,21 +191,20 @@ QWEN_7B = {
 }  # fmt: skip
 
 
-def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(memory, "device_bytes", lambda device: int(79.6 * GIB))
+def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one():
     study = load_study("math_7b", [])
     whole = load_study("math_7b", ["lora=null", "devices=8", "optimizer.learning_rate=1e-6"])
     assert (study.devices, whole.devices) == (1, 8)
     arm, spread = (each.checked_arms()[0].spec for each in (study, whole))
     gpu, config = torch.device("cuda"), Qwen2Config(**QWEN_7B, tie_word_embeddings=False)
-    for spec in (arm, spread):
-        memory.check_fits(memory.estimate(spec, config, 300, gpu), gpu, spec)
-    alone = spread.model_copy(update={"devices": 1})
-    components = memory.estimate(alone, config, 300, gpu)
-    with pytest.raises(SpecError, match=r"the run must fit in memory: the GPU has 79.60 GiB.*spread it over more GPUs"):
-        memory.check_fits(components, gpu, alone)
+    with pretend_cuda(gib=79.6):
+        for spec in (arm, spread):
+            again = spec.model_copy(update={"gradient_checkpointing": True})
+            memory.check_fits(memory.estimate(again, config, 300, gpu), gpu, again)
+        alone = spread.model_copy(update={"devices": 1})
+        expected = "must fit in memory: the GPU has 77.60 GiB free beside 2.00 GiB for CUDA.*spread it over more GPUs"
+        with pytest.raises(SpecError, match=expected):
+            memory.check_fits(memory.estimate(alone, config, 300, gpu), gpu, alone)
 
 
 def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.MonkeyPatch):

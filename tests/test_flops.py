@@ -78,13 +78,14 @@ def a_step(spec: RunSpec, policy):
     """(operations by formula, as counted) of sampling, scoring and learning, with completions of full length."""
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
-    learner, costs = Learner(spec, policy), flops.Costs.of(policy)
+    learner = Learner(spec, policy)
     engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec(), end_ids=[])
     prompts = [Prompt(str(i), chr(65 + i) + "1+2-3" * 6, "1") for i in range(spec.prompts_per_step)]
     group_size = spec.algorithm.group_size
     groups, sampling = counted(lambda: engine.generate(prompts, group_size, spec.sampling_with_limit(), seed=0, step=0))
-    if spec.gradient_checkpointing:
+    if spec.gradient_checkpointing is True:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    costs = flops.Costs.of(policy)
     batch = collate(groups).replace(rewards_B=torch.arange(len(groups) * group_size).remainder(group_size) % 2.0)
     batch, scoring = counted(lambda: learner.annotate(batch))
     batch = learner.algorithm.advantages(batch)

@@ -171,7 +171,7 @@ def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():
 
 def gradient(**changes):
     spec, policy = spec_of(lora=None, **changes), tiny_model(0).double()
-    if spec.gradient_checkpointing:
+    if spec.gradient_checkpointing is True:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     learner = Learner(spec, policy)
     batch = spec.algorithm.advantages(learner.annotate(make_batch()))

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from cohort.harness.checks.memory import check_fits, check_memory, estimate, estimate_run, peak_bytes
+from cohort.harness.api.runs import estimate_runs
+from cohort.harness.checks import memory
+from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
-from cohort.harness.devices.device import device_bytes, mixed_precision
+from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.policy import fused_llama
-from cohort.harness.policy.forward import Critic, completion_states, token_logprobs
+from cohort.harness.policy.forward import Critic, completion_states, recomputes, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.run.state import prepare
+from cohort.harness.run.state import placed, prepare, run_facts
 from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
@@ -27,6 +30,7 @@ from cohort.harness.study.worker import EXECUTE
 from factories import make_spec
 from fakes import MemoryLog
 from pretend_cuda import pretend_cuda
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -150,16 +154,16 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
         add_adapter(policy, spec.lora, 0)
     if spec.lora is not None and spec.autocast:
         hold_frozen_products(policy, torch.bfloat16)
-    if spec.gradient_checkpointing:
+    if recompute := spec.gradient_checkpointing is True:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = Critic(policy)
-    policy.train(spec.gradient_checkpointing), critic.train(spec.gradient_checkpointing)
+    policy.train(recompute), critic.train(recompute)
     tokens = torch.randint(3, 100, (4, 128))
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -100:] = True
     counts = count(Shape.of(spec, config, rows=4, prompt_tokens=28))
     saved = bytes_saved(policy, spec, lambda: token_logprobs(policy, tokens, mask, 1.0))
-    trunk = counts.trunk.total(spec.gradient_checkpointing)
+    trunk = counts.trunk.total(recompute)
     assert trunk + counts.logprobs == pytest.approx(saved, rel=0.01)
     saved = bytes_saved(critic, spec, lambda: critic(mask, completion_states(critic.backbone, tokens, mask, None)))
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
@@ -278,7 +282,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 STEP = {"rollouts_per_step": 16, "sampling": {"max_tokens": 48}, "evaluation": {"num_prompts": 1, "num_samples": 1},
-        "optimizer": {"tokens_per_microbatch": 512},
+        "optimizer": {"tokens_per_microbatch": 512}, "gradient_checkpointing": False,
         "engine": {"name": "transformers", "max_batch_rows": 8}}  # fmt: skip
 
 
@@ -302,13 +306,85 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
     spec = make_spec(**{**raw, "device": "cuda"})
     prompts = [replace(p, text=p.text.rjust(24, "1")[-24 + i % 2 :]) for i, p in enumerate(spec.task.prompts("train"))]
     del policy
-    with pretend_cuda(), LiveMemory() as memory:
+    with pretend_cuda(), LiveMemory() as live:
         run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
         run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.codec, end_ids=())
         for step in range(2):
             train_step(run, prompts, step)
     found = estimate(spec, config, 24, torch.device("cuda"))
-    assert peak_bytes(found) == pytest.approx(memory.peak, rel=0.1)
+    assert peak_bytes(found) == pytest.approx(live.peak, rel=0.1)
+
+
+# Shapes of Qwen2.5 as their config.json has them: hidden, layers, heads, heads of keys, MLP, vocabulary, tied.
+QWEN = {"0.5B": (896, 24, 14, 2, 4864, 151_936, True), "7B": (3584, 28, 28, 4, 18_944, 152_064, False)}
+
+
+@pytest.mark.parametrize(
+    ("study", "size", "free", "expected"),
+    [("gsm8k_qwen", "0.5B", 80, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (57, False)}),
+     # 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
+     ("gsm8k_qwen", "0.5B", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (48.5, True)}),
+     ("math_7b", "7B", 80, {"grpo": (48.5, True), "dr_grpo": (48.5, True)})],
+)  # fmt: skip
+def test_a_gpus_free_memory_decides_whether_activations_are_recomputed(
+    tmp_path, monkeypatch, study, size, free, expected
+):
+    monkeypatch.setattr(memory, "longest", lambda codec, prompts: 250)  # by Qwen's tokenizer, about
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+             "vocab_size", "tie_word_embeddings")  # fmt: skip
+    transformers.Qwen2Config(**dict(zip(names, QWEN[size], strict=True))).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")  # no weights: nothing here may read them
+    data = Path(__file__).parent / "fixtures" / study.partition("_")[0]
+    with pretend_cuda(gib=80, free=free):
+        found = estimate_runs(study, [f"model={tmp_path}", f"task.path={data}"], runs=tmp_path)
+    assert [(one["problem"], one["device_bytes"]) for one in found] == [(None, (free - 2) * GIB)] * len(found)
+    told = {one["run"]: (one["peak_bytes"] / GIB, one["recomputes"]) for one in found}
+    assert told == {arm: (pytest.approx(peak, abs=0.6), again) for arm, (peak, again) in expected.items()}
+
+
+def test_a_run_decides_once_whether_it_recomputes_unless_that_no_longer_fits(tmp_path):
+    spec, found = make_spec(device="cuda", rollouts_per_step=16), []
+    for free in (80, 2.001, 80):  # 1 MiB above the reserve does not hold it
+        with pretend_cuda(free=free):
+            run, step = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+            found.append((step, recomputes(run.learner.policy)))
+            assert run_facts(run)["memory/recomputes"] == found[-1][1]
+            run.save(step + 1)
+    assert found == [(0, False), (1, True), (2, True)]
+
+
+def test_a_run_that_shares_its_gpu_or_counts_operations_recomputes_and_one_on_a_cpu_does_not(monkeypatch):
+    def does(alone=True, **changes):
+        return decided(make_spec(**changes), alone=alone).gradient_checkpointing
+
+    assert not does(alone=False)
+    with pretend_cuda():
+        assert [does(), does(alone=False), does(max_flops=1e12), does(device="cpu")] == [False, True, True, False]
+        assert not does(alone=False, gradient_checkpointing=False)
+        monkeypatch.setenv(SHARED_GPU, "1")
+        assert does()
+
+
+def test_a_policy_is_rounded_before_it_moves_to_the_gpu():
+    policy = tiny_model(0)
+    with pretend_cuda(), LiveMemory() as live:
+        placed(policy, make_spec(device="cuda", dtype="bfloat16"))
+    assert live.peak == pytest.approx(2 * TINY, rel=0.01)  # float32 would be 4, and 6 with both
+
+
+def test_a_learned_reward_is_counted_whole_on_each_device(tmp_path):
+    model_of("qwen2", **SIZES["qwen2"])[0].save_pretrained(tmp_path)
+    scorer = transformers.AutoModelForSequenceClassification.from_config(model_config(str(tmp_path)))
+    rewards, size = {"reward_model": {"path": str(tmp_path)}}, sum(p.numel() for p in scorer.parameters())
+    assert [parts(rewards=rewards, devices=n)["rewards"] for n in (1, 2)] == [4 * size] * 2
+    assert parts()["rewards"] == 0
+
+
+def test_two_vllms_on_one_gpu_are_refused():
+    spec = make_spec(engine="vllm")
+    with pretend_cuda(), pytest.raises(SpecError, match=r"each vLLM must have a GPU for itself.*got 2 workers"):
+        check_memory(spec, copies=2)
 
 
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
@@ -326,13 +402,14 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     assert not seen  # each worker's own machine is asked
 
 
-def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch):
-    monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda device: 10 * 2**30)
+def test_vllms_share_of_a_gpu_must_hold_its_weights():
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
     for changes in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "autocast": True}):
         spec = make_spec(engine=engine, lora={"rank": 8}, **changes)
-        assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
+        with pretend_cuda(gib=10, free=8):  # its share is one of all memory, whoever has the rest
+            assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
     spec = make_spec(engine=engine, lora={"rank": 8}, dtype="float32")
-    with pytest.raises(SpecError, match=r"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to 0.47 or more"):
+    expected = r"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to 0.47 or more"
+    with pretend_cuda(gib=10), pytest.raises(SpecError, match=expected):
         estimate(spec, LLAMA_1B, 20, torch.device("cuda"))

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.ground.stop import StopRequest
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
@@ -255,8 +256,8 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
 def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(local, "usable_cores", lambda: 8)
     monkeypatch.setattr(local, "usable_gpus", lambda: tuple("01234"))
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES")
-    (tmp_path / "shown.py").write_text(f"import os; print(*(os.environ[name] for name in {names}))")
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
+    (tmp_path / "shown.py").write_text(f"import os; print(*(os.environ.get(name) for name in {names}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(local, "MODULE", "shown")
@@ -266,7 +267,11 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.Monk
     while pool.collect(0):
         time.sleep(0.05)
     shown = [(tmp_path / f"worker-{slot}.log").read_text().strip() for slot in range(3)]
-    assert shown == ["2 PASSIVE 0,1", "2 PASSIVE 2,3", "2 PASSIVE 0,1"]  # 8 cores // 4 workers, though 3 were wanted
+    assert shown == [
+        "2 PASSIVE 0,1 1",
+        "2 PASSIVE 2,3 1",
+        "2 PASSIVE 0,1 1",
+    ]  # 8 cores // 4 workers, though 3 were wanted
 
 
 # The shipped studies --------------------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
 worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
 without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients always count, because they
-exist from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates of the
-prefill, and unused bytes that the allocator holds, with glibc up to 60 % of the peak.
+exist from the second micro-batch on. Not counted: the cold start, passes of a reward model, intermediates of the
+prefill, libraries, and unused bytes that the allocator holds, with glibc up to 60 % of the peak; on a GPU
+`GPU_RESERVE` stands for them.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..data import Prompt
-from ..devices.device import GIB, device_bytes, resolve_device
+from ..devices.device import GIB, GPU_RESERVE, device_bytes, resolve_device
+from ..ground.machine import SHARED_GPU
 from ..policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, model_config
 from ..policy.text import TextCodec, load_codec
@@ -35,9 +38,28 @@ _LONGEST: dict[tuple[str, str, str], int] = {}
 def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     """SpecError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
     estimate."""
+    device = resolve_device(spec.device)
+    if copies > 1 and spec.engine.name == "vllm" and device.type == "cuda":
+        raise SpecError(
+            f"each vLLM must have a GPU for itself, because it measures what its start takes there, got {copies} "
+            "workers on a GPU; use fewer --workers or engine=transformers"
+        )
+    spec = decided(spec, alone=copies == together == 1)
     found, _ = estimate_run(spec, together)
     if found is not None:
-        check_fits(found, resolve_device(spec.device), spec, copies)
+        check_fits(found, device, spec, copies)
+
+
+def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
+    """The run with `gradient_checkpointing` true or false, if it is `auto`: false on a CPU, and on a GPU if the run is
+    `alone` there and fits without. A limit of operations, which would end at another step, makes it true on any GPU."""
+    device, recompute = resolve_device(spec.device), spec.gradient_checkpointing
+    if recompute == "auto":
+        recompute = device.type == "cuda"
+        if recompute and alone and spec.max_flops is None and SHARED_GPU not in os.environ:
+            found, _ = estimate_run(spec)
+            recompute = found is None or peak_bytes(found) > device_bytes(device)
+    return spec.model_copy(update={"gradient_checkpointing": recompute})
 
 
 def fitting(specs: Sequence[RunSpec], most: int, copies: int = 1) -> int:
@@ -51,14 +73,15 @@ def fitting(specs: Sequence[RunSpec], most: int, copies: int = 1) -> int:
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if `copies` such runs need more than the GPU has, or than the RAM has free.
+    """SpecError if `copies` such runs need more than the GPU or the RAM has free (`device_bytes`).
 
     It names the large components, and for each of them what makes it smaller, unless the run does that already.
     """
     needed, available = peak_bytes(components), device_bytes(device)
     if copies * needed <= available:
         return
-    has = f"the GPU has {gib(available)}" if device.type == "cuda" else f"this machine has {gib(available)} free"
+    beside = f" beside {gib(GPU_RESERVE)} for CUDA" if device.type == "cuda" else ""
+    has = f"{'the GPU' if beside else 'this machine'} has {gib(available)} free{beside}"
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
@@ -67,7 +90,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     wider = "spread it over more GPUs (devices)"
     adapters = ["train adapters (lora.rank=16)"] * (spec.lora is None)
     rows = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
-    recompute = ["set gradient_checkpointing=true"] * (not spec.gradient_checkpointing)
+    recompute = ["set gradient_checkpointing=true"] * (spec.gradient_checkpointing is not True)
     fixes = {
         "activations": ["lower optimizer.tokens_per_microbatch", *recompute],
         "kv_cache": [rows],
@@ -77,6 +100,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
         "optimizer": [*adapters, wider],
         "reference": ["set algorithm.kl_beta=0 (no reference)"],
         "critic": ["use an algorithm without a critic"],
+        "rewards": ["use a smaller reward model"],
         "policy": ["use a smaller model", wider, *["set dtype=bfloat16"] * (spec.dtype == "float32")],
     }
     fix = [*["use fewer --workers"] * (copies > 1), *(f for n in large if n not in in_turn for f in fixes.get(n, []))]
@@ -94,12 +118,13 @@ def gib(size: int) -> str:
 def judge(spec: RunSpec) -> dict[str, Any]:
     """The verdict on a run on this machine; ValueError for a model folder that cannot be used.
 
-    `components` has bytes by component and `peak_bytes` their peak (None: unknown), `device_bytes` what there is,
-    `problem` why they are unknown or do not fit.
+    `components` has bytes by component and `peak_bytes` their peak (None: unknown), `device_bytes` what a run may use,
+    `recomputes` whether it would recompute activations, `problem` why bytes are unknown or do not fit.
     """
     check_model(spec.model)
     components, device = None, resolve_device(spec.device)
     try:
+        spec = decided(spec)
         components, problem = estimate_run(spec)
         if components is not None:
             check_fits(components, device, spec)
@@ -107,7 +132,8 @@ def judge(spec: RunSpec) -> dict[str, Any]:
         problem = str(error)
     peak = None if components is None else peak_bytes(components)
     return {
-        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device), "problem": problem
+        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device),
+        "recomputes": spec.gradient_checkpointing is True, "problem": problem,
     }  # fmt: skip
 
 
@@ -151,9 +177,9 @@ def estimate(
     With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
     the layers that a pass has whole. For runs that train `together` they are the bytes of all runs: the frozen weights
     exist once, and one run learns at a time. Every completion counts with its full limit, every prompt with
-    `prompt_tokens`. `activations` never coincide with `kv_cache` and `sampling`: see `peak_bytes`. Raises the errors of
-    `count`, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the
-    model.
+    `prompt_tokens`; `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and
+    `sampling`: see `peak_bytes`. Raises the errors of `count`, ValueError for a mixture of experts, and SpecError for
+    an engine whose share of a GPU cannot hold the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -162,9 +188,9 @@ def estimate(
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
     alone = spec.devices == 1
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
-    counts = count(shape)
-    trunk = counts.trunk.total(spec.gradient_checkpointing)
-    if alone and counts.can_share and spec.algorithm.group_size > 1 and not spec.gradient_checkpointing:
+    counts, recompute = count(shape), spec.gradient_checkpointing is True
+    trunk = counts.trunk.total(recompute)
+    if alone and counts.can_share and spec.algorithm.group_size > 1 and not recompute:
         # Prompts are read once, and completions each with its prompt's keys; or sharing is given up.
         before, width = prompt_tokens - 1, prompt_tokens + spec.max_tokens
         read = min(rows, spec.prompts_per_step) * before + shape.rows * spec.max_tokens
@@ -189,6 +215,7 @@ def estimate(
         + stale * min(counts.policy, counts.trainable),
         "reference": part(counts.policy) if needs_copy else 0,
         "critic": part(counts.critic * (copies if own_trunk else 1)),
+        "rewards": sum(reward.model_bytes() for reward in spec.rewards.values()),  # whole on each device
         "gradients": part(together * counts.trainable),
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "gathered": gathered,
@@ -213,7 +240,7 @@ def _activation_bytes(
     head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
     stages = [policy + critic, policy + again + 3 * chunk, policy + again + chunk + head_gradient]
-    if spec.gradient_checkpointing:
+    if spec.gradient_checkpointing is True:
         others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
         kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
         largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
@@ -246,12 +273,13 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         sampling = at_once * counts.vocabulary * per_logit + whole
         return needed | {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}
     if settings.name == "vllm" and device.type == "cuda":
-        share = int(settings.gpu_memory_utilization * device_bytes(device))  # weights included
+        size = torch.cuda.mem_get_info(device)[1]
+        share = int(settings.gpu_memory_utilization * size)  # of all memory, as vLLM takes it; weights included
         dtype = settings.dtype or ("bfloat16" if spec.autocast else spec.dtype)
         row = sum(counts.trunk.cache) // shape.rows
         least = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
         if least > share:
-            fraction = math.ceil(100 * least / device_bytes(device)) / 100
+            fraction = math.ceil(100 * least / size) / 100
             raised = f"set it to {fraction:.2f} or more"
             raise SpecError(
                 f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "

@@ -114,8 +114,10 @@ def doctor(
             rows = [[d["run"], *map(terminal.mebibytes, size)] for d, size in zip(told, sizes, strict=True)]
             headers = ["run", *names, "peak"]
             terminal.show_table(f"{run}: estimated memory, MiB", headers, rows, numeric=headers[1:])
-            device = f"The device has {terminal.mebibytes(told[0]['device_bytes'])} MiB."
-            terminal.say(f"{device} Sampling and learning take turns, so the peak is less than the sum.")
+            device = f"A run may use {terminal.mebibytes(told[0]['device_bytes'])} MiB of the device."
+            again = [d["run"] for d in told if d["recomputes"]]
+            terminal.say(f"{device} Recomputed activations: {', '.join(again) or 'none'}.")
+            terminal.say("Sampling and learning take turns, so the peak is less than the sum.")
             disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
             terminal.say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")
         if bad := next((one for one in documents if one["problem"]), None):

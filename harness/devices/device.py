@@ -11,6 +11,7 @@ import psutil
 import torch
 
 GIB = 2**30
+GPU_RESERVE = 2 * GIB  # of the CUDA context, cuBLAS, CUDA graphs and fragments, which no estimate counts
 
 
 def resolve_device(device: str) -> torch.device:
@@ -59,9 +60,11 @@ UNMAPPED = Unmapped()  # of this process
 
 
 def device_bytes(device: torch.device) -> int:
-    """Bytes of a GPU, or those of the machine's RAM (or the container's) that are free."""
+    """Bytes that a run may use: those of a GPU that other processes leave, less `GPU_RESERVE`, or those of the
+    machine's RAM (or the container's) that are free."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for a use
+        return max(0, torch.cuda.mem_get_info(device)[0] + held - GPU_RESERVE)
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no limit, or a machine without cgroups

@@ -21,7 +21,7 @@ from torch import nn
 from ..data import Group
 from ..devices.sharding import layers
 from ..spec.run import RunSpec
-from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
+from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes
 from .fused_llama import recognised
 
 Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
@@ -63,6 +63,7 @@ class Costs:
     adapter: int
     vocabulary: int
     can_share: bool
+    recomputes: bool
 
     @classmethod
     def of(cls, policy: nn.Module) -> "Costs":
@@ -101,6 +102,7 @@ class Costs:
             adapter=adapter,
             vocabulary=len(head),
             can_share=can_share_prompts(policy),
+            recomputes=recomputes(policy),
         )
 
     @property
@@ -141,12 +143,12 @@ def learned(
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
     group, part = size // len(rows), size // parts
-    shared = share and costs.can_share and part > 1 and not spec.gradient_checkpointing
+    shared = share and costs.can_share and part > 1 and not costs.recomputes
     prompts, completions = _read(rows, shared, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
     prompts = Work(*(parts * met * count for count in prompts))
     total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward) + prompts.at(costs.keys)
-    if spec.gradient_checkpointing:
+    if costs.recomputes:
         total += completions.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
     if is_recomputed(int(min(batch_tokens * ends, completions.headed / parts)), costs.vocabulary):

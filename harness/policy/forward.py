@@ -85,6 +85,11 @@ class _States(tuple[Tensor]):
         return None
 
 
+def recomputes(model: nn.Module) -> bool:
+    """Whether a training pass of the model computes activations again in its backward pass."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
 def keeps_keys_and_values(model: nn.Module, *, windows: bool = True) -> bool:
     """Whether the model keeps nothing of earlier tokens but keys and values; with `windows` some only of a window.
 
@@ -208,7 +213,7 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
-    if model.training and getattr(backbone(model), "gradient_checkpointing", False):
+    if model.training and recomputes(model):
         return None  # transformers recomputes activations then, and keeps no states
     starts_B = mask_BT.int().argmax(dim=1)
     if not can_share_prompts(model) or int(starts_B.min()) < 2:

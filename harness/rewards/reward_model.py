@@ -32,3 +32,13 @@ class RewardModel(Reward):
         from ..policy.sources import model_sources
 
         return model_sources(self.path)
+
+    def model_bytes(self) -> int:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        from ..policy.model import model_config
+
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(model_config(self.path))
+        return 4 * model.num_parameters()  # it is loaded in float32

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, Prompt
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
+from ..policy.forward import recomputes
 from .state import Run
 from .step import collate
 from .sync import BOUNDS, precision
@@ -50,7 +51,7 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
         groups = ranks.shared(chosen, draw, spec.engine.processes)
         batch = collate(groups).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
-    policy.train(spec.gradient_checkpointing)  # as in an update
+    policy.train(recomputes(policy))  # as in an update
     shares, learner.shares_prompts = learner.shares_prompts, False
     read_BT = learner.logprobs(policy, batch)
     policy.train(False)

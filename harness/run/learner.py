@@ -29,6 +29,7 @@ from ..policy.forward import (
     completion_states,
     microbatch_tokens,
     prompt_states,
+    recomputes,
     token_logprobs,
     token_uniform_kls,
 )
@@ -215,7 +216,7 @@ class Learner:
         ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        self._train_mode(self.spec.gradient_checkpointing)
+        self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import plugins
-from ..checks.memory import estimate_run, peak_bytes
+from ..checks.memory import decided, estimate_run, peak_bytes
 from ..checks.preflight import run_inputs
 from ..data import Split, TrialState
 from ..devices import ranks
@@ -20,6 +20,7 @@ from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine
 from ..policy import flops
+from ..policy.forward import recomputes
 from ..policy.lora import add_adapter
 from ..policy.model import saved_weights
 from ..policy.sources import Base, start_name
@@ -114,6 +115,7 @@ class Run:
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
             "kl_beta": self.learner.kl_beta,
+            "recomputes": recomputes(self.learner.policy),
             "gates": vars(self.gates),
             "ledger": self.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
@@ -174,10 +176,10 @@ def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutE
 
 
 def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
-    """The policy on the run's device and in its precision."""
-    if ranks.world_size() == 1:  # otherwise the learner moves it, one part at a time
-        policy = policy.to(resolve_device(spec.device))
-    return policy.to(dtype=getattr(torch, spec.dtype))
+    """The policy on the run's device and in its precision. Each tensor is rounded before it moves, so that the device
+    never holds the wider one."""
+    is_alone = ranks.world_size() == 1  # otherwise the learner moves it, one part at a time
+    return policy.to(device=resolve_device(spec.device) if is_alone else None, dtype=getattr(torch, spec.dtype))
 
 
 def prepare(
@@ -204,8 +206,12 @@ def prepare(
         if should_stop():
             raise StoppedEarly
 
+    recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
+    if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
+        recompute |= checkpoint.progress.get("recomputes", False)
+    recompute = ranks.most(recompute, resolve_device(spec.device))
     policy, codec = models.policy(spec, cache, watch_cold_start)
-    if spec.gradient_checkpointing:
+    if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine = models.engine(spec, policy, codec)
@@ -228,7 +234,8 @@ def run_facts(run: Run) -> dict[str, float]:
     """Metrics known before the first step, and the operations of the cold start, which are charged here.
 
     Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
-    `data/skipped_rows_<split>` appears if the task left out bad rows.
+    `memory/recomputes` is what a GPU made of `gradient_checkpointing=auto`. `data/skipped_rows_<split>` appears if the
+    task left out bad rows.
     """
     spec, codec, start = run.spec, run.codec, run.spec.cold_start
 
@@ -238,7 +245,11 @@ def run_facts(run: Run) -> dict[str, float]:
         return {"cold_start": start.steps * start.batch_size * flops.fitted(costs, rows) / len(rows)}
 
     facts = run.charge_flops(cold_start) if start.steps else {}
-    needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)
+    recompute = recomputes(run.learner.policy)
+    if spec.gradient_checkpointing == "auto" and resolve_device(spec.device).type == "cuda":
+        facts["memory/recomputes"] = float(recompute)
+    ran = spec.model_copy(update={"gradient_checkpointing": recompute})
+    needed, _ = estimate_run(ran) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))
     splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)

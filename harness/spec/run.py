@@ -206,7 +206,11 @@ class RunSpec(Section):
         default="float32", description="precision of weights and optimiser; bfloat16 loses small updates"
     )
     autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
-    gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="recompute activations: less memory, more time; auto: on a GPU, unless the run is alone there and "
+        "fits without, or has max_flops",
+    )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ground.disk import EXIT_STATUS, UNFIT, full
-from ...ground.machine import usable_cores, usable_gpus
+from ...ground.machine import SHARED_GPU, usable_cores, usable_gpus
 from ...ground.stop import StopRequest, stop_on_signals
 from ...spec.errors import SpecError
 
@@ -176,7 +176,9 @@ class WorkerPool(Pool):
         free = (slot for slot in itertools.count() if slot not in self.alive)
         for slot in itertools.islice(free, count):
             if gpus:
-                first = slot % max(1, len(gpus) // self.devices) * self.devices
+                groups = max(1, len(gpus) // self.devices)
+                first = slot % groups * self.devices
+                environment |= {SHARED_GPU: "1"} if self.size > groups else {}
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.devices])
             self.alive[slot] = start_worker(self.options, self.devices, environment, self._log_file(slot))
 
