@@ -5,6 +5,7 @@ token budget. Because the weight of every token is fixed on the minibatch (`loss
 depend on the split.
 """
 
+import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -327,23 +328,37 @@ class Learner:
             yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
 
     def _rows_by_length(self, batch: Batch) -> list[Tensor]:
-        """Indices of this rank's rows, longest first, each part within the token budget once padded to its longest row.
-
-        Every rank has the same number of parts, because the ranks' passes wait for each other.
-        """
+        """Indices of this rank's rows, longest first, in micro-batches of one pass each."""
         budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
-        order = torch.argsort(batch.lengths_B, descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
-        lengths = batch.lengths_B[order].tolist()
-        parts, start = [], 0
-        while start < len(lengths):
-            size = max(1, budget // lengths[start])
-            parts.append(order[start : start + size])
-            start += size
-        count = ranks.most(len(parts), order.device)
-        while len(parts) < count:
-            largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-            parts[largest : largest + 1] = parts[largest].tensor_split(2)
-        return parts
+        order = torch.argsort(batch.lengths_B, descending=True, stable=True)
+        sizes = packed(batch.lengths_B[order].tolist(), budget, ranks.world_size())
+        return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
+
+
+def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:
+    """The numbers of rows of successive micro-batches, from the lengths of all rows in falling order.
+
+    Each is within the budget of tokens once padded to its longest row, or a single row. Of several ranks each takes
+    every `world`-th micro-batch: their passes wait for each other, so there are as many for each, of as equal size as
+    the order allows, and one after another in length.
+    """
+
+    def cut(most: int) -> list[int]:
+        sizes, left = [], len(lengths)
+        while left:
+            sizes.append(min(max(1, most // lengths[-left]), left))
+            left -= sizes[-1]
+        return sizes
+
+    sizes = cut(budget)
+    if world == 1:
+        return sizes
+    count = -(-len(sizes) // world) * world
+    sizes = cut(bisect.bisect_left(range(budget), True, key=lambda most: len(cut(most)) <= count))
+    while len(sizes) < count:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[largest : largest + 1] = [sizes[largest] // 2, sizes[largest] - sizes[largest] // 2]
+    return sizes
 
 
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
