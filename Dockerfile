@@ -1,6 +1,7 @@
 # docker build -t cohort .                              on a CPU
 # docker build -t cohort --build-arg DEVICE=cuda .      with CUDA and vLLM
 # docker run --rm -v "$PWD/runs:/work/runs" cohort study run quickstart
+# docker run --rm -v "$PWD/runs:/work/runs" --gpus all --ipc=host cohort study run gsm8k_qwen
 # docker run --rm -v "$PWD/runs:/work/runs" --network host cohort ui
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
@@ -10,6 +11,10 @@ COPY . .
 RUN .ci/install /opt/cohort ${DEVICE}
 
 FROM python:${PYTHON}-slim
+ARG DEVICE=cpu
+# Triton and torch.compile, which vLLM uses, build C and C++ when they first run
+RUN if [ "${DEVICE}" = cuda ]; then apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*; fi
 COPY --from=build /opt/cohort /opt/cohort
 RUN useradd --create-home cohort && mkdir -p /work/runs && chown -R cohort /work
 USER cohort

@@ -9,7 +9,7 @@ import fake_trials
 import pytest
 from cohort.harness.api.reporting import write_report
 from cohort.harness.cli.app import app
-from cohort.harness.ground.disk import EXIT_STATUS, DiskFull
+from cohort.harness.ground.disk import EXIT_STATUS, UNFIT, DiskFull
 from cohort.harness.ground.files import write_json
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunLog, read_result
@@ -185,11 +185,23 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
-@pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (EXIT_STATUS, 1)])
-def test_workers_that_end_over_and_over_or_meet_a_full_disk_end_the_study(tmp_path: Path, status: int, limit: int):
-    pool = WorkerPool({}, 1, tmp_path)
+@pytest.mark.parametrize(
+    ("status", "size", "claims", "limit", "kind", "words"),
+    [
+        (1, 1, 0, MAX_CRASHES, ChildProcessError, "ended with status 1"),
+        (-9, 1, 0, MAX_KILLS + 1, ChildProcessError, "was killed by signal 9"),
+        (EXIT_STATUS, 1, 0, 1, DiskFull, "then the same command continues"),
+        (UNFIT, 1, 0, 1, SpecError, "^last words$"),
+        (UNFIT, 9, 0, MAX_CRASHES, SpecError, "^last words$"),
+        (UNFIT, 9, 1, 9, SpecError, "^last words$"),  # some machine was fit: it goes on while there is another
+    ],
+)
+def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_study(
+    tmp_path: Path, status: int, size: int, claims: int, limit: int, kind: type[Exception], words: str
+):
+    pool = WorkerPool({}, size, tmp_path)
+    pool.collect(claims)
     for _ in range(limit - 1):
-        pool._note_end("a worker", status, "last words")
-    words = {1: "ended with status 1", -9: "was killed by signal 9", EXIT_STATUS: "then the same command continues"}
-    with pytest.raises(ChildProcessError if status != EXIT_STATUS else DiskFull, match=words[status]):
-        pool._note_end("a worker", status, "last words")
+        pool._note_end("a worker", status, "Error: last words\nof another process")
+    with pytest.raises(kind, match=words):
+        pool._note_end("a worker", status, "Error: last words\nof another process")

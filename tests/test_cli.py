@@ -6,19 +6,23 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import urllib.request
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 import typer
 from cohort.harness.api.machine import check_machine
 from cohort.harness.api.study import comparison
 from cohort.harness.cli import app
 from cohort.harness.console import progress, terminal
+from cohort.harness.ground import machine
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
 from cohort.harness.spec.run import Optimizer
@@ -255,6 +259,28 @@ def test_doctor_says_whether_the_vllm_engine_can_run_here(
     assert (found.state, found.value) == (state, words)
     for name in ("vllm", "vllm.platforms"):
         sys.modules.pop(name, None)
+
+
+def test_doctor_finds_what_a_gpu_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 470.82.01\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.setattr(machine, "usable_gpus", lambda: ("0",))
+    monkeypatch.setattr(machine, "shared_memory_bytes", lambda: 64 * 2**20)  # Docker's own
+    too_old = "The NVIDIA driver on your system is too old (found version 11040). Please update"
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(too_old)))
+    found = {check.name: check for check in check_machine(tmp_path)}
+    assert [found[name].state for name in ("driver", "compiler", "shared memory")] == ["problem", "advice", "advice"]
+    assert "470.82.01" in found["driver"].value and "(found version 11040)" in found["driver"].value
+    assert "CC" in str(found["compiler"].advice) and "--ipc=host" in str(found["shared memory"].advice)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert machine.compiler() is None
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "gcc").symlink_to("/bin/true")
+    assert machine.compiler() == str(tmp_path / "gcc")
 
 
 @pytest.mark.usefixtures("store")

@@ -29,7 +29,7 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import work, worker
 from cohort.harness.study.launchers import slurm
-from cohort.harness.study.launchers.ray import run_worker
+from cohort.harness.study.launchers.ray import Cluster, run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
@@ -306,6 +306,43 @@ def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: 
     calls = (cluster / "calls.log").read_text().splitlines()
     assert [line.split()[0] for line in calls].count("sbatch") == 2  # the question and the jobs, and no others
     assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
+
+
+RTX = {"CPU": 16, "GPU": 1}
+HEAD = {"CPU": 64}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "nodes", "cores", "gpus"),
+    [
+        (Cluster(), 1, [HEAD, RTX], 8, 1),
+        (Cluster(), 4, [HEAD, {"CPU": 128, "GPU": 8}], 32, 4),
+        (Cluster(), 1, [RTX, {"CPU": 12, "GPU": 4}], 3, 1),  # all of its GPUs can work
+        (Cluster(num_gpus=0.5), 1, [RTX], 4, 0.5),
+        (Cluster(2), 4, [{"CPU": 128, "GPU": 8}], 8, 4),
+        (Cluster(num_gpus=0), 2, [RTX], 2, 0),
+        (Cluster(), 2, [HEAD], 2, 0),
+    ],
+)
+def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device_without(
+    cluster: Cluster, devices: int, nodes: list[dict[str, float]], cores: float, gpus: float
+):
+    assert cluster.asked(devices, nodes) == {"CPU": cores, "GPU": gpus}
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "asked"),
+    [
+        ("auto", [], {"cpus-per-task": "16", "gpus-per-node": "2"}),
+        ("auto", ["cpus-per-gpu=6"], {"cpus-per-gpu": "6", "gpus-per-node": "2"}),
+        ("cpu", [], {}),
+    ],
+)
+def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device: str, given: list[str], asked: dict[str, str]):
+    study = Study("", (), factories.make_study(**{"run.devices": 2, "run.device": device}))
+    what = launcher("slurm", study, None, None, given)
+    assert isinstance(what, Slurm) and what.parameters == {**asked, "time": "4:00:00"}
+    assert launcher("ray", study, None, None) == Cluster(None, 0 if device == "cpu" else None)
 
 
 def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path: Path):

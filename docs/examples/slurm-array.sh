@@ -6,7 +6,7 @@
 #SBATCH --array=0-3
 #SBATCH --time=4:00:00
 #SBATCH --gpus-per-node=1
-#SBATCH --cpus-per-task=4
+#SBATCH --cpus-per-task=8
 #SBATCH --signal=USR2@120
 #SBATCH --requeue
 #SBATCH --open-mode=append

@@ -4,6 +4,7 @@ import importlib
 import os
 import platform
 import shutil
+import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import Literal
 
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")
 FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
+SHARED_BYTES = 2**30  # of /dev/shm: what NCCL's documentation asks for
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def check_machine(runs: Path) -> list[Check]:
 
     import torch
 
-    from ..ground.machine import usable_cores
+    from ..ground.machine import usable_cores, usable_gpus
     from ..mirror.store import check_runs_folder
     from ..study.launchers.local import default_workers
 
@@ -53,6 +55,8 @@ def check_machine(runs: Path) -> list[Check]:
         Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default"),
         place,
         disk,
+        *([_driver()] if gpus or usable_gpus() or shutil.which("nvidia-smi") else ()),
+        *(_helpers() if gpus or usable_gpus() or find_spec("vllm") else ()),
         _vllm(),
     ]
 
@@ -66,6 +70,41 @@ def _package(name: str) -> Check:
     except (ImportError, OSError) as error:
         return Check(name, "problem", f"does not import: {error}", f"reinstall {name}")
     return Check(name, "ok", found)
+
+
+def _driver() -> Check:
+    """The check that torch can use the driver of the GPUs. Its absence is no problem without usable GPUs."""
+    import torch
+
+    from ..ground.machine import usable_gpus
+
+    said = "without nvidia-smi"
+    if (smi := shutil.which("nvidia-smi")) is not None:
+        command = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        value = f"{said}; torch {torch.__version__} cannot use it: {str(error).partition('. ')[0]}"
+        fix = "update the driver, or install the build of torch that is made for it"
+        return Check("driver", "problem" if usable_gpus() else "advice", value, fix)
+    return Check("driver", "ok", f"{said}; torch {torch.__version__} uses it, with CUDA {torch.version.cuda}")
+
+
+def _helpers() -> list[Check]:
+    """The checks of what Triton, vLLM and NCCL need beside a GPU. Not every run uses them, so none is a problem."""
+    from ..ground.machine import compiler, shared_memory_bytes
+
+    found, free = compiler(), shared_memory_bytes()
+    tools = Check("compiler", "ok", f"{found}, and Python's headers")
+    if found is None:
+        fix = "engine=vllm needs them on a GPU: apt-get install gcc python3-dev, or name a compiler in CC"
+        tools = Check("compiler", "advice", "no C compiler, or no headers of Python", fix)
+    shared = Check("shared memory", "ok", "no /dev/shm" if free is None else f"{free / 2**30:.1f} GiB free in /dev/shm")
+    if free is not None and free < SHARED_BYTES:
+        fix = "several GPUs of a run talk through it: start the container with --ipc=host, or --shm-size=8g"
+        shared = Check("shared memory", "advice", shared.value, fix)
+    return [tools, shared]
 
 
 def _vllm() -> Check:

@@ -293,21 +293,22 @@ def launcher(
     package = "submitit" if name == "slurm" else name
     if importlib.util.find_spec(package) is None:
         raise SpecError(f"--launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
+    wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     if name == "ray":
         from ..study.launchers.ray import Cluster
 
-        return Cluster(cpus, gpus)
+        return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
     from ..study.launchers.local import CORES_PER_GPU
     from ..study.launchers.slurm import Slurm, sbatch_parameters
 
     if any(count is not None and count != int(count) for count in (cpus, gpus)):
         raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
-    if gpus is None:
-        gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
-    if cpus is None and gpus:
+    given = sbatch_parameters(list(sbatch))
+    gpus = wanted if gpus is None else gpus
+    if cpus is None and gpus and "cpus-per-gpu" not in given:  # sbatch takes one of the two
         cpus = CORES_PER_GPU * gpus
     asked = {"cpus-per-task": cpus, "gpus-per-node": gpus or None}
-    return Slurm({**{key: f"{n:g}" for key, n in asked.items() if n is not None}, **sbatch_parameters(list(sbatch))})
+    return Slurm({**{key: f"{n:g}" for key, n in asked.items() if n is not None}, **given})
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

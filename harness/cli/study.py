@@ -53,7 +53,7 @@ def study_run(
         ),
     ] = "local",
     cpus: Annotated[
-        float | None, typer.Option(min=0, metavar="N", help="Cores per worker on Ray or SLURM; 8 for a GPU.")
+        float | None, typer.Option(min=0, metavar="N", help="Cores of a SLURM job, of a device on Ray; 8 for a GPU.")
     ] = None,
     gpus: Annotated[
         float | None,

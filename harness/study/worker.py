@@ -26,6 +26,7 @@ from ..ground.machine import in_group
 from ..ground.stop import StopRequest, stop_on_signals
 from ..plugins import raised_by
 from ..record.run import RunLog, drop_checkpoints, final_result
+from ..spec.errors import SpecError
 from .plan import Key, sharing_key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable
@@ -38,6 +39,10 @@ UNREACHED_SECONDS = 60.0  # how long a run continues before it asks a storage ag
 STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
 R = TypeVar("R")
 log = logging.getLogger(__name__)
+
+
+class Unfit(SpecError):
+    """This machine cannot run the trials of a study."""
 
 
 def worker_main(
@@ -54,7 +59,7 @@ def worker_main(
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
     `together` says of trials that share a model, by their key, how many train at a time. Unless the study was `checked`
-    on this machine: ValueError if it cannot run the trials.
+    on this machine: Unfit if it cannot run the trials.
 
     A worker of a pool that has used a GPU ends after its trial, and the pool starts another. A worker also ends if all
     trials have been taken for `patience` seconds and no more can come.
@@ -101,12 +106,15 @@ def worker_main(
 
 
 def _checked(queue: Queue, together: Mapping[str, int]) -> dict[str, int]:
-    """`together` as far as this machine's memory holds it; ValueError if it cannot run the study's trials."""
+    """`together` as far as this machine's memory holds it; Unfit if it cannot run the study's trials."""
     from ..checks.memory import fitting
     from ..checks.preflight import check_machine
 
     specs = [arm.spec for arm in queue.plan.study.checked_arms()]
-    check_machine(specs, [spec for spec in specs if spec.steps])
+    try:
+        check_machine(specs, [spec for spec in specs if spec.steps])
+    except ValueError as error:
+        raise Unfit(" ".join(str(error).split())) from None
     return {key: fitting([s for s in specs if sharing_key(s) == key], most) for key, most in together.items()}
 
 
@@ -286,6 +294,6 @@ if __name__ == "__main__":
         sys.exit(start(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
     try:
         sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
-    except ValueError as error:
+    except Unfit as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(UNFIT)

@@ -23,7 +23,7 @@ from ...spec.errors import SpecError
 MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
 CORES_PER_GPU = 8  # of a worker that a cluster places: it grades, and feeds the engine
-MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die before any claims a trial
+MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die, or find no fit machine, before any claims a trial
 HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,12 @@ class Pool(ABC):
             raise full(self.logs)
         if code == UNFIT:
             self.size -= 1
-            if not self.size:
-                raise SpecError(words.rpartition("Error: ")[2])
+            self._ended_early["unfit"] += 1
+            reason = words.rpartition("Error: ")[2].partition("\n")[0]
+            if not self.size or (not self._claims and self._ended_early["unfit"] >= MAX_CRASHES):
+                raise SpecError(reason)
+            log.warning("%s cannot run the study on its machine, so one less works on it: %s", worker, reason)
+            return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log.warning("%s %s:\n%s", worker, how, words)
         self._ended_early["killed" if code < 0 else "crashed"] += 1

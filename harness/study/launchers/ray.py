@@ -10,7 +10,7 @@ import platform
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,19 @@ def import_ray(address: str) -> Any:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What each worker asks for: `num_cpus` for each device of its trials, by default CORES_PER_GPU for a GPU if every
-    node has as many, and `num_gpus`, by default one for each if the cluster has GPUs. The cluster is that of
-    RAY_ADDRESS, or else one on this machine while the study runs."""
+    """What each worker asks for: `num_gpus`, by default one for each device of its trials if the cluster has GPUs, and
+    `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
+    cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
 
     num_cpus: float | None = None
     num_gpus: float | None = None
+
+    def asked(self, devices: int, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """The cores and GPUs of one worker on a cluster whose nodes have these."""
+        there = [node.get("CPU", 0) / node["GPU"] for node in nodes if node.get("GPU")]
+        gpus = self.num_gpus if self.num_gpus is not None else devices if there else 0
+        cores = max(devices, int(gpus * min([CORES_PER_GPU, *there])))
+        return {"CPU": cores if self.num_cpus is None else self.num_cpus * devices, "GPU": gpus}
 
 
 class RayPool(Pool):
@@ -66,25 +73,18 @@ class RayPool(Pool):
             ) from None
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
-        asked_gpus = self.cluster.num_gpus
-        if asked_gpus is None:
-            asked_gpus = self.devices if gpus else 0
-        cores = self.cluster.num_cpus
-        if cores is None:
-            there = [node["CPU"] / node["GPU"] for node in nodes if asked_gpus and node.get("GPU") and "CPU" in node]
-            cores = max(1, min(CORES_PER_GPU, *map(int, there))) if there else 1
-        asked = {"CPU": cores * self.devices, "GPU": asked_gpus}
+        asked = self.cluster.asked(self.devices, nodes)
         room = sum(
             min((int(node.get(name, 0) / count + 1e-9) for name, count in asked.items() if count), default=1)
             for node in nodes
         )
         if not room:
             raise SpecError(
-                f"a worker asks for {asked['CPU']:g} cores and {asked_gpus:g} GPUs of one node, and no node of the "
+                f"a worker asks for {asked['CPU']:g} cores and {asked['GPU']:g} GPUs of one node, and no node of the "
                 f"cluster has them (in all it has {cpus:g} and {gpus:g}); lower --cpus or --gpus"
             )
         self.size = self.size or room
-        self._run = self._ray.remote(num_cpus=asked["CPU"], num_gpus=asked_gpus, max_retries=0)(run_worker)
+        self._run = self._ray.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"], max_retries=0)(run_worker)
 
     def _ask_to_stop(self) -> None:
         for task in self.alive:
