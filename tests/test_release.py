@@ -72,4 +72,4 @@ def test_scripts_are_valid_and_the_container_is_made_by_one_of_them():
         subprocess.run(["bash", "-n", script], check=True)
     build, last = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert "RUN .ci/install /opt/cohort ${DEVICE}" in build
-    assert "apt-get install --yes --no-install-recommends g++" in last  # Triton calls a compiler when a kernel first runs
+    assert "apt-get install --yes --no-install-recommends g++" in last  # for Triton, at run time
