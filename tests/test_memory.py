@@ -4,6 +4,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -316,7 +317,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
 
 
 # Shapes of Qwen2.5 as their config.json has them: hidden, layers, heads, heads of keys, MLP, vocabulary, tied.
-QWEN = {"0.5B": (896, 24, 14, 2, 4864, 151_936, True), "7B": (3584, 28, 28, 4, 18_944, 152_064, False)}
+QWEN: dict[str, Any] = {"0.5B": (896, 24, 14, 2, 4864, 151_936, True), "7B": (3584, 28, 28, 4, 18_944, 152_064, False)}
 
 
 @pytest.mark.parametrize(
