@@ -308,8 +308,9 @@ class RolloutEngine(ABC):
             """Processes of a trial over which the engine splits its model; they must be given the same prompts."""
             return 1
 
-        def for_run(self, dtype: str, autocast: bool) -> Self:
-            """These settings with those filled in that follow from the precision of a run."""
+        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int]) -> Self:
+            """These settings with those filled in that follow from the precision of a run and from the most tokens of a
+            prompt with its completion."""
             return self
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -52,8 +52,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def real_scale(name: str, folder: Path) -> Study:
-    """A study of the package on one GPU, with problems of the tests and a model folder of the right shape that has no
-    weights in it."""
+    """A study of the package on one GPU, as `real_sets` has it."""
+    return study_of(name, real_sets(name, folder), folder / "runs")
+
+
+def real_sets(name: str, folder: Path) -> list[str]:
+    """Problems of the tests, and a model folder of the right shape that has no weights in it, as overrides."""
     import torch
     from cohort.harness.policy.tiny import tiny_tokenizer
     from safetensors.torch import save_file
@@ -64,8 +68,7 @@ def real_scale(name: str, folder: Path) -> Study:
     tiny_tokenizer().save_pretrained(str(model))
     save_file({"none": torch.zeros(1)}, model / "model.safetensors")
     data = Path(__file__).parent / "fixtures" / name.partition("_")[0]
-    sets = [f"model={model}", f"task.path={data}", "task.validation_fraction=0.5"]
-    return study_of(name, sets, folder / "runs")
+    return [f"model={model}", f"task.path={data}", "task.validation_fraction=0.5"]
 
 
 def trial(arm: str, state: Any, phase: str = "", done: int = 0, total: int = 0, **more: Any) -> TrialStatus:

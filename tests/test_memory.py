@@ -4,16 +4,24 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from cohort.harness.api.runs import estimate_runs
 from cohort.harness.checks import memory
-from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, peak_bytes
+from cohort.harness.checks.memory import (
+    check_fits,
+    check_memory,
+    decided,
+    estimate,
+    estimate_run,
+    longest,
+    peak_bytes,
+)
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
+from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.machine import SHARED_GPU
@@ -28,10 +36,9 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.checks import check_study
 from cohort.harness.study.worker import EXECUTE
-from factories import make_spec
-from fakes import MemoryLog
+from factories import make_spec, real_sets
+from fakes import MemoryLog, tiny_codec
 from pretend_cuda import pretend_cuda
-from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -316,29 +323,17 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
     assert peak_bytes(found) == pytest.approx(live.peak, rel=0.1)
 
 
-# Shapes of Qwen2.5 as their config.json has them: hidden, layers, heads, heads of keys, MLP, vocabulary, tied.
-QWEN: dict[str, Any] = {"0.5B": (896, 24, 14, 2, 4864, 151_936, True), "7B": (3584, 28, 28, 4, 18_944, 152_064, False)}
-
-
 @pytest.mark.parametrize(
-    ("study", "size", "free", "expected"),
-    [("gsm8k_qwen", "0.5B", 80, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (57, False)}),
+    ("study", "free", "expected"),
+    [("gsm8k_qwen", 80, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (57, False)}),
      # 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
-     ("gsm8k_qwen", "0.5B", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (48.5, True)}),
-     ("math_7b", "7B", 80, {"grpo": (48.5, True), "dr_grpo": (48.5, True)})],
+     ("gsm8k_qwen", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (48.5, True)}),
+     ("math_7b", 80, {"grpo": (48.5, True), "dr_grpo": (48.5, True)})],
 )  # fmt: skip
-def test_a_gpus_free_memory_decides_whether_activations_are_recomputed(
-    tmp_path, monkeypatch, study, size, free, expected
-):
+def test_a_gpus_free_memory_decides_whether_activations_are_recomputed(tmp_path, monkeypatch, study, free, expected):
     monkeypatch.setattr(memory, "longest", lambda codec, prompts: 250)  # by Qwen's tokenizer, about
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-             "vocab_size", "tie_word_embeddings")  # fmt: skip
-    transformers.Qwen2Config(**dict(zip(names, QWEN[size], strict=True))).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")  # no weights: nothing here may read them
-    data = Path(__file__).parent / "fixtures" / study.partition("_")[0]
     with pretend_cuda(gib=80, free=free):
-        found = estimate_runs(study, [f"model={tmp_path}", f"task.path={data}"], runs=tmp_path)
+        found = estimate_runs(study, real_sets(study, tmp_path), runs=tmp_path)
     assert [(one["problem"], one["device_bytes"]) for one in found] == [(None, (free - 2) * GIB)] * len(found)
     told = {one["run"]: (one["peak_bytes"] / GIB, one["recomputes"]) for one in found}
     assert told == {arm: (pytest.approx(peak, abs=0.6), again) for arm, (peak, again) in expected.items()}
@@ -414,3 +409,13 @@ def test_vllms_share_of_a_gpu_must_hold_its_weights():
     expected = r"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to 0.47 or more"
     with pretend_cuda(gib=10), pytest.raises(SpecError, match=expected):
         estimate(spec, LLAMA_1B, 20, torch.device("cuda"))
+
+
+def test_the_longest_prompt_is_found_in_tokens_and_short_ones_are_not_read():
+    codec, read = tiny_codec(), []
+    encode = codec.encode
+    codec.encode = lambda text: read.append(text) or encode(text)[: 3 if "=" in text else None]
+    texts = ["1+1+1+1+1+1=", "7+7+7+7", "9-9", "5"]  # the first has most characters, and 3 tokens
+    assert longest(codec, [Prompt(text, text, "") for text in texts]) == len(encode("7+7+7+7"))
+    assert set(read) == {" ", *texts[:2]}
+    assert longest(codec, []) == 0

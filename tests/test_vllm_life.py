@@ -89,10 +89,11 @@ def test_an_adapter_is_served_as_an_adapter_on_frozen_weights_that_outlive_the_e
      ("bfloat16", False, "float32", torch.float32), ("float32", False, "bfloat16", torch.bfloat16)],
 )  # fmt: skip
 def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, policy, autocast, dtype, expected):
-    settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast)
+    settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast, lambda: 63)
     model = tiny_model(0).to(getattr(torch, policy))
     engine = VLLMEngine(settings, model, tiny_codec())
     assert engine.llm.dtype == expected
+    assert engine.llm.settings["max_model_len"] == 64
     given = model.state_dict()
     assert all(torch.equal(value, given[name].to(expected)) for name, value in engine.llm.model.state_dict().items())
 

@@ -195,13 +195,15 @@ def _continued(
     """The policy's greedy continuation of the first part of each question, of as many words as are held back."""
     sizes = {key: len(codec.encode(held_back)) for key, (_, held_back) in parts.items()}
     order, found = sorted(parts, key=sizes.__getitem__), {}
-    with closing(build_engine(spec, policy, codec)) as engine:
+    prompts = {key: Prompt(key, parts[key][0], "") for key in parts}
+    most = spec.sampling.model_copy(update={"max_tokens": max(sizes.values(), default=0) + 1})
+    spec = spec.model_copy(update={"sampling": most})
+    with closing(build_engine(spec, policy, codec, list(prompts.values()))) as engine:
         for begin in range(0, len(order), PROMPTS_AT_ONCE):
             some = order[begin : begin + PROMPTS_AT_ONCE]
             sampling = Sampling(temperature=0.0, max_tokens=sizes[some[-1]] + 1)
             with mixed_precision(resolve_device(spec.device), spec.autocast):
-                prompts = [Prompt(key, parts[key][0], "") for key in some]
-                groups = engine.generate(prompts, 1, sampling, seed=spec.seed, step=0)
+                groups = engine.generate([prompts[key] for key in some], 1, sampling, seed=spec.seed, step=0)
             for key, group in zip(some, groups, strict=True):
                 found[key] = _first_words(group.rollouts[0].text, len(words(parts[key][1])))
             on_progress(len(found), len(order))

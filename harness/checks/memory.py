@@ -31,8 +31,8 @@ from .memory_count import Counts, Shape, count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Tokens of the longest training prompt of a task, model and prompt format, for which a tokenizer must be loaded.
-_LONGEST: dict[tuple[str, str, str], int] = {}
+# Tokens of the longest prompt of a task, model, prompt format and evaluation, for which a tokenizer must be loaded.
+_LONGEST: dict[tuple[str, ...], int] = {}
 
 
 def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
@@ -149,9 +149,10 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
     SpecError for an engine that cannot hold the model.
     """
     try:
-        config, key = model_config(spec.model), (spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json())
+        config, read = model_config(spec.model), (spec.task, spec.prompt, spec.evaluation)
+        key = (spec.model, str(spec.steps > 0), *(part.model_dump_json() for part in read))
         if key not in _LONGEST:
-            _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), spec.task.prompts("train"))
+            _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
         return estimate(spec, config, _LONGEST[key], together=together), None
     except SpecError:
         raise
@@ -160,9 +161,25 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest of the prompts with most characters; 0 without prompts."""
-    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
-    return max((len(codec.encode(text)) for text in texts), default=0)
+    """Tokens of the longest prompt; 0 without prompts. A token stands for a byte at least, or belongs to the text that
+    a template puts around every prompt: so shorter ones are not read."""
+    texts = {prompt.text: len(prompt.text.encode()) for prompt in prompts}
+    found = around = 0
+    for text in sorted(texts, key=texts.__getitem__, reverse=True):
+        if texts[text] + around <= found:
+            break
+        around = around or len(codec.encode(" "))
+        found = max(found, len(codec.encode(text)))
+    return found
+
+
+def read_prompts(spec: RunSpec) -> list[Prompt]:
+    """The prompts that a run reads."""
+    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
+    if spec.steps:
+        prompts += spec.task.prompts("train")
+        prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
+    return prompts
 
 
 def estimate(

@@ -138,16 +138,12 @@ def check_length(spec: RunSpec) -> None:
     """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
     from ..policy.model import length_limit, model_config
     from ..policy.text import load_codec
-    from .memory import longest
+    from .memory import longest, read_prompts
 
     limit = length_limit(model_config(spec.model))
     if limit is None:
         return
-    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
-    if spec.steps:
-        prompts += spec.task.prompts("train")
-        prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
-    found = longest(load_codec(spec.model, spec.prompt), prompts)
+    found = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
     if found + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "

@@ -21,7 +21,7 @@ import os
 import random
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -66,7 +66,7 @@ class VLLMEngine(RolloutEngine):
         max_model_len: int | None = Field(
             default=None,
             ge=2,
-            description="must exceed prompt plus completion tokens; by default the model's own limit",
+            description="must exceed prompt plus completion tokens; by default one more than the run's longest",
         )
         gpu_memory_utilization: float = Field(
             default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM may fill; GPU only"
@@ -95,8 +95,9 @@ class VLLMEngine(RolloutEngine):
         def processes(self) -> int:
             return self.tensor_parallel_size
 
-        def for_run(self, dtype: str, autocast: bool) -> Self:
-            return self.model_copy(update={"dtype": self.dtype or ("bfloat16" if autocast else dtype)})
+        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int]) -> Self:
+            known = {"dtype": self.dtype or ("bfloat16" if autocast else dtype)}
+            return self.model_copy(update={**known, "max_model_len": self.max_model_len or row_tokens() + 1})
 
     _last: ClassVar["weakref.ref[VLLMEngine] | None"] = None
 

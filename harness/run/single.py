@@ -64,7 +64,7 @@ def evaluate_once(
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
         policy = placed(policy, spec)
-        with closing(build_engine(spec, policy, codec)) as engine:
+        with closing(build_engine(spec, policy, codec, spec.task.prompts(split))) as engine:
             result = evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
         log.metrics(0, evaluation_metrics(result, split))
         log.samples(result.samples)

@@ -1,20 +1,20 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .. import plugins
-from ..checks.memory import decided, estimate_run, peak_bytes
+from ..checks.memory import decided, estimate_run, longest, peak_bytes, read_prompts
 from ..checks.preflight import run_inputs
-from ..data import Split, TrialState
+from ..data import Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..ground.inputs import Inputs
@@ -169,10 +169,21 @@ class StoppedEarly(Exception):
     """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
 
 
-def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
-    """The engine that the spec names, over this policy."""
+def build_engine(
+    spec: RunSpec, policy: nn.Module, codec: TextCodec, prompts: Sequence[Prompt] | None = None
+) -> RolloutEngine:
+    """The engine that the spec names, over this policy, for completions of these prompts, by default all of the run."""
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-    return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, codec)
+    return engine_class(engine_settings(spec, codec, prompts), policy, codec)
+
+
+def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] | None = None) -> Any:
+    """The settings of the run's engine, complete."""
+
+    def row_tokens() -> int:
+        return longest(codec, read_prompts(spec) if prompts is None else prompts) + spec.max_tokens
+
+    return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
 
 
 def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:

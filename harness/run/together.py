@@ -31,7 +31,7 @@ from ..policy.lora import policies_on
 from ..policy.text import TextCodec
 from ..spec.run import RunSpec
 from .cold_start import start_policy
-from .state import Models, placed
+from .state import Models, engine_settings, placed
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class _Seat(Models):
             base = placed(base, spec)
             policies = policies_on(base, [(s.lora, s.seed) for s in common.specs if s.lora is not None])
             engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-            settings = spec.engine.for_run(spec.dtype, spec.autocast)
+            settings = engine_settings(spec, common.codec)
             common.engine = common.call(engine_class.on_base, settings, base, common.codec, policies)
             common.policies = policies
         return common.policies[self._seat], common.codec
