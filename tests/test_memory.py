@@ -339,6 +339,13 @@ def test_a_gpus_free_memory_decides_whether_activations_are_recomputed(tmp_path,
     assert told == {arm: (pytest.approx(peak, abs=0.6), again) for arm, (peak, again) in expected.items()}
 
 
+def test_a_run_may_use_what_other_processes_leave_less_a_reserve(monkeypatch):
+    with pretend_cuda(gib=80, free=10), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)  # of which the allocator gives 2 again
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
+        assert device_bytes(torch.device("cuda")) == (10 + 3 - 1 - 2) * GIB
+
+
 def test_a_run_decides_once_whether_it_recomputes_unless_that_no_longer_fits(tmp_path):
     spec, found = make_spec(device="cuda", rollouts_per_step=16), []
     for free in (80, 2.001, 80):  # 1 MiB above the reserve does not hold it
