@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import factories
 import fake_slurm
@@ -273,6 +274,12 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
 
 
+@pytest.fixture
+def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
+
+
+@pytest.mark.usefixtures("endless_disk")
 @pytest.mark.parametrize("name", factories.SHAPES)
 def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,6 +302,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
 
 
 @needs_submitit
+@pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: Path, cluster: Path):
     study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"
     what = launcher("slurm", study, None, None)
