@@ -174,6 +174,7 @@ class Task(Section, ABC):
     are disjoint from validation and test.
 
     An answer is correct or not. A task with `partial_credit` also scores it from 0 to 1, and exactly 1 is correct.
+    Completions are graded in a thread of their own.
     """
 
     partial_credit: ClassVar[bool] = False

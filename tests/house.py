@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,6 +111,13 @@ def step_stays(root: Path) -> tuple[int, int]:
         def __getattr__(self, _: str) -> Any:
             return lambda *args: None
 
+    class AtOnce:  # reads what a thread does where it begins
+        def submit(self, work: Any, *args: Any) -> Any:
+            done = Future[Any]()
+            done.set_result(work(*args))
+            return done
+
+    load(root, "harness.run.grading")._thread = AtOnce()
     with tempfile.TemporaryDirectory() as folder:
         prepare = load(root, "harness.run.state").prepare
         run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)

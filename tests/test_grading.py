@@ -1,5 +1,6 @@
 """Answers, equivalence classes and correctness: by the task's own equality, with as few comparisons as possible."""
 
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
@@ -10,9 +11,13 @@ from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
-from cohort.harness.run.step import rollout_metrics
+from cohort.harness.run.state import prepare
+from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
+from cohort.tasks.arithmetic import Arithmetic
+from factories import make_spec
+from fakes import MemoryLog
 
 asked: list[tuple[str, str]] = []
 read: list[str] = []
@@ -178,3 +183,29 @@ def test_partial_credit_is_refused_for_a_task_without_it():
     with pytest.raises(SpecError, match=r"rewards\.accuracy\.partial must be false for arithmetic, .* got true"):
         parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
     assert parse_run({**run, "task": "reasoning_gym", "rewards": {"accuracy": {"partial": True}}}, "test").digest()
+
+
+def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_graded(tmp_path):
+    told, annotated = [], threading.Event()
+
+    class Patient(Arithmetic):
+        def extract(self, completion):
+            told.append("grade" if annotated.wait(60) else "grade, after waiting in vain")
+            annotated.set()
+            return super().extract(completion)
+
+    algorithm = {"name": "grpo", "group_size": 4, "kl_beta": 0.04}
+    spec = make_spec(algorithm, rollouts_per_step=8, task=Patient(), rewards={"self_certainty": 1.0})
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    learner, engine = run.learner, run.engine
+
+    def annotate(batch, own=learner.annotate):
+        batch = own(batch)
+        told.append("annotate")
+        annotated.set()
+        return batch
+
+    learner.annotate, engine.sleep = annotate, lambda: told.append("sleep")
+    _, drawn = train_step(run, spec.task.prompts("train"), 0)
+    assert told == ["sleep", "annotate", *["grade"] * 8]
+    assert all(group.token_means["uniform_kl"] for group in drawn.graded)

@@ -8,6 +8,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.run.grading import begin_grading
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
 from cohort.reports.analysis import analysed
@@ -77,7 +78,7 @@ def confident_run(tmp_path, rewards, **changes):
 def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_pass_gives(tmp_path, changes):
     run, prompts = confident_run(tmp_path, {"self_certainty": 1, "token_entropy": 1, "majority_vote": 0}, **changes)
     (groups,) = generate(run, prompts, 0, Drawn())
-    marked = grade_rollouts(run, groups)
+    marked = grade_rollouts(run, groups, begin_grading(run.spec.task, groups, run.spec.max_tokens))
     temperature = run.spec.sampling.temperature
     for group, graded, score in zip(
         groups, marked, score_rollouts(run.spec, prompts, groups, marked, 0, 0), strict=True

@@ -4,7 +4,7 @@ import math
 import time
 
 import pytest
-from cohort.harness.data import Batch, Group, Prompt, Rollout
+from cohort.harness.data import Group, Prompt, Rollout, Score
 from cohort.harness.interfaces import Reward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards.accuracy import Accuracy
@@ -15,7 +15,7 @@ from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process,
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
-from cohort.harness.run.step import collate, token_at
+from cohort.harness.run.step import collate, rewarded, token_at
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group
@@ -154,23 +154,26 @@ def rollout(text: str) -> Rollout:
 
 
 def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome_by_the_last():
-    def paid(batch: Batch) -> list[dict[int, float]]:
-        assert batch.step_rewards_BT is not None and batch.step_ends_BT is not None  # after a prompt of one token
+    def paid(scores: list[Score]) -> list[dict[int, float]]:
+        earned = rewarded(batch, sampled, scores, tiny_tokenizer())
+        assert earned.step_rewards_BT is not None and earned.step_ends_BT is not None  # after a prompt of one token
         return [
             {t - 1: values[t].item() for t in ends.nonzero()[:, 0].tolist()}
-            for values, ends in zip(batch.step_rewards_BT, batch.step_ends_BT, strict=True)
+            for values, ends in zip(earned.step_rewards_BT, earned.step_ends_BT, strict=True)
         ]
 
     texts = ("4+4=8;8+5=14", "no step")
     group = graded_group([0, None], [True, False], completions=texts)
     sampled = [Group(Prompt("p", "p?", "8"), (5,), tuple(rollout(text) for text in texts))]
+    batch = collate(sampled)
     both = score({"accuracy": Accuracy(), "process": Process(weight=0.5)}, [group])
     # one token per character, so the character before the end; the last token is the end of the sequence
-    assert paid(collate(sampled, both, tiny_tokenizer())) == [{4: 0.5, 11: 0.0, 12: 1.0}, {7: 0.0}]
+    assert paid(both) == [{4: 0.5, 11: 0.0, 12: 1.0}, {7: 0.0}]
     assert both[0].totals == [1.5, 0.0]
     alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
-    assert paid(collate(sampled, alone, tiny_tokenizer())) == [{4: 1.0, 11: 0.0}, {}]
-    assert collate(sampled, score({"accuracy": Accuracy()}, [group])).step_rewards_BT is None
+    assert paid(alone) == [{4: 1.0, 11: 0.0}, {}]
+    outcome = score({"accuracy": Accuracy()}, [group])
+    assert rewarded(batch, sampled, outcome, tiny_tokenizer()).step_rewards_BT is None
 
 
 class PairTokenizer:

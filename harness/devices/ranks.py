@@ -40,14 +40,19 @@ def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], toget
 
     `together` ranks in a row get the same part, and the results of the first of them count.
     """
-    size = world_size()
-    if size == 1:
-        return list(work(items))
-    teams, team = size // together, rank() // together
-    first, last = (len(items) * place // teams for place in (team, team + 1))
-    parts: list[Sequence[R]] = [()] * size
-    dist.all_gather_object(parts, list(work(items[first:last])))
+    results = list(work(own_part(items, together)))
+    if world_size() == 1:
+        return results
+    parts: list[Sequence[R]] = [()] * world_size()
+    dist.all_gather_object(parts, results)
     return [result for part in parts[::together] for result in part]
+
+
+def own_part(items: Sequence[T], together: int = 1) -> Sequence[T]:
+    """The items on which this rank works in `shared`; exchanges nothing."""
+    teams, team = max(world_size() // together, 1), rank() // together
+    first, last = (len(items) * place // teams for place in (team, team + 1))
+    return items[first:last]
 
 
 def one_by_one(work: Callable[[], T]) -> T:

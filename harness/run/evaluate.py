@@ -28,7 +28,7 @@ from ..policy.flops import Lengths, lengths
 from ..record.run import RunLog
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
-from .grading import completion_row, grade, groups_of, sample_rows
+from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
@@ -72,7 +72,8 @@ def evaluate_run(
 
     def score(groups: Sequence[Group], greedy: Sequence[Group]) -> None:
         graded, first = (
-            ranks.shared(g, lambda part: grade(spec.task, part, spec.max_tokens)) for g in (groups, greedy)
+            ranks.shared(g, lambda part: begin_grading(spec.task, part, spec.max_tokens).result())
+            for g in (groups, greedy)
         )
         for group, marked, first_marked in zip(groups, graded, first, strict=True):
             place, rows = places[group.prompt.id], sample_rows([group], [marked], step=step, split=split)

@@ -15,6 +15,7 @@ stands still (see the learner).
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,14 @@ from ..spec.run import RunSpec
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made
 OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation; after that, each group has one
+
+_thread = ThreadPoolExecutor(1, "grading")  # one for all runs of the process: a thread that compares has its own child
+
+
+def begin_grading(task: Task, groups: Sequence[Group], max_tokens: int) -> Future[list[GradedGroup]]:
+    """What `grade` will return; the device can work until then, because a thread grades, which waits for the process
+    that compares. Nothing else may use the task meanwhile."""
+    return _thread.submit(grade, task, groups, max_tokens)
 
 
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
@@ -101,7 +110,7 @@ def control_rewards(
         order = generator("shuffled gold", spec.seed).permutation(len(prompts))
         other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
         changed = [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups]
-        graded = grade(spec.task, changed, spec.max_tokens)
+        graded = begin_grading(spec.task, changed, spec.max_tokens).result()
     paid: list[list[float]] = []
     for group in graded:
         assert group.correct is not None

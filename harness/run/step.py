@@ -11,6 +11,7 @@ may draw them again.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from ..interfaces import Distribution
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
-from .grading import control_rewards, grade, reward_metrics, score
+from .grading import begin_grading, control_rewards, reward_metrics, score
 from .learner import correct_mismatch
 from .state import Run
 from .sync import check_sync, probe
@@ -40,11 +41,17 @@ T = TypeVar("T")
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], "Drawn"]:
     """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
     spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
-    unparsable, drawn = _num_unparsable(run), Drawn()
+    unparsable, drawn, batch, scheduled = _num_unparsable(run), Drawn(), None, {}
     while not drawn.is_enough(spec, len(prompts)):  # more than one batch with dynamic sampling
         groups = generate(run, prompts, step, drawn)
+        grading = [begin_grading(spec.task, ranks.own_part(part), spec.max_tokens) for part in groups]
+        if drawn.num_batches + 1 == spec.dynamic_sampling:
+            _rest(run, groups[0])
         clock.lap("generate")
-        graded = [grade_rollouts(run, part) for part in groups]
+        if spec.dynamic_sampling == 1:  # all groups are trained on, whatever they earn
+            batch, scheduled = annotated(run, groups[0], step)
+            clock.lap("annotate")
+        graded = [grade_rollouts(run, *part) for part in zip(groups, grading, strict=True)]
         scores = [
             score_rollouts(spec, prompts, part, graded[place], step, first=place * spec.algorithm.group_size)
             for place, part in enumerate(groups)
@@ -59,10 +66,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         _rest(run, drawn.groups)
         clock.lap("generate")
     chosen = drawn.trained_on(spec.prompts_per_step)
-    batch = collate(chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
-    batch = batch.to(resolve_device(spec.device))
-    scheduled = learner.begin_step(step)
-    batch = learner.annotate(batch)
+    if batch is None:
+        batch, scheduled = annotated(run, chosen.groups, step)
+    batch = rewarded(batch, chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
     batch = learner.algorithm.advantages(batch)
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
@@ -146,8 +152,6 @@ class Drawn:
 def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> list[list[Group]]:
     """One more batch of a step's groups; then, if the algorithm needs them, groups of one greedy completion for the
     same prompts, under the same limits.
-
-    The engine sleeps after the last batch of the budget, because rewards may need the device.
     """
     spec, count = run.spec, run.spec.prompts_per_step
     if not drawn.groups:
@@ -166,13 +170,12 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
         groups = [sampled(spec.algorithm.group_size, sampling)]
         if spec.algorithm.needs_greedy:
             groups.append(sampled(1, sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0})))
-    if drawn.num_batches + 1 == spec.dynamic_sampling:
-        _rest(run, groups[0])
     return groups
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> None:
-    """Get the scores that the check of the engine's next weights needs, if it has its own, then let it sleep."""
+    """Get the scores that the check of the engine's next weights needs, if it has its own, then let it sleep, because
+    learner and rewards may need the device."""
     if not run.engine.exact_logprobs:
         run.probe = probe(run.engine, run.learner.policy, groups, run.probe)
     run.engine.sleep()
@@ -199,19 +202,27 @@ def further_prompts(
     return [prompts[i] for i in order if prompts[i].id not in before][:count]
 
 
-def grade_rollouts(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
-    """The groups as the run's rewards see them, with the token means that the rewards need.
+def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
+    """The batch of the groups, still without rewards, as the learner annotates it; what it sets for the step."""
+    batch = collate(groups).to(resolve_device(run.spec.device))
+    scheduled = run.learner.begin_step(step)
+    return run.learner.annotate(batch), scheduled
+
+
+def grade_rollouts(run: Run, groups: Sequence[Group], grading: Future[list[GradedGroup]]) -> list[GradedGroup]:
+    """The groups as the run's rewards see them, with the token means that the rewards need; `grading` is that of this
+    rank's part.
 
     The learner computes these means, with any engine: from the policy that sampled (up to the engine's rounding), or
     from the newest policy if older weights sampled.
     """
     spec = run.spec
-    graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
     wanted: list[Distribution] = [r.distribution for r in spec.rewards.values() if r.distribution is not None]
-    if not wanted or not groups:
-        return graded
-    batch = collate(groups).to(resolve_device(spec.device))
-    means = {name: run.learner.token_means(batch, name).view(len(groups), -1).tolist() for name in wanted}
+    means: dict[Distribution, list[list[float]]] = {}
+    if wanted and groups:
+        batch = collate(groups).to(resolve_device(spec.device))
+        means = {name: run.learner.token_means(batch, name).view(len(groups), -1).tolist() for name in wanted}
+    graded = ranks.shared(groups, lambda _: grading.result())
     return [
         replace(group, token_means={name: tuple(rows[p]) for name, rows in means.items()})
         for p, group in enumerate(graded)
@@ -233,24 +244,36 @@ def score_rollouts(
     return ranks.same(lambda: score(spec.rewards, graded, control_rewards(*args) if is_controlled else None))
 
 
-def collate(
+def collate(groups: Sequence[Group]) -> Batch:
+    """The rows of all groups, right-padded to the longest; all rewards are 0 until `rewarded`."""
+    rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
+    return Batch(
+        tokens_BT=pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64),
+        completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
+        lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
+        sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
+        rewards_B=torch.zeros(len(rows)),
+        group_size=len(groups[0].rollouts),
+    )
+
+
+def rewarded(
+    batch: Batch,
     groups: Sequence[Group],
-    scores: Sequence[Score] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    scores: Sequence[Score],
+    tokenizer: PreTrainedTokenizerBase,
     greedy: Sequence[float] = (),
 ) -> Batch:
-    """The rows of all groups, right-padded to the longest; without scores all rewards are 0.
+    """The batch of the groups with their rewards.
 
     A rewarded step is paid at the token that ends it, which the tokenizer finds, and the outcome then at the
     completion's last token. `greedy` holds the reward [P] of each prompt's greedy completion, if one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
-    tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
-    totals = [value for score in scores or () for value in score.totals] or [0.0] * len(rows)
     step_rewards = step_ends = None
-    if scores and scores[0].steps is not None:
-        assert tokenizer is not None
-        step_rewards, step_ends = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
+    if scores[0].steps is not None:
+        shape = batch.tokens_BT.shape
+        step_rewards, step_ends = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
         paid = [(score, i) for score in scores for i in range(len(score.totals))]
         for row, ((prompt, rollout), (score, i)) in enumerate(zip(rows, paid, strict=True)):
             assert score.steps is not None
@@ -262,17 +285,12 @@ def collate(
             for token, value in earned.items():
                 step_rewards[row, len(prompt) + token] = value
                 step_ends[row, len(prompt) + token] = True
-    return Batch(
+    return batch.replace(
+        rewards_B=torch.tensor([value for score in scores for value in score.totals], dtype=torch.float32),
+        greedy_rewards_B=torch.tensor(greedy).repeat_interleave(batch.group_size) if greedy else None,
         step_rewards_BT=step_rewards,
         step_ends_BT=step_ends,
-        tokens_BT=tokens,
-        completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
-        lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
-        sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
-        rewards_B=torch.tensor(totals, dtype=torch.float32),
-        group_size=len(groups[0].rollouts),
-        greedy_rewards_B=torch.tensor(greedy).repeat_interleave(len(groups[0].rollouts)) if greedy else None,
-    )
+    ).to(batch.tokens_BT.device)
 
 
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
