@@ -293,6 +293,7 @@ class RolloutEngine(ABC):
     samples_policy: ClassVar[bool] = True  # False for a fake, whose log-probs are compared with nothing
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
     serves_adapters: ClassVar[bool] = False  # whether it has `on_base`
+    verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
 
     class Settings(Section):

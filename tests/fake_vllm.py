@@ -84,7 +84,11 @@ class LLM:
         self.adapted[request.number] = copy.deepcopy(self.model)
         merge_saved(self.adapted[request.number], Path(request.folder))
 
-    def collective_rpc(self, method: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+    def collective_rpc(self, method: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if callable(method):
+            slots = SimpleNamespace(lora_index_to_id=sorted(self.adapted))
+            manager = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=slots))
+            return [method(SimpleNamespace(get_model=lambda: self.model, model_runner=manager), *args)]
         self.calls.append(method)
         assert method == "reload_weights" and kwargs is not None
         self._need("weights")

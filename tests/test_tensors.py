@@ -1,7 +1,8 @@
 """The token shift, padding and log-probs, against a plain loop over the model's own logits."""
 
+import pytest
 import torch
-from cohort.harness.ground.tensors import pad_left, pad_right, whiten
+from cohort.harness.ground.tensors import checksum, pad_left, pad_right, whiten
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
@@ -13,6 +14,17 @@ def test_padding_is_on_the_left_or_the_right_and_an_empty_mask_whitens_to_zero()
     assert mask.tolist() == [[True, True], [False, True]]
     assert pad_right([(5, 6), (7,)], torch.int64).tolist() == [[5, 6], [7, 0]]
     assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+def test_a_checksum_sees_every_bit_and_neither_order_nor_shape_nor_zeros(dtype, bits):
+    values = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    padded = torch.cat([values[3:], torch.zeros(2, 40, dtype=dtype), values[:3]])
+    assert checksum(padded.T) == checksum(values)
+    assert (checksum(values[:2]) + checksum(values[2:]) - checksum(values)) % 2**64 == 0
+    moved = values.clone()
+    moved.view(bits)[0, :2] += torch.tensor([1, -1], dtype=bits)  # their sum stays
+    assert checksum(moved) != checksum(values)
 
 
 def test_column_t_holds_the_logprob_and_entropy_of_token_t(monkeypatch):

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
@@ -16,12 +17,12 @@ from cohort.harness.data import Call, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, request_seed
 from cohort.harness.policy.forward import token_logprobs
-from cohort.harness.policy.lora import adapter_weights
+from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.events import read_events
 from cohort.harness.run.loop import train
 from cohort.harness.run.sync import check_sync, probe
-from cohort.harness.spec.run import parse_run
+from cohort.harness.spec.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 from ranks_at_work import RUN
 from test_together import policies
@@ -178,6 +179,47 @@ def test_the_probe_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(eng
         check_sync(engine, newer, before)
     engine.load_weights(newer.state_dict(), 1)
     assert check_sync(engine, newer, before) < 1e-5
+
+
+@needs_vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4, alpha=6.0)])
+def test_one_stale_tensor_of_vllms_own_is_found_whichever_it_is(monkeypatch, dtype, lora):
+    monkeypatch.setattr(import_module("vllm._custom_ops"), "_supports_onednn", False)  # as on a GPU: weights stay
+    policy, steps = tiny_model(0), iter(range(100))
+    if lora is not None:
+        add_adapter(policy, lora, 0)
+    engine = start(policy, dtype=dtype)
+    assert engine.verifies_weights
+
+    def tensors(worker):
+        model = worker.get_model()
+        if lora is None:
+            return [parameter.data for parameter in model.parameters()]
+        layers = [m for m in model.modules() if hasattr(m, "lora_a_stacked")]
+        return [x for m in layers for x in (*m.lora_a_stacked, *m.lora_b_stacked)]
+
+    def load():
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+        engine.load_weights(policy.state_dict(), next(steps))
+
+    llm, held = engine.llm, engine.llm.collective_rpc(tensors)[0]
+    rpc = llm.collective_rpc
+    for stale, before in enumerate([value.clone() for value in held]):
+
+        def after(method, *args, stale=stale, before=before, **more):
+            if callable(method):  # the weights are in, and their checksums are asked for
+                rpc(tensors)[0][stale].copy_(before)
+            return rpc(method, *args, **more)
+
+        monkeypatch.setattr(llm, "collective_rpc", after)
+        with pytest.raises(InvalidRun, match="stale weights: after they were loaded, those of"):
+            load()
+        monkeypatch.setattr(llm, "collective_rpc", rpc)
+        load()
 
 
 @needs_vllm

@@ -7,13 +7,14 @@ from pathlib import Path
 import fake_vllm
 import pytest
 import torch
-from cohort.harness.data import Prompt, Sampling
+from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.devices.device import mixed_precision, peak_memory, reset_peak_memory, resident_bytes
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.loop import train
+from cohort.harness.run.sync import check_sync, probe
 from cohort.harness.spec.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 
@@ -159,7 +160,35 @@ def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(
     spec = run_spec(autocast=True, optimizer={"learning_rate": 1e-6})
     result = train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)
     assert result.state == "invalid"
-    assert "stale weights: the update moved the learner's log-probs by" in str(result.reason)
+    assert result.reason == "stale weights: after they were loaded, those of 'model' in vLLM are not the learner's"
+
+
+def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_nothing(llm, monkeypatch):
+    policy, newer = tiny_model(0), tiny_model(0)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.mul_(1 + 2**-7)  # a unit in the last place of bfloat16: no score tells
+    engine, load = start(policy, dtype="bfloat16"), llm.collective_rpc
+    for kept in (own := engine.llm.model.state_dict()):
+
+        def misses(self, method, kept=kept, **more):
+            before = own[kept].clone()
+            answer = load(self, method, **more)
+            own[kept].copy_(before)
+            return answer
+
+        engine.load_weights(policy.state_dict(), 0)
+        place = "model" if kept == "lm_head.weight" else ".".join(kept.split(".")[:-2])  # it is the embeddings
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "collective_rpc", misses)
+            with pytest.raises(InvalidRun, match=f"those of '{place}' in vLLM"):
+                engine.load_weights(newer.state_dict(), 1)
+    engine.load_weights(newer.state_dict(), 2)
+    before = probe(engine, policy, engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0))
+    far = tiny_model(5)
+    with torch.no_grad():
+        far.lm_head.weight.mul_(20)
+    assert check_sync(engine, far, before) > 1  # nats: another model, for all that the scores know
 
 
 def test_an_evaluation_gives_vllm_all_prompts_at_once(llm):
@@ -206,7 +235,8 @@ def test_the_memory_of_a_sleeping_engine_is_no_part_of_the_peak(llm, monkeypatch
     torch_counts.use(600_000)  # activations, while 501,000 bytes are unmapped
     assert resident_bytes() == 30_000
     assert peak_memory() == 30_000 + 600_000
-    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *_, **__: torch_counts.use(200_000))
+    load = engine.llm.collective_rpc
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *a, **k: torch_counts.use(200_000) or load(*a, **k))
     engine.load_weights(policy.state_dict(), 1)  # the weights are mapped again, the cache after them
     assert peak_memory() == 30_000 + 600_000
     assert resident_bytes() == 30_000 + 501_000

@@ -21,6 +21,7 @@ import os
 import random
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,10 +35,11 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..data import Call, Group, Sampling
+from ..data import Call, Group, InvalidRun, Sampling
 from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..ground.files import write_text
+from ..ground.tensors import checksum
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
@@ -121,12 +123,15 @@ class VLLMEngine(RolloutEngine):
             write_text(folder / "config.json", config)
             self.llm = _start(settings, folder, dtype, adapters)
         self.on_gpu = _on_gpu()
+        self.dtype = dtype
+        self._comparable: dict[str, bool] = {}  # found at the first load
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
         self._reload(base_weights(policy))
         for number in range(len(adapters)):
             self.load_adapter(number)
+        self.verifies_weights = all(self._comparable.values())
 
     @classmethod
     def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
@@ -182,21 +187,51 @@ class VLLMEngine(RolloutEngine):
 
     def _reload(self, weights: Mapping[str, Tensor]) -> None:
         self._wake(["weights"])
+        self._base = given = dict[str, int]()
+
+        def whole() -> Iterator[tuple[str, Tensor]]:
+            for name, value in weights.items():
+                yield name, (tensor := full(value))
+                given[name] = checksum(tensor.to(getattr(torch, self.dtype)))
+
         with _process_state_kept():
-            whole = ((name, full(value)) for name, value in weights.items())
-            reload = {"weights_iterator": whole, "is_checkpoint_format": True}
+            reload = {"weights_iterator": whole(), "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
+        self._compare(given, _weights)
         self._wake(["kv_cache"])
         self._begin_anew()
 
+    def _compare(self, given: Mapping[str, int], held: Callable[..., Mapping[str, int]], *args: Any) -> None:
+        """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were.
+
+        vLLM fuses, pads and renames tensors, which the sum of their checksums does not see. Where it changes values
+        too (a CPU's packed products) or holds a part (tensor parallel), the two differ from the start: then they are
+        not compared, and the check of scores decides.
+        """
+        (found,) = self.llm.collective_rpc(held, args=args)
+        is_equal = sum(given.values()) % 2**64 == sum(found.values()) % 2**64
+        if self._comparable.setdefault(held.__name__, is_equal) and not is_equal:
+            ours, theirs = _by_place(given), _by_place(found)
+            place = next((name for name in ours if name in theirs and ours[name] != theirs[name]), "")
+            raise InvalidRun(f"stale weights: after they were loaded, those of '{place}' in vLLM are not the learner's")
+
     def load_adapter(self, policy: int) -> None:
         """Like `load_weights`, for one adapter; vLLM reads it from a folder."""
+        slept = self.asleep
         self._wake()
+        if slept:
+            self._compare(self._base, _weights)
         model: Any = self.adapters[policy]
         weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
             save_adapter(Path(folder), model, weights, "base")
             self.llm.llm_engine.add_lora(self._adapter(policy, folder, load_inplace=True))
+        given: dict[str, int] = {}
+        for layer, module in adapted_layers(model):
+            for name, scale in (("lora_A", 1), ("lora_B", module.scaling[ADAPTER])):  # vLLM scales as it loads
+                value = weights[f"{layer}.{name}.{ADAPTER}.weight"].to(getattr(torch, self.dtype))
+                given[f"{layer}.{name}"] = checksum(value * scale)
+        self._compare(given, _adapter, policy + 1)
         self._begin_anew()
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
@@ -323,6 +358,32 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Se
         **_split(settings.tensor_parallel_size),
         **_room(adapters),
     )
+
+
+def _weights(worker: Any) -> dict[str, int]:
+    """The checksum of each of vLLM's weights, without adapters."""
+    named = worker.get_model().named_parameters(remove_duplicate=False)
+    return {name.replace(".base_layer.", "."): checksum(p) for name, p in named}
+
+
+def _adapter(worker: Any, number: int) -> dict[str, int]:
+    """The checksum of each matrix of an adapter that vLLM serves, of several where it fuses modules."""
+    slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(number)
+    layers = [(name, m) for name, m in worker.get_model().named_modules() if hasattr(m, "lora_a_stacked")]
+    parts = [(f"{name}.{kind}", stacked[slot]) for name, m in layers for kind in ("lora_a_stacked", "lora_b_stacked")
+             for stacked in getattr(m, kind)]  # fmt: skip
+    found: dict[str, int] = defaultdict(int)
+    for name, value in parts:
+        found[name] += checksum(value)
+    return found
+
+
+def _by_place(sums: Mapping[str, int]) -> dict[str, int]:
+    """Their sums by the module around the one that has the weight, in which vLLM fuses modules."""
+    found: dict[str, int] = defaultdict(int)
+    for name, value in sums.items():
+        found[".".join(name.split(".")[:-2])] += value
+    return {name: value % 2**64 for name, value in found.items()}
 
 
 def _split(size: int) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Checks that the engine took over the learner's weights: both score a few tokens before and after an update.
 
-Two signs of stale weights make a run INVALID: the scores differ by more than a bound; or the learner's scores moved and
-the engine's did not, which shows even updates smaller than the bound.
+An engine that compares the weights themselves (`verifies_weights`) has raised InvalidRun by then, and the difference of
+the scores is a metric alone. For another engine two signs of stale weights make a run INVALID: the scores differ by
+more than a bound; or the learner's scores moved and the engine's did not, which shows even updates smaller than the
+bound.
 
 The learner scores without autocast and TF32, because their rounding would hide the move that shows a stale engine. An
 engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
@@ -79,8 +81,9 @@ def precision(policy: nn.Module) -> Precision:
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
-    weights. InvalidRun if the engine's weights are stale: the difference is above the bound of the coarser precision
-    and above TIMES_USUAL times the usual difference, or the engine has not moved with the learner.
+    weights. InvalidRun if the weights of an engine that cannot compare them are stale: the difference is above the
+    bound of the coarser precision and above TIMES_USUAL times the usual difference, or the engine has not moved with
+    the learner.
     """
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"
@@ -88,6 +91,8 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe) -> float
     bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
     ours, theirs = _learner_scores(policy, before.rows), np.concatenate(scores)
     difference = float(np.abs(theirs - ours).max())
+    if engine.verifies_weights:
+        return difference
     if not difference <= bound:
         raise InvalidRun(
             f"stale weights: after they were loaded, engine and learner differ by {difference:.3g} nats on a token "

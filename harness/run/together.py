@@ -172,6 +172,7 @@ class _SeatEngine(RolloutEngine):
     def __init__(self, together: Together, seat: int):
         self._together, self._seat, self._engine = together, seat, together.engine
         self.exact_logprobs, self.precision = self._engine.exact_logprobs, self._engine.precision  # pyright: ignore
+        self.verifies_weights = self._engine.verifies_weights
         self.samples_policy, self.plans_batches = self._engine.samples_policy, self._engine.plans_batches  # pyright: ignore
 
     def generate(
