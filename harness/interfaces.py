@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .data import Sampling
 
 Distribution = Literal["entropy", "uniform_kl"]  # of the policy's next token: H(p), or KL(uniform || p); nats
-Precision = Literal["float32", "tf32", "bfloat16"]  # of products; tf32: float32 with a mantissa of 10 bits
+Precision = Literal["float32", "tf32", "float16", "bfloat16"]  # of products; mantissas of 23, 10, 10 and 7 bits
 
 
 class Algorithm(Section, ABC):

@@ -87,7 +87,8 @@ def test_an_adapter_is_served_as_an_adapter_on_frozen_weights_that_outlive_the_e
     ("policy", "autocast", "dtype", "expected"),
     [("float32", False, None, torch.float32), ("float32", True, None, torch.bfloat16),
      ("bfloat16", False, None, torch.bfloat16), ("float32", True, "float32", torch.float32),
-     ("bfloat16", False, "float32", torch.float32), ("float32", False, "bfloat16", torch.bfloat16)],
+     ("bfloat16", False, "float32", torch.float32), ("float32", False, "bfloat16", torch.bfloat16),
+     ("float32", True, "float16", torch.float16)],
 )  # fmt: skip
 def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, policy, autocast, dtype, expected):
     settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast, lambda: 63)
@@ -116,6 +117,10 @@ def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm
     assert engine.llm.settings["distributed_executor_backend"] == "external_launcher"
     assert (engine.llm.environment["RANK"], engine.llm.environment["LOCAL_RANK"]) == ("3", "0")
     assert "RANK" not in os.environ
+    with pytest.raises(
+        ValueError, match=r"engine.batch_invariant must be the same .* got True where vLLM began without"
+    ):
+        start(tiny_model(0), batch_invariant=True)
     assert "distributed_executor_backend" not in start(tiny_model(0)).llm.settings  # each rank has its own
 
 

