@@ -1,11 +1,15 @@
 """A checkpoint is complete or ignored, loads with transformers, and never feeds another run."""
 
+import io
+
 import pytest
 import torch
+from cohort.harness.policy.model import write_safetensors
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.run.checkpoint import latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import Writer, latest_checkpoint, save_checkpoint
 from fakes import assert_same_weights
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -83,3 +87,26 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="other settings"):
         latest_checkpoint(tmp_path, "def")
+
+
+def test_tensors_are_written_as_safetensors_reads_them():
+    weights = {"odd": torch.tensor([True, False, True]), "number": torch.tensor(3), "turned": torch.randn(2, 3).T,
+               "half": torch.randn(3, 5).bfloat16(), "none": torch.zeros(0, 4)}  # fmt: skip
+    stream = io.BytesIO()
+    write_safetensors(weights, stream)
+    assert_same_weights(weights, load(stream.getvalue()))
+
+
+def test_one_checkpoint_is_written_at_a_time_and_its_error_is_raised_by_whatever_asks_next():
+    writer, done = Writer(), []
+
+    def fail():
+        done.append(len(done))
+        raise OSError(28, "No space left on device")
+
+    writer.begin(lambda: done.append(len(done)))
+    writer.begin(fail)  # after the end of the first
+    with pytest.raises(OSError, match="No space left"):
+        writer.begin(lambda: done.append(9))
+    writer.check(wait=True)  # it is told once
+    assert done == [0, 1]

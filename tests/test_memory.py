@@ -354,6 +354,7 @@ def test_a_run_decides_once_whether_it_recomputes_unless_that_no_longer_fits(tmp
             found.append((step, recomputes(run.learner.policy)))
             assert run_facts(run)["memory/recomputes"] == found[-1][1]
             run.save(step + 1)
+            run.writer.check(wait=True)
     assert found == [(0, False), (1, True), (2, True)]
 
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ class Disk:
         self._held: dict[int, int] = {}  # inode -> a descriptor: an inode that is held is not given out again
         self._contents: dict[int, bytes] = {}  # that are safe
         self._names: dict[int, dict[str, int]] = {}
+        self._lock = threading.RLock()  # checkpoints are written while the run goes on
         for path in (root, *root.rglob("*")):
             self._note_flush(self._hold(path))
 
@@ -46,9 +48,10 @@ class Disk:
 
         def cut_around(operation: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                self.cut()
-                result = operation(*args, **kwargs)
-                self.cut()
+                with self._lock:
+                    self.cut()
+                    result = operation(*args, **kwargs)
+                    self.cut()
                 return result
 
             return run
@@ -70,16 +73,19 @@ class Disk:
 
     def cut(self) -> None:
         """Keep what the disk may hold if the power goes now."""
-        self._hold_all()
-        for names_safe in (False, True):
-            for fate in ("kept", "lost", "half", "zeros"):
-                image: Image = {}
-                self._look(self.root.stat().st_ino, "", names_safe, fate, image)
-                digest = hashlib.sha256(repr(sorted(image.items())).encode()).hexdigest()
-                self.images.setdefault(digest, image)
+        with self._lock:
+            self._hold_all()
+            for names_safe in (False, True):
+                for fate in ("kept", "lost", "half", "zeros"):
+                    image: Image = {}
+                    self._look(self.root.stat().st_ino, "", names_safe, fate, image)
+                    digest = hashlib.sha256(repr(sorted(image.items())).encode()).hexdigest()
+                    self.images.setdefault(digest, image)
 
     def _look(self, inode: int, path: str, names_safe: bool, fate: str, image: Image) -> None:
         for name, child in (self._names.get(inode, {}) if names_safe else self._listed(inode)).items():
+            if child not in self._held:  # another thread has just opened it
+                continue
             if stat.S_ISDIR(os.fstat(self._held[child]).st_mode):
                 image[f"{path}{name}"] = None
                 self._look(child, f"{path}{name}/", names_safe, fate, image)

@@ -1,12 +1,16 @@
 """The training loop for real on the tiny model: every algorithm, resume, invalid runs, what is logged."""
 
 import copy
+import errno
 import functools
 import shutil
 
 import pytest
 from cohort.harness import plugins
 from cohort.harness.data import Prompt
+from cohort.harness.ground.files import read_json
+from cohort.harness.run import state
+from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.run.step import step_prompts
@@ -103,15 +107,66 @@ def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed)
 
 
 @pytest.mark.attack("Events that a power cut took")
-def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(tmp_path, cache, undisturbed):
-    folder, whole, _ = undisturbed("grpo")
+@pytest.mark.parametrize(("lost", "step"), [(3, 4), (1, 5)])  # of step 5: its update, its validation, the test
+def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(
+    lost, step, tmp_path, cache, undisturbed
+):
+    folder, whole, _ = undisturbed("ppo")
     shutil.copytree(folder, tmp_path / "cut")
     log = copy.deepcopy(whole)
-    del log.events[-3:]  # of step 5: its update, its validation and the test
-    assert [step for step, _ in log.events][-1] == 4
-    train(make_spec(), tmp_path / "cut", log, cache=cache)
-    assert log.resumed_at == [-1, 4]
+    del log.events[-lost:]
+    train(make_spec("ppo"), tmp_path / "cut", log, cache=cache)
+    assert log.resumed_at == [-1, step]
     assert log.without_clocks() == whole.without_clocks()
+
+
+class LateWriter(Writer):
+    """Writes each checkpoint as late as it may: when it is waited for."""
+
+    work = staticmethod(lambda: None)
+
+    def begin(self, work):
+        self.check(wait=True)
+        self.work = work
+
+    def check(self, *, wait=False):
+        if wait:
+            work, self.work = self.work, lambda: None
+            work()
+
+
+@pytest.mark.parametrize("name", ["ppo", "changing"])
+def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_path, cache, undisturbed, monkeypatch):
+    monkeypatch.setattr(state, "Writer", LateWriter)
+    train(SPECS[name], tmp_path, MemoryLog(), cache=cache)
+    folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
+    late, own = ([read_json(file) for file in sorted(folder.glob("*/state.json"))] for folder in folders)
+    assert [one["step"] for one in late] == [4, 5]
+    assert [one["files"] for one in late] == [one["files"] for one in own]
+    assert [one["progress"]["totals"]["rollouts"] for one in late] == [64, 80]
+    sizes = [(folders[0] / f"step-{step:08d}/learner.pt").stat().st_size for step in (4, 5)]
+    assert sizes[1] < 2000 < sizes[0]  # after the last step nothing is trained
+
+
+def test_a_disk_that_fills_up_under_a_checkpoint_ends_the_run_which_goes_on_from_the_one_before(
+    tmp_path, cache, undisturbed, monkeypatch
+):
+    _, whole, _ = undisturbed("grpo")
+    for step in (4, 5):  # the next step raises it, or the end of the run
+
+        def save(*given, step=step, **named):
+            if given[1] == step:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            save_checkpoint(*given, **named)
+
+        log = MemoryLog()
+        monkeypatch.setattr(state, "save_checkpoint", save)
+        with pytest.raises(OSError, match="No space left"):
+            train(make_spec(), tmp_path / str(step), log, cache=cache)
+        monkeypatch.setattr(state, "save_checkpoint", save_checkpoint)
+        train(make_spec(), tmp_path / str(step), log, cache=cache)
+        assert log.resumed_at == [-1, {4: 2, 5: 4}[step]]
+        assert log.without_clocks() == whole.without_clocks()
 
 
 def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):

@@ -76,7 +76,7 @@ def flat(scores):
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 def test_without_vllm_the_error_says_what_to_install():
     with pytest.raises(ValueError, match=r"pip install 'cohort-rl\[vllm\]'.*engine=transformers"):
-        VLLMEngine.Settings().check(Sampling())
+        VLLMEngine.Settings().check_machine()
 
 
 def test_sampling_whose_logprobs_vllm_can_state_is_accepted_and_other_is_refused_with_a_fix():

@@ -213,6 +213,7 @@ def estimate(
         read = min(rows, spec.prompts_per_step) * before + shape.rows * spec.max_tokens
         once = counts.trunk.all * read + sum(counts.trunk.cache) * shape.rows * before
         trunk = max(trunk, once // (shape.rows * width))
+    overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     stale = spec.staleness + 1 if spec.staleness else 0  # copies of trained weights: older ones, and its own meanwhile
@@ -235,6 +236,7 @@ def estimate(
         "rewards": sum(reward.model_bytes() for reward in spec.rewards.values()),  # whole on each device
         "gradients": part(together * counts.trainable),
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
+        "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
         "activations": _activation_bytes(spec, counts, shape, trunk, own_trunk, several=rows > shape.rows),
         **_engine_bytes(spec, counts, shape, device, together),

@@ -126,7 +126,7 @@ def study_work(
     returns the trial to the queue.
 
     Exit code 0 when no trial is left, 75 after SIGUSR1 or SIGUSR2 (the scheduler should start it again), 130 after the
-    other two.
+    other two, 2 if this machine cannot run the study.
     """
     from ..console.progress import study_view
 

@@ -55,6 +55,20 @@ def own_part(items: Sequence[T], together: int = 1) -> Sequence[T]:
     return items[first:last]
 
 
+def apart() -> Any:
+    """A group of all ranks for messages from another thread (`gathered`); None for a single process."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
+
+
+def gathered(value: T, group: Any) -> list[T]:
+    """The values of all ranks, in their order, on every rank of the group."""
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def one_by_one(work: Callable[[], T]) -> T:
     """The rank's own result; rank 0 works first, however long it takes, so that the others can use what it
     leaves in a cache."""

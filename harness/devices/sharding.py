@@ -6,7 +6,7 @@ A sharded tensor is a DTensor; every function leaves an unsharded model as it is
 """
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from . import ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,19 +117,36 @@ def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
 
 
-def kept(tree: Any) -> Any:
-    """The same mappings and lists with whole tensors on the CPU, on rank 0; one tensor at a time is on the device.
+def kept(tree: Any, *, on_first: bool = False) -> Any:
+    """Copies on the CPU of all tensors in mappings and lists; one tensor at a time is gathered on the device.
 
-    On other ranks the tensors are empty.
+    Each tensor is on one rank, whose copies have the fewest bytes so far, or all are `on_first`; on other ranks it is
+    None.
     """
-    if isinstance(tree, Mapping):
-        return {key: kept(item) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [kept(item) for item in tree]
-    if not is_spread(tree):
-        return tree
-    gathered = full(tree)
-    return gathered.cpu() if dist.get_rank() == 0 else torch.empty(0)
+    taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
+
+    def copy(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {key: copy(value) for key, value in item.items()}
+        if isinstance(item, list):
+            return [copy(value) for value in item]
+        if not isinstance(item, Tensor):
+            return item
+        owner = taken.index(min(taken))
+        taken[owner] += total_bytes([item])
+        whole = full(item.detach())
+        return whole.to("cpu", copy=not is_spread(item)) if owner == own else None
+
+    return copy(tree)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The tree of which all ranks have `kept` parts."""
+    if isinstance(parts[0], Mapping):
+        return {key: joined([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], list):
+        return [joined(items) for items in zip(*parts, strict=True)]
+    return next((part for part in parts if part is not None), None)
 
 
 def _groups(module: nn.Module) -> list[Any]:

@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -60,6 +61,11 @@ def strict(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def partial_folder(folder: Path) -> Path:
+    """Where a folder is filled before it is published."""
+    return folder.with_name(f".partial-{folder.name}")
+
+
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill beside `folder`, synced and moved there at the end, so that `folder` is always complete.
@@ -67,7 +73,7 @@ def publish_folder(folder: Path) -> Iterator[Path]:
     It replaces the old folder. One process at a time may publish the same folder; the next one removes the remains of a
     killed one.
     """
-    partial = folder.with_name(f".partial-{folder.name}")
+    partial = partial_folder(folder)
     for leftover in folder.parent.glob(f"{partial.name}*"):
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
@@ -77,6 +83,19 @@ def publish_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     sync(folder.parent)
+
+
+def write_hashed(file: Path, write: Callable[[Any], object]) -> str:
+    """The SHA-256 of a new file, computed while `write` fills the stream that it gets."""
+    digest = hashlib.sha256()
+    with file.open("wb") as stream:
+
+        def put(data: Any) -> int:
+            digest.update(data)
+            return stream.write(data)
+
+        write(SimpleNamespace(write=put, flush=stream.flush))
+    return digest.hexdigest()
 
 
 def write_manifest(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..devices.sharding import is_sharded, kept
-from ..ground.files import write_manifest
+from ..devices import ranks
+from ..ground.files import write_hashed, write_manifest
 from ..ground.inputs import expecting
 from ..ground.words import did_you_mean
 from .library import import_generation
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 M = TypeVar("M", bound=nn.Module)
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # of safetensors  # fmt: skip
 
 
 def check_model(name: str, setting: str = "model") -> None:
@@ -143,44 +149,72 @@ def _load_policy(name: str, seed: int) -> nn.Module:
     return model
 
 
-def saved_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """The weights to save if they are not simply the model's own: only the adapter, or gathered sharded weights.
-
-    They are on the CPU of rank 0; all ranks must call it together.
-    """
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a folder of the model holds: only the adapter, or all, tied ones once."""
     if has_adapter(model):
-        return kept(adapter_weights(model))
-    if not is_sharded(model):
-        return None
+        return adapter_weights(model)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    again = names - {name for name, _ in model.named_parameters()}  # of tied weights, which gathered ones do not show
-    return kept({name: value for name, value in model.state_dict().items() if name not in again})
+    again = names - {name for name, _ in model.named_parameters()}
+    again |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return {name: value for name, value in model.state_dict().items() if name not in again}
 
 
 def save_model(
     folder: Path,
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor | None] | None = None,
     base: Base | None = None,
+    group: Any = None,
 ) -> dict[str, str]:
     """Write a folder that `load_policy` and `load_tokenizer` load: all weights, or an adapter alone and its `base`.
 
     transformers loads the first kind, peft the second. It has a manifest, whose hashes (file -> SHA-256) are returned.
-    `weights` are `saved_weights`, if known.
+    `weights` are `saved_weights` or copies of them, by default the model's. Processes that `group` together each write
+    those that are not None, and the first one completes the folder.
     """
-    weights = saved_weights(model) if weights is None else weights
-    facts: dict[str, Any] = {}
-    if has_adapter(model):
-        assert base is not None and weights is not None
-        folder.mkdir(exist_ok=True)
-        save_adapter(folder, model, weights, base.name)
-        model.config.save_pretrained(folder)  # pyright: ignore
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {k: x for k, x in (saved_weights(model) if weights is None else weights).items() if x is not None}
+    rank, size = (ranks.rank(), ranks.world_size()) if group is not None else (0, 1)
+    adapted, config, facts, part = has_adapter(model), cast(Any, model.config), {}, ()
+    if given and not adapted:
+        file = "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
+        own = revert_weight_conversion(model, given)  # pyright: ignore[reportArgumentType]  # as transformers names them
+        part = (file, write_hashed(folder / file, partial(write_safetensors, own)), list(own))
+    parts = [part for part in ranks.gathered(part, group) if part]
+    if rank > 0:
+        return {}
+    if adapted:
+        assert base is not None
+        save_adapter(folder, model, given, base.name)
         facts = {BASE: asdict(base)}
     else:
-        model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
+        config.dtype, config.architectures = str(model.dtype)[6:], [type(model).__name__.removeprefix("FSDP")]
+        if model.can_generate():  # pyright: ignore
+            model.generation_config.save_pretrained(folder)  # pyright: ignore
+        if size > 1:
+            index = {"metadata": {}, "weight_map": {name: file for file, _, names in parts for name in names}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
-    return write_manifest(folder, **facts)
+    return write_manifest(folder, known={file: digest for file, digest, _ in parts}, **facts)
+
+
+def write_safetensors(weights: Mapping[str, Tensor], stream: Any) -> None:
+    """Write tensors in the format of safetensors, of whose library no function tells what it writes."""
+    order = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that each begins aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, value in order:
+        start, end = end, end + value.numel() * value.itemsize
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    stream.write(len(words).to_bytes(8, "little") + words)
+    for _, value in order:
+        stream.write(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def model_config(name: str) -> PretrainedConfig:

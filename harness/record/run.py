@@ -36,6 +36,7 @@ INFO, RESULT, PROGRESS = "run.json", "result.json", "progress.json"
 SYSTEM = "system/"  # the area of the metrics of the machine, which are no results
 CHECKPOINTS = "checkpoints"  # of a run's folder
 STATE, LEARNER = "state.json", "learner.pt"  # what a checkpoint has beside its policy
+LEARNERS = "*learner.pt"  # the parts of all processes, each in its file
 PROGRESS_SECONDS = 0.25
 SYSTEM_SECONDS = 10.0
 Finished = Literal["nothing", "weights"]  # what stays of a run's checkpoints
@@ -316,8 +317,8 @@ def drop_checkpoints(directory: Path, keep: Finished) -> None:
         if newest is None:
             folder.rmdir()
         else:
-            for name in (STATE, LEARNER):
-                (newest / name).unlink(missing_ok=True)
+            for file in (newest / STATE, *newest.glob(LEARNERS)):
+                file.unlink(missing_ok=True)
     except OSError as error:  # the result is valid without it
         log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)
 

@@ -9,7 +9,9 @@ step), so there is no random state to save.
 import logging
 import math
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..ground.files import publish_folder, whole_manifest, write_manifest, write_text
+from ..devices import ranks
+from ..devices.sharding import joined
+from ..ground.files import partial_folder, publish_folder, whole_manifest, write_hashed, write_manifest, write_text
 from ..ground.inputs import NO_INPUTS, Inputs, check_same
 from ..policy.model import save_model
 from ..policy.sources import Base
 from ..record.events import EVENTS, event_line, read_events
-from ..record.run import CHECKPOINTS, LEARNER, STATE
+from ..record.run import CHECKPOINTS, LEARNER, LEARNERS, STATE
 from ..spec.run import RunSpec
 
 log = logging.getLogger(__name__)
@@ -39,7 +43,8 @@ class Checkpoint:
     progress: Mapping[str, Any]
 
     def learner_state(self) -> dict[str, Any]:
-        return torch.load(self.folder / LEARNER, map_location="cpu", weights_only=True)
+        files = sorted(self.folder.glob(LEARNERS))
+        return joined([torch.load(file, map_location="cpu", weights_only=True) for file in files])
 
     def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
         """The saved weights under every name that the policy's state has (tied weights are stored once)."""
@@ -51,27 +56,66 @@ class Checkpoint:
         return saved | {name: tied[id(value)] for name, value in own.items() if name not in saved}
 
 
+class Writer:
+    """Does one piece of work at a time in a thread of its own. Its error is raised here, by whatever asks next."""
+
+    def __init__(self) -> None:
+        self.group = ranks.apart()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Start it when the one before has ended."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        self.check(wait=True)
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self, *, wait: bool = False) -> None:
+        """Raise the error of the work if it has ended with one; `wait` for its end."""
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+
 def save_checkpoint(
     directory: Path,
     step: int,
     *,
     spec_digest: str,
     policy: nn.Module,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, torch.Tensor | None] | None = None,
     tokenizer: PreTrainedTokenizerBase,
     learner_state: Mapping[str, Any],
     progress: Mapping[str, Any],
     keep: int,
     inputs: Inputs = NO_INPUTS,
     base: Base | None = None,
+    is_last: bool = False,
+    group: Any = None,
 ) -> None:
     """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` and `base` as `save_model`
-    takes them."""
-    with publish_folder(directory / f"step-{step:08d}") as folder:
-        saved = save_model(folder / "policy", policy, tokenizer, weights, base)
-        torch.save(dict(learner_state), folder / LEARNER)
-        facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
-        write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)
+    takes them. Processes that `group` together each write their parts of weights and state."""
+    folder, rank = directory / f"step-{step:08d}", 0 if group is None else ranks.rank()
+    with publish_folder(folder) if rank == 0 else nullcontext(partial_folder(folder)) as partial:
+        ranks.gathered(None, group)  # the folder is there
+        name = LEARNER if rank == 0 else f"{rank}-{LEARNER}"
+        own = {name: write_hashed(partial / name, lambda stream: torch.save(dict(learner_state), stream))}
+        known = {k: digest for one in ranks.gathered(own, group) for k, digest in one.items()}
+        saved = save_model(partial / "policy", policy, tokenizer, weights, base, group)
+        if rank > 0:
+            return
+        facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": progress, "is_last": is_last}
+        write_manifest(partial, STATE, known=known | {f"policy/{k}": digest for k, digest in saved.items()}, **facts)
     for old in sorted(directory.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
@@ -128,6 +172,8 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tupl
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         passed.clear()
         for folder, state in _intact(source / CHECKPOINTS, passed):
+            if state.get("is_last"):  # without optimisers
+                continue
             progress = dict(state["progress"])
             if spec.algorithm.kl_beta != parent.algorithm.kl_beta:
                 progress["kl_beta"] = spec.algorithm.kl_beta

@@ -174,12 +174,14 @@ class Learner:
         """The policy's state; with several devices each tensor is spread over them."""
         return self.policy.state_dict()
 
-    def state(self) -> dict[str, Any]:
-        """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder.
-
-        Gathered from all ranks; ranks other than 0 get no tensors.
+    def state(self, *, to_train: bool = True) -> dict[str, Any]:
+        """Copies, on the CPU, of optimiser states, critic and adapter: everything that a resumed run needs besides the
+        policy's folder. Each rank gets a part. A run that trains no more needs the adapter alone.
         """
-        state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        state: dict[str, Any] = {"adapter": adapter_weights(self.policy)} if self.adapted else {}
+        if not to_train:
+            return kept(state)
+        state |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
             state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
@@ -187,8 +189,6 @@ class Learner:
             state["reference"] = self.reference.state_dict()
         if self.spec.staleness:
             state["older"] = list(self.older)
-        if self.adapted:
-            state["adapter"] = adapter_weights(self.policy)
         return kept(state)
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -198,6 +198,8 @@ class Learner:
                 load_adapter(self.policy, spread(self.policy, state["adapter"]))
             else:
                 self.policy.load_state_dict(spread(self.policy, policy))
+            if not state.keys() - {"adapter"}:  # of a run that trains no more
+                return
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
             device = next(self.policy.parameters()).device

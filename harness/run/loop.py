@@ -65,7 +65,7 @@ def train(
             return RunResult("stopped", None, {})
         finally:
             if run is not None:
-                run.engine.close()
+                run.close()
 
 
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
@@ -79,6 +79,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if spec.evaluation.test_at_start and spec.steps:
             _evaluate(run, "test", 0, "start")
     while step < spec.steps and not run.is_spent:
+        run.writer.check()
         start = run.models.now()
         metrics, drawn = train_step(run, prompts, step)
         step += 1
@@ -104,7 +105,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _evaluate(run, "validation", step)
         stop = ranks.same(should_stop)
         if step % spec.checkpoints.every == 0 or is_last or stop:
-            run.save(step)
+            run.save(step, is_last=is_last)
         if stop and not is_last:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)

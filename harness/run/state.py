@@ -1,9 +1,12 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +20,7 @@ from ..checks.preflight import run_inputs
 from ..data import Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
+from ..devices.sharding import kept
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine
 from ..policy import flops
@@ -27,7 +31,7 @@ from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
-from .checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from .checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
@@ -102,15 +106,19 @@ class Run:
     gates: GateState = field(default_factory=GateState)
     spent: dict[str, float] = field(default_factory=dict)
     costs: flops.Costs | None = None  # None where operations are not counted
+    writer: Writer = field(default_factory=Writer)  # of checkpoints
 
     def __post_init__(self) -> None:
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             self.costs = flops.Costs.of(self.learner.policy)
+        self.tokenizer = deepcopy(self.codec.tokenizer)  # to be saved while the other one encodes
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
+    def save(self, step: int, *, is_last: bool = False) -> None:
+        """Copy what the checkpoint of training step `step` holds, and begin to write it; `prepare` can continue from it
+        with any number of devices. `is_last`: nothing is trained any more, so it needs no optimiser's state."""
+        self.writer.check(wait=True)  # one copy at a time
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
@@ -120,13 +128,23 @@ class Run:
             "ledger": self.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
-        learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
-        if ranks.rank() == 0:
-            save_checkpoint(
-                self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(), policy=self.learner.policy,
-                weights=weights, tokenizer=self.codec.tokenizer, learner_state=learner_state, progress=progress,
-                keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base,
-            )  # fmt: skip
+        weights = kept(saved_weights(self.learner.policy), on_first=self.spec.lora is not None)
+        write = partial(
+            save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(),
+            policy=self.learner.policy, weights=weights, tokenizer=self.tokenizer,
+            learner_state=self.learner.state(to_train=not is_last), progress=deepcopy(progress),
+            keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base, is_last=is_last,
+            group=self.writer.group,
+        )  # fmt: skip
+        self.writer.begin(write)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, unless a user ends the process at once, and end the engine."""
+        try:
+            if not isinstance(sys.exception(), KeyboardInterrupt):
+                self.writer.check(wait=True)
+        finally:
+            self.engine.close()
 
     def charge(self, seconds: float) -> None:
         """Add time of the run, on all its devices."""
