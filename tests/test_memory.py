@@ -413,10 +413,13 @@ def test_vllms_share_of_a_gpu_must_hold_its_weights():
         spec = make_spec(engine=engine, lora={"rank": 8}, **changes)
         with pretend_cuda(gib=10, free=8):  # its share is one of all memory, whoever has the rest
             assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
-    spec = make_spec(engine=engine, lora={"rank": 8}, dtype="float32")
-    expected = r"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to 0.47 or more"
-    with pretend_cuda(gib=10), pytest.raises(SpecError, match=expected):
-        estimate(spec, LLAMA_1B, 20, torch.device("cuda"))
+    # Keys and values of a row of 2**17 tokens: 16 layers x 2 x 8 heads x 64 wide x 2 bytes each, 4 GiB.
+    long = {"dtype": "bfloat16", "engine": {**engine, "max_model_len": 2**17}}
+    for changes, least, share in (({"dtype": "float32", "engine": engine}, 4.6, 0.47), (long, 6.3, 0.64)):
+        spec = make_spec(lora={"rank": 8}, **changes)
+        expected = rf"{least} GiB, got 0.25 of the GPU, 2.5 GiB; set it to {share} or more"
+        with pretend_cuda(gib=10), pytest.raises(SpecError, match=expected):
+            estimate(spec, LLAMA_1B, 20, torch.device("cuda"))
 
 
 def test_the_longest_prompt_is_found_in_tokens_and_short_ones_are_not_read():

@@ -295,7 +295,9 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         size = torch.cuda.mem_get_info(device)[1]
         share = int(settings.gpu_memory_utilization * size)  # of all memory, as vLLM takes it; weights included
         dtype = settings.dtype or ("bfloat16" if spec.autocast else spec.dtype)
-        row = sum(counts.trunk.cache) // shape.rows
+        counted = shape.prompt_tokens + shape.max_tokens  # of each row
+        length = settings.max_model_len or counted + 1  # of the row that vLLM must be able to hold
+        row = sum(counts.trunk.cache) * length // (shape.rows * counted)
         least = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
         if least > share:
             fraction = math.ceil(100 * least / size) / 100
