@@ -1,11 +1,11 @@
 """Estimates the memory of a run from its spec, before anything loads, and refuses a run that does not fit.
 
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
-worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
-without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients always count, because they
-exist from the second micro-batch on. Not counted: the cold start, passes of a reward model, intermediates of the
-prefill, libraries, and unused bytes that the allocator holds, with glibc up to 60 % of the peak; on a GPU
-`GPU_RESERVE` stands for them.
+worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
+layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
+peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
+passes of a reward model, intermediates of the prefill, libraries, and unused bytes that the allocator holds, with glibc
+up to 60 % of the peak; on a GPU `GPU_RESERVE` stands for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from ..data import Prompt
 from ..devices.device import GIB, GPU_RESERVE, device_bytes, resolve_device
 from ..ground.machine import SHARED_GPU
-from ..policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
+from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, model_config
 from ..policy.text import TextCodec, load_codec
 from ..spec.errors import SpecError
@@ -238,33 +238,36 @@ def estimate(
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
-        "activations": _activation_bytes(spec, counts, shape, trunk, own_trunk, several=rows > shape.rows),
+        "activations": _activation_bytes(spec, counts, shape, device, trunk, own_trunk, several=rows > shape.rows),
         **_engine_bytes(spec, counts, shape, device, together),
     }
 
 
 def _activation_bytes(
-    spec: RunSpec, counts: Counts, shape: Shape, trunk: int, own_trunk: bool, *, several: bool
+    spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, trunk: int, own_trunk: bool, *, several: bool
 ) -> int:
     """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
     completion = shape.rows * shape.max_tokens
-    at_once = min(chunk_tokens(counts.vocabulary), completion)
-    chunk, again = 4 * at_once * counts.vocabulary, 0
-    logprobs = counts.logprobs
-    if is_recomputed(completion, counts.vocabulary):  # of one chunk alone, in its turn
-        logprobs, again = counts.states, counts.logprobs * at_once // completion
-    policy = trunk + logprobs
+    policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
-    several = several or at_once < completion
+    block = 4 * counts.vocabulary * min(block_tokens(counts.vocabulary, device), completion)
+    again = is_recomputed(completion, counts.vocabulary)
     head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
+    if block == 4 * counts.vocabulary * completion and not again:  # all at once
+        worst = max(3 * block, block + head_gradient)
+    else:  # one product, copies of head and gradient in its precision, and a block, or the gradient's next term
+        product = torch.bfloat16 if spec.autocast else getattr(torch, spec.dtype)
+        chunk = product.itemsize * counts.vocabulary * min(chunk_tokens(counts.vocabulary, device, product), completion)
+        half = counts.head // (2 if spec.autocast else 1) if product.itemsize == 2 else 0
+        worst = chunk + max(4 * block, half) + half + head_gradient
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
-    stages = [policy + critic, policy + again + 3 * chunk, policy + again + chunk + head_gradient]
+    stages = [policy + critic, policy + worst]
     if spec.gradient_checkpointing is True:
-        others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
+        others = policy + critic if own_trunk else trunk + counts.states
         kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
         largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
         stages.append(others + largest)
-        stages.append(policy + counts.cast + 3 * chunk)  # else the copies are kept anyway
+        stages.append(policy + counts.cast + worst)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
     return max(stages)

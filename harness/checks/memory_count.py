@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..devices.device import mixed_precision
 from ..devices.sharding import layers, total_bytes
-from ..policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
+from ..policy.forward import Critic, backbone, can_share_prompts, state_logprobs
 from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
 from ..policy.lora import add_adapter, hold_frozen_products
@@ -164,7 +164,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
             targets_N = tokens_BT[:, shape.prompt_tokens :].flatten()
-            found = chunk_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient)
+            found = state_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient)
             with_logprobs = kept.all
             if not shape.shares_trunk:
                 hidden_NH = hidden_NH.clone()

@@ -6,6 +6,8 @@ Column t of every `_BT` tensor describes token t of its row; the logits that pro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from .fused_llama import Fused
 
 
-CHUNK = 4096  # most completion tokens that go through the language-model head at once
-LOGITS_BYTES = 2**28  # of their logits in float32, at most; log-probs and entropies take three times as much again
+LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
+BLOCK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of them in float32 that become log-probs at once, with 4 such tensors
 KEPT_BYTES = 2**30  # most bytes of logits that a pass keeps for its backward pass; more is computed again there
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache columns, where shorter prompts leave gaps
 
@@ -51,27 +53,36 @@ def backbone(model: nn.Module) -> Any:
     return found if found is not model else next(parts, model)
 
 
-def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
+def output_logits(model: nn.Module, hidden_NH: Tensor, product_NV: Tensor | None = None) -> Tensor:
     """[N, V] logits of last hidden states by the model's own forward pass: with its scale, its soft cap, its bias.
 
-    The states replace the output of the model's backbone in that pass.
+    The states replace the output of the model's backbone in that pass, `product_NV` that of its language-model head.
     """
-    body, calls = backbone(model), 0
+    tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+    with _answering(backbone(model), lambda *_, **__: _States((hidden_NH[None],))):
+        if product_NV is None:
+            return model(input_ids=tokens, use_cache=False).logits[0]
+        with _answering(model.get_output_embeddings(), lambda _: product_NV[None]):  # pyright: ignore
+            return model(input_ids=tokens, use_cache=False).logits[0]
 
-    def known_states(*_: Any, **__: Any) -> _States:
+
+@contextmanager
+def _answering(module: Any, answer: Callable[..., Any]) -> Iterator[None]:
+    """Inside the context, where it must be called once, the module does `answer` instead of its own forward pass."""
+    calls = 0
+
+    def counted(*given: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        return _States((hidden_NH[None],))
+        return answer(*given, **named)
 
-    assert "forward" not in vars(body), "an earlier pass did not end, or a library has put its own in this place"
-    body.forward = known_states
+    assert "forward" not in vars(module), "an earlier pass did not end, or a library has put its own in this place"
+    module.forward = counted
     try:
-        tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        yield
     finally:
-        del body.forward
-    assert calls == 1, f"the forward pass of {type(model).__name__} called its backbone {calls} times"
-    return logits
+        del module.forward
+    assert calls == 1, f"the forward pass of the model called its {type(module).__name__} {calls} times"
 
 
 class _States(tuple[Tensor]):
@@ -118,24 +129,15 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
-    They are those of the model's own forward pass. Its language-model head runs on a few masked positions at a time, so
-    that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
-    `completion_states`, if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does.
-    Entropies carry a gradient only if asked.
+    They are those of the model's own forward pass. Its language-model head runs on masked positions alone, so that
+    [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`,
+    if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a
+    gradient only if asked.
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets_N = tokens_BT[:, 1:][mask_BT[:, 1:]]
-    few = partial(chunk_logprobs, model, temperature=temperature, entropy_gradient=entropy_gradient)
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
-    chunk = chunk_tokens(vocabulary)
-    found = []
-    for part, target in zip(hidden.split(chunk), targets_N.split(chunk), strict=True):
-        if torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary):
-            found.append(checkpoint(few, part, target, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(few(part, target))
-    logprobs, entropies = zip(*found, strict=True)
-    return _scatter(torch.cat(logprobs), mask_BT), _scatter(torch.cat(entropies), mask_BT)
+    logprobs, entropies = state_logprobs(model, hidden, targets_N, temperature, entropy_gradient=entropy_gradient)
+    return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
 
 
 @under_hooks
@@ -150,15 +152,21 @@ def token_uniform_kls(
     hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
     found = []
-    for part in hidden_NH.split(chunk_tokens(vocabulary)):
+    for part in hidden_NH.split(block_tokens(vocabulary, hidden_NH.device)):
         logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
         found.append(logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1]))
     return _scatter(torch.cat(found), mask_BT)
 
 
-def chunk_tokens(vocabulary: int) -> int:
-    """Completion tokens that go through the language-model head at once."""
-    return max(1, min(CHUNK, LOGITS_BYTES // (4 * vocabulary)))
+def block_tokens(vocabulary: int, device: torch.device) -> int:
+    """Completion tokens whose logits become log-probs at once."""
+    return max(1, BLOCK_BYTES[device.type] // (4 * vocabulary))
+
+
+def chunk_tokens(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Completion tokens in one product with the language-model head: enough that reading its weights and adding to
+    their gradient is a small part of the work."""
+    return max(1, LOGITS_BYTES[device.type] // (dtype.itemsize * vocabulary))
 
 
 def is_recomputed(tokens: int, vocabulary: int) -> bool:
@@ -166,17 +174,99 @@ def is_recomputed(tokens: int, vocabulary: int) -> bool:
     return 4 * tokens * vocabulary > KEPT_BYTES
 
 
-def chunk_logprobs(
+def state_logprobs(
     model: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies), both [N] nats, of the tokens after the states, as `token_logprobs` has them; all logits
-    at once, which are kept for the backward pass."""
-    logits = _at_least_float32(output_logits(model, hidden_NH)) / (temperature or 1.0)
-    all_logprobs = F.log_softmax(logits, dim=-1)
-    logprobs = all_logprobs.gather(-1, targets_N[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return logprobs, entropies
+    """(log-probs, entropies), both [N] nats, of the tokens after the states, as `token_logprobs` has them."""
+    head: Any = model.get_output_embeddings()  # pyright: ignore
+    vocabulary = len(head.weight)
+    block = block_tokens(vocabulary, hidden_NH.device)
+    again = torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary)
+
+    def score(hidden_NH: Tensor, targets_N: Tensor, product_NV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = _at_least_float32(output_logits(model, hidden_NH, product_NV)) / (temperature or 1.0)
+        all_logprobs = F.log_softmax(logits, dim=-1)
+        logprobs = all_logprobs.gather(-1, targets_N[:, None])[:, 0]
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return logprobs, entropies
+
+    if len(targets_N) <= block and not again:
+        return score(hidden_NH, targets_N)
+    if type(head) is nn.Linear:
+        known = hidden_NH.detach()[:block]
+        found = _LinearHead.apply(
+            lambda product, targets: score(known[: len(targets)], targets, product),
+            (block, torch.is_grad_enabled() and not again, entropy_gradient),
+            _head_input(model, hidden_NH), head.weight, head.bias, targets_N,
+        )  # fmt: skip
+        return found  # pyright: ignore
+    one = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False) if again else score
+    found = [one(*part) for part in zip(hidden_NH.split(block), targets_N.split(block), strict=True)]
+    logprobs, entropies = zip(*found, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _head_input(model: nn.Module, hidden_NH: Tensor) -> Tensor:
+    """[N, H]: what the model's language-model head reads of last hidden states, which some models scale."""
+    read = []
+    with _answering(model.get_output_embeddings(), lambda given: read.append(given[0]) or given[..., :1]):  # pyright: ignore
+        output_logits(model, hidden_NH)
+    return read[0]
+
+
+class _LinearHead(torch.autograd.Function):
+    """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time.
+
+    A product takes a chunk of tokens. All are kept for the backward pass, or none, and it makes them again. The chunks'
+    gradients of the weights are added up in place, in at least float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, score: Any, settings: Any, states_NH: Any, weight: Any, bias: Any, targets_N: Any) -> Any:
+        block, is_kept, entropy_gradient = settings
+        ctx.dtype = F.linear(states_NH[:0], weight[:0]).dtype  # autocast's, where it is on
+        ctx.score, ctx.block, ctx.chunk = score, block, chunk_tokens(len(weight), weight.device, ctx.dtype)
+        found, products = [], []
+        with torch.autocast(states_NH.device.type, enabled=False):
+            own = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
+            for states, targets in zip(states_NH.split(ctx.chunk), targets_N.split(ctx.chunk), strict=True):
+                product = F.linear(states.to(ctx.dtype), *own)
+                found += [score(*part) for part in zip(product.split(block), targets.split(block), strict=True)]
+                products += [product] * is_kept
+        ctx.save_for_backward(states_NH, weight, bias, targets_N, *products)
+        logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        states_NH, weight, bias, targets_N, *products = ctx.saved_tensors
+        states_gradient = torch.empty_like(states_NH)
+        wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[3:5], strict=True)]
+        sums = [x if x is None else _at_least_float32(torch.zeros_like(x)) for x in wanted]
+        columns = (x.split(ctx.chunk) for x in (states_NH, states_gradient, targets_N, *gradients))
+        with torch.autocast(states_NH.device.type, enabled=False):
+            own = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
+            for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
+                states = given.to(ctx.dtype)
+                product = products[i] if products else F.linear(states, *own)
+                gradient = torch.empty_like(product) if products else product
+                blocks = (x.split(ctx.block) for x in (product, gradient, *of_tokens))
+                for part, part_gradient, targets, *known in zip(*blocks, strict=True):
+                    leaf = part.detach().requires_grad_()
+                    with torch.enable_grad():
+                        found = [x for x in ctx.score(leaf, targets) if x.requires_grad]
+                    part_gradient.copy_(torch.autograd.grad(found, leaf, known[: len(found)])[0])
+                into.copy_(gradient @ own[0])
+                if sums[0] is not None and sums[0].dtype == ctx.dtype:
+                    sums[0].addmm_(gradient.t(), states)
+                elif sums[0] is not None:
+                    sums[0] += gradient.t() @ states
+                if sums[1] is not None:
+                    sums[1] += gradient.sum(0)
+        return None, None, states_gradient, *(x if x is None else x.to(weight.dtype) for x in sums), None
 
 
 @dataclass

@@ -178,7 +178,8 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     given = {k: x for k, x in (saved_weights(model) if weights is None else weights).items() if x is not None}
     rank, size = (ranks.rank(), ranks.world_size()) if group is not None else (0, 1)
-    adapted, config, facts, part = has_adapter(model), cast(Any, model.config), {}, ()
+    adapted, config, part = has_adapter(model), cast(Any, model.config), ()
+    facts: dict[str, Any] = {}
     if given and not adapted:
         file = "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
         own = revert_weight_conversion(model, given)  # pyright: ignore[reportArgumentType]  # as transformers names them

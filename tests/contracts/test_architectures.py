@@ -24,10 +24,17 @@ def test_engine_learner_and_shared_prompts_give_the_log_probs_of_the_models_own_
     assert math.isnan(shared) or shared < NATS
 
 
-@pytest.mark.parametrize("name", ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1"])
-def test_the_gradient_is_that_of_the_models_own_forward_pass(name, monkeypatch):
-    monkeypatch.setattr(forward, "CHUNK", 4)
+@pytest.mark.parametrize("head", ["linear", "any"])
+@pytest.mark.parametrize(
+    "name", ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1", "minicpm3", "gptj", "nanochat"]
+)
+def test_the_gradient_is_that_of_the_models_own_forward_pass(name, head, monkeypatch):
+    monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": 4 * 4 * 100})
+    monkeypatch.setattr(forward, "LOGITS_BYTES", {"cpu": 5 * 4 * 100})
     model = build_model(name)
+    if head == "any":  # one whose weights only the model's own pass knows to use
+        model.get_output_embeddings().__class__ = type("Other", (torch.nn.Linear,), {})
+        monkeypatch.setattr(forward, "KEPT_BYTES", 0)
     tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(9)[None] >= torch.tensor([[3], [6]])
     token_logprobs(model, tokens, mask, 1.0)[0].sum().backward()
