@@ -229,7 +229,7 @@ class _LinearHead(torch.autograd.Function):
         ctx.score, ctx.block, ctx.chunk = score, block, chunk_tokens(len(weight), weight.device, ctx.dtype)
         found, products = [], []
         with torch.autocast(states_NH.device.type, enabled=False):
-            own = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
+            own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
             for states, targets in zip(states_NH.split(ctx.chunk), targets_N.split(ctx.chunk), strict=True):
                 product = F.linear(states.to(ctx.dtype), *own)
                 found += [score(*part) for part in zip(product.split(block), targets.split(block), strict=True)]
@@ -248,7 +248,7 @@ class _LinearHead(torch.autograd.Function):
         sums = [x if x is None else _at_least_float32(torch.zeros_like(x)) for x in wanted]
         columns = (x.split(ctx.chunk) for x in (states_NH, states_gradient, targets_N, *gradients))
         with torch.autocast(states_NH.device.type, enabled=False):
-            own = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
+            own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
             for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
                 states = given.to(ctx.dtype)
                 product = products[i] if products else F.linear(states, *own)
