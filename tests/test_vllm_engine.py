@@ -21,7 +21,7 @@ from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.events import read_events
 from cohort.harness.run.loop import train
-from cohort.harness.run.sync import check_sync, probe
+from cohort.harness.run.sync import check_sync, spot_check
 from cohort.harness.spec.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 from ranks_at_work import RUN
@@ -139,7 +139,7 @@ def test_prompts_longer_than_a_cache_block_are_sampled_from_new_weights_after_a_
 
 
 @needs_vllm
-def test_a_bfloat16_engine_rounds_float32_weights_and_the_probe_notices_a_missed_sync_of_them():
+def test_a_bfloat16_engine_rounds_float32_weights_and_the_spot_check_notices_a_missed_sync_of_them():
     policy, newer = tiny_model(0), tiny_model(0)
     with torch.no_grad():
         for parameter in newer.parameters():
@@ -149,7 +149,7 @@ def test_a_bfloat16_engine_rounds_float32_weights_and_the_probe_notices_a_missed
     expected = learner_logprobs(tiny_model(0).to(torch.bfloat16), rows_of(groups))
     assert sampled_logprobs(groups) == pytest.approx(expected, abs=0.1)
     assert sampled_logprobs(groups) != pytest.approx(learner_logprobs(policy, rows_of(groups)), abs=1e-4)
-    before = probe(engine, policy, groups)
+    before = spot_check(engine, policy, groups)
     engine.load_weights(policy.state_dict(), 1)
     with pytest.raises(InvalidRun, match="stale weights: the update moved"):
         check_sync(engine, newer, before)
@@ -164,13 +164,13 @@ def test_two_starts_of_one_shape_have_one_key_in_vllms_cache_of_compiled_graphs(
 
 
 @needs_vllm
-def test_the_probe_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(engine):
+def test_the_spot_check_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(engine):
     policy, newer = tiny_model(0), tiny_model(0)
     with torch.no_grad():
         for parameter in newer.parameters():
             parameter.add_(1e-3 * parameter.sign())
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
-    before = probe(engine, policy, groups)
+    before = spot_check(engine, policy, groups)
     with pytest.raises(InvalidRun, match="stale weights"):
         check_sync(engine, newer, before)
     # Without the second name of the tied weights vLLM 0.32 keeps the old language-model head.

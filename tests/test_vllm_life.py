@@ -14,7 +14,7 @@ from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.loop import train
-from cohort.harness.run.sync import check_sync, probe
+from cohort.harness.run.sync import check_sync, spot_check
 from cohort.harness.spec.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 
@@ -189,7 +189,7 @@ def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_n
             with pytest.raises(InvalidRun, match=f"those of '{place}' in vLLM"):
                 engine.load_weights(newer.state_dict(), 1)
     engine.load_weights(newer.state_dict(), 2)
-    before = probe(engine, policy, engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0))
+    before = spot_check(engine, policy, engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0))
     far = tiny_model(5)
     with torch.no_grad():
         far.lm_head.weight.mul_(20)

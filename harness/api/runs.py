@@ -72,10 +72,10 @@ def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> No
     """Return in the process that leads the runs; all others end here, and so does this one if it starts a group."""
     devices = max(spec.devices for spec in specs)
     if in_group():
-        from ..devices.group import join
+        from ..devices.group import enter
         from ..run.loop import train as run
 
-        if (group := join()) is not None and group.rank:
+        if (group := enter()) is not None and group.rank:
             group.follow(run)
             raise SystemExit(0)
     elif devices > 1:

@@ -252,7 +252,7 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
     return 0
 
 
-def join() -> Group | None:
+def enter() -> Group | None:
     """The group in which an agent of torch started this process; None if none did.
 
     SpecError if a process of the group may not be in it. The process ends when the agent does.

@@ -35,7 +35,7 @@ from .checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
-from .sync import Probe
+from .sync import SpotCheck
 
 DEMONSTRATIONS = 512  # number whose mean length stands for all
 
@@ -100,7 +100,7 @@ class Run:
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
     base: Base | None = None  # seed of its adapter
-    probe: Probe | None = None  # of the engine's weights in the last step
+    spot_check: SpotCheck | None = None  # of the engine's weights in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     gates: GateState = field(default_factory=GateState)

@@ -33,7 +33,7 @@ from .gates import GateState
 from .grading import begin_grading, control_rewards, reward_metrics, score
 from .learner import correct_mismatch
 from .state import Run
-from .sync import check_sync, probe
+from .sync import check_sync, spot_check
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     updated = learner.update(batch, step)
     clock.lap("update")
     engine.load_weights(learner.weights(), step + 1)
-    synced = {} if run.probe is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.probe)}
+    synced = {} if run.spot_check is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.spot_check)}
     clock.lap("sync")
     metrics = merged(
         updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),
@@ -177,7 +177,7 @@ def _rest(run: Run, groups: Sequence[Group]) -> None:
     """Get the scores that the check of the engine's next weights needs, if it has its own, then let it sleep, because
     learner and rewards may need the device."""
     if not run.engine.exact_logprobs:
-        run.probe = probe(run.engine, run.learner.policy, groups, run.probe)
+        run.spot_check = spot_check(run.engine, run.learner.policy, groups, run.spot_check)
     run.engine.sleep()
 
 

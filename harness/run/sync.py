@@ -9,7 +9,7 @@ The learner scores without autocast and TF32, because their rounding would hide 
 engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
 that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
 
-Where an update moves no token by `SEEN`, the probe continues over further steps. How soon a stale vLLM is noticed in
+Where an update moves no token by `SEEN`, the check continues over further steps. How soon a stale vLLM is noticed in
 each precision is measured in docs/lab-notes.md ("Is a stale vLLM noticed in each precision").
 """
 
@@ -29,7 +29,7 @@ from ..policy.lora import holds_products
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
 # tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured; float16: a fifth of bfloat16's, as its
-# differences are. If a run's first probe differs by more than a tenth of the bound, its bound is TIMES_USUAL times that
+# differences are. If a run's first check differs by more than a tenth of the bound, its bound is TIMES_USUAL times that
 # difference.
 BOUNDS: dict[Precision, float] = {"float32": 1e-3, "tf32": 0.1, "float16": 0.2, "bfloat16": 1.0}
 TIMES_USUAL = 10
@@ -37,15 +37,15 @@ TIMES_USUAL = 10
 # times as far (root of the sum of squares over the tokens), a stale one 0 times.
 SEEN: dict[Precision, float] = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 0.1}
 LEAST_MOVE = 0.1
-NUM_ROWS, MAX_TOKENS = 4, 32  # of a probe, and of each completion in it
+NUM_ROWS, MAX_TOKENS = 4, 32  # of a spot check, and of each completion in it
 Row = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class Probe:
+class SpotCheck:
     """Rows (token ids, tokens of the prompt) and the log-probs of their completion tokens, engine's and learner's.
 
-    `usual` is the largest difference (nats) between the two at the run's first probe: their rounding.
+    `usual` is the largest difference (nats) between the two at the run's first check: their rounding.
     """
 
     rows: tuple[Row, ...]
@@ -54,10 +54,10 @@ class Probe:
     usual: float
 
 
-def probe(engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: Probe | None = None) -> Probe | None:
+def spot_check(engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: SpotCheck | None = None) -> SpotCheck | None:
     """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
 
-    None for an engine that shares the learner's weights. The `last` step's probe is used again while the learner's
+    None for an engine that shares the learner's weights. The `last` step's check is used again while the learner's
     scores have not moved far enough from it to show whether the engine's move too.
     """
     if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
@@ -69,7 +69,7 @@ def probe(engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], las
     if scores is None:
         return None
     theirs, ours = np.concatenate(scores), _learner_scores(policy, rows)
-    return Probe(rows, theirs, ours, float(np.abs(theirs - ours).max()) if last is None else last.usual)
+    return SpotCheck(rows, theirs, ours, float(np.abs(theirs - ours).max()) if last is None else last.usual)
 
 
 def precision(policy: nn.Module) -> Precision:
@@ -80,7 +80,7 @@ def precision(policy: nn.Module) -> Precision:
     return "tf32" if weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
 
 
-def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe) -> float:
+def check_sync(engine: RolloutEngine, policy: nn.Module, before: SpotCheck) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
     weights. InvalidRun if the weights of an engine that cannot compare them are stale: the difference is above the
     bound of the coarser precision and above TIMES_USUAL times the usual difference, or the engine has not moved with

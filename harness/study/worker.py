@@ -70,9 +70,9 @@ def worker_main(
     runs = runs.resolve()
     group = None
     if in_group():  # torch is not for every worker
-        from ..devices.group import join
+        from ..devices.group import enter
 
-        group = join()
+        group = enter()
         if group is not None and group.rank:
             group.follow(pkgutil.resolve_name(execute))
             return 0

@@ -11,7 +11,7 @@ from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import sync
 from cohort.harness.run.step import train_step
-from cohort.harness.run.sync import check_sync, probe
+from cohort.harness.run.sync import check_sync, spot_check
 from fakes import tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
@@ -51,7 +51,7 @@ def update(policy, size):
 
 def update_and_check(engine, policy, size=1e-4):
     """An update, the sync and the check."""
-    before = probe(engine, policy, sampled(engine))
+    before = spot_check(engine, policy, sampled(engine))
     update(policy, size)
     engine.load_weights(policy.state_dict(), 1)
     return check_sync(engine, policy, before)
@@ -107,8 +107,8 @@ def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_gr
     policy = tiny_model(0)
     engine = EngineWithACopy(policy)
     groups = sampled(engine)
-    found = probe(engine, policy, groups)
-    assert len(probe(engine, policy, groups[:1]).rows) == 1  # no more than there are groups
+    found = spot_check(engine, policy, groups)
+    assert len(spot_check(engine, policy, groups[:1]).rows) == 1  # no more than there are groups
     first, third = (tiny_codec().encode(PROMPTS[i].text) for i in (0, 2))  # i * 5 // 2
     assert found.rows == (
         (first + groups[0].rollouts[0].token_ids[:3], len(first)),
@@ -117,14 +117,14 @@ def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_gr
     assert found.learner == pytest.approx([*groups[0].rollouts[0].logprobs[:3], *groups[2].rollouts[0].logprobs[:3]])
 
 
-def test_an_engine_that_shares_the_learners_weights_is_not_probed():
+def test_an_engine_that_shares_the_learners_weights_is_not_checked():
     policy = tiny_model(0)
     engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
-    assert probe(engine, policy, sampled(engine)) is None
+    assert spot_check(engine, policy, sampled(engine)) is None
 
 
 def planted(precision, size, rates=1, missed=True):
-    """A probe, `rates` updates of `size` per weight, and the check, with an engine of its own precision."""
+    """A spot check, `rates` updates of `size` per weight, and the check, with an engine of its own precision."""
     policy = tiny_model(0)
     engine = EngineWithACopy(policy, takes=lambda name: not missed)
     engine.policy.to(getattr(torch, precision))
@@ -132,7 +132,7 @@ def planted(precision, size, rates=1, missed=True):
     groups = sampled(engine)
     before = None
     for _ in range(rates):
-        before = probe(engine, policy, groups, before)
+        before = spot_check(engine, policy, groups, before)
         update(policy, size)
         engine.load_weights(policy.state_dict(), 1)
         check_sync(engine, policy, before)
@@ -155,16 +155,16 @@ def test_an_update_below_notice_is_noticed_when_several_have_been_missed():
     planted("bfloat16", 1e-7, rates=20, missed=False)
 
 
-def test_a_probe_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_runs_usual_difference():
+def test_a_spot_check_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_runs_usual_difference():
     policy = tiny_model(0)
     engine = EngineWithACopy(policy, rounding=0.05)
     groups = sampled(engine)
-    first = probe(engine, policy, groups)
-    assert probe(engine, policy, groups, first) is first
+    first = spot_check(engine, policy, groups)
+    assert spot_check(engine, policy, groups, first) is first
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(1e-3)
-    second = probe(engine, policy, groups, first)
+    second = spot_check(engine, policy, groups, first)
     assert second is not first
     assert second.usual == first.usual == pytest.approx(0.05, abs=1e-5)
 
@@ -172,7 +172,7 @@ def test_a_probe_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_ru
 def test_the_bound_is_relative_to_the_difference_before_the_runs_first_update():
     policy = tiny_model(0)
     engine = EngineWithACopy(policy, rounding=0.01)  # ten times what float32 allows
-    before = probe(engine, policy, sampled(engine))
+    before = spot_check(engine, policy, sampled(engine))
     update(policy, 1e-4)
     engine.load_weights(policy.state_dict(), 1)
     assert 0.005 < check_sync(engine, policy, before) < 0.02
@@ -189,7 +189,7 @@ def test_the_learner_is_scored_without_tf32_whatever_the_run_uses():
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        probe(engine, policy, groups)
+        spot_check(engine, policy, groups)
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
