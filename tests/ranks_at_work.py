@@ -200,6 +200,6 @@ def work(runs: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork would raise an error instead
     group.LEAVE_SECONDS = 2
     worker_main("two", runs)
-    own = group.join()
+    own = group.enter()
     if own is not None and own.rank == 0:
         own.end()  # else at the exit of a process that is no fork

@@ -164,4 +164,4 @@ def test_hosts_without_one_secret_end_with_a_sentence(tmp_path: Path, monkeypatc
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(group, "in_group", lambda: True)
     with pytest.raises(SpecError, match="a group of several hosts needs COHORT_SECRET"):
-        group.join()
+        group.enter()
