@@ -219,9 +219,13 @@ class VLLMEngine(RolloutEngine):
         with _process_state_kept():
             reload = {"weights_iterator": whole(), "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
-        self._compare(given, _weights)
+        self.check_weights()
         self._wake(["kv_cache"])
         self._begin_anew()
+
+    def check_weights(self) -> None:
+        """InvalidRun if vLLM's weights, adapters apart, are not those that it was given, as far as the two compare."""
+        self._compare(self._base, _weights)
 
     def _compare(self, given: Mapping[str, int], held: Callable[..., Mapping[str, int]], *args: Any) -> None:
         """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were.
@@ -242,7 +246,7 @@ class VLLMEngine(RolloutEngine):
         slept = self.asleep
         self._wake()
         if slept:
-            self._compare(self._base, _weights)
+            self.check_weights()
         model: Any = self.adapters[policy]
         weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
