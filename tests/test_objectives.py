@@ -42,6 +42,12 @@ def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
     assert (advantages == 0).all()
 
 
+def test_rewards_outside_the_mask_do_not_make_equal_ones_differ():
+    mask = torch.tensor([[True] * 7 + [False]])
+    for value in (0.1, -0.1):  # the float32 means of sevens are not exact, and the 0 that does not count lies beside
+        assert torch.equal(group_centred(value * mask, mask), torch.zeros(1, 8))
+
+
 def test_groups_of_equal_rewards_earn_nothing_with_the_baseline_of_reinforce_plus_plus():
     equal = batch_of([[1]] * 14, [0.1] * 7 + [0.3] * 7, 7)  # the float32 means of sevens are not exact
     advantages = ReinforcePlusPlus(kl_beta=0, baseline="group").advantages(equal).advantages_BT
@@ -145,7 +151,7 @@ def test_maxrl_divides_by_the_mean_and_never_by_its_rounding(rewards, expected):
 
 def test_maxrl_counts_the_steps_of_a_group_alone():
     # two rows of two tokens, a step at the end of three: rewards 1, -0.5, -0.5 with a mean of 0, so 1 / (1 / 3)
-    steps = torch.tensor([[1.0, -0.5], [0.0, -0.5]])
+    steps = torch.tensor([[1.0, -0.5], [9.0, -0.5]])
     ends = torch.tensor([[True, True], [False, True]])
     batch = batch_of([[1, 1]] * 2, [0.5, -0.5], 2, step_rewards_BT=steps, step_ends_BT=ends)
     advantages = MaxRL().advantages(batch).advantages_BT

@@ -43,7 +43,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     centred = exact - (exact * mask).sum() / count
     variance = (centred**2 * mask).sum() / count
     lowest, highest = values.masked_fill(~mask, math.inf).amin(), values.masked_fill(~mask, -math.inf).amax()
-    varies = highest - lowest > ROUNDING * highest.abs().maximum(lowest.abs()).clamp(min=1)
+    varies = highest - lowest > ROUNDING * highest.abs().clamp(min=1)
     return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
 
