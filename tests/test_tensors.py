@@ -18,6 +18,19 @@ def test_padding_is_on_the_left_or_the_right_and_an_empty_mask_whitens_to_zero()
     assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
 
 
+def test_what_rounding_tells_apart_is_equal_when_whitened():
+    mask = torch.tensor([True, True, True, False])  # the last value is far away and outside
+
+    def whitened(apart, around=0.0):
+        return whiten(torch.tensor([around, around + apart, around, 9e9], dtype=torch.float64), mask).tolist()
+
+    # three values 0, d, 0 have the mean d / 3 and the variance 2 d^2 / 9, to which 1e-8 is added: 4e-6 / 3 / 1e-4
+    assert whitened(0.9e-6) == whitened(-0.9e-6) == whitened(90.0, 1e8) == [0.0] * 4
+    assert whitened(4e-6) == pytest.approx([-0.013333, 0.026667, -0.013333, 0], rel=1e-3)
+    assert whitened(3.0) == pytest.approx([-(2**-0.5), 2**0.5, -(2**-0.5), 0], abs=1e-6)
+    assert whitened(300.0, 1e8)[1] == -whitened(-300.0, -1e8)[1] == pytest.approx(2**0.5, abs=1e-6)
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
 def test_a_checksum_sees_every_bit_and_neither_order_nor_shape_nor_zeros(dtype, bits):
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -8,12 +8,13 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
-from cohort.harness.api.verification import Findings, verify_study
+from cohort.harness.api.verification import Findings, Place, verify_study
 from cohort.harness.ground.files import sha256
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
@@ -155,6 +156,28 @@ def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_a
     reseal(folder)
     places = {one.place for one in verified(folder).mismatches}
     assert {"test/accuracy at step 2", f"per_problem/{row['id']}"} <= places
+
+
+def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder: Path):
+    file = events_files(folder)[0]
+
+    def forge(event: dict[str, Any], initial: float) -> None:
+        if "validation/accuracy" in event.get("values", {}):
+            event["values"]["validation/accuracy"] = 0.25 if event["step"] == 0 else 0.75
+        if event["type"] == "finish":
+            event["summary"]["accuracy_initial"] = initial
+
+    for initial, is_found in ((0.25, False), (0.75, True)):
+        rewrite(file, partial(forge, initial=initial))
+        reseal(folder)
+        assert ("finish/accuracy_initial" in {one.place for one in verified(folder).mismatches}) == is_found
+
+
+def test_numbers_agree_to_the_rounding_of_another_machine_and_no_further():
+    for derived, differ in ((0.5 * (1 + 1e-12), 0), (0.5 * (1 + 1e-7), 1), (0.5 + 1e-3, 1)):
+        findings = Findings()
+        Place(findings).compare("events", "file", "loss", 0.5, derived)
+        assert len(findings.mismatches) == differ
 
 
 # One digit ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+ROUNDING = 1e-6  # differences of rewards, and of log-probs times a KL weight, that float32 cannot tell from none
+
 
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[B, T] with each row from column 0 and zeros after it; T is `width` or the longest row."""
@@ -34,12 +36,14 @@ def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
 
-    In float64, and exact zeros for equal values: the rounding of their mean would be scaled up to advantages.
+    In float64, and exact zeros for values that differ by `ROUNDING` at most (times the largest, if that is above 1):
+    their rounding would be scaled up to advantages.
     """
     exact, count = values.double(), mask.sum().clamp(min=1)
     centred = exact - (exact * mask).sum() / count
     variance = (centred**2 * mask).sum() / count
-    varies = values.masked_fill(~mask, math.inf).amin() < values.masked_fill(~mask, -math.inf).amax()
+    lowest, highest = values.masked_fill(~mask, math.inf).amin(), values.masked_fill(~mask, -math.inf).amax()
+    varies = highest - lowest > ROUNDING * highest.abs().clamp(min=1)
     return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
 

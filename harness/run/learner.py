@@ -152,6 +152,8 @@ class Learner:
 
         Metrics are means over the optimiser steps, except that `mismatch/` is from the first step (the policy is still
         the sampler's) and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per token.
+        A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
+        `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
@@ -256,7 +258,10 @@ class Learner:
                 setting = "learning_rate" if name == "policy" else "critic_learning_rate"
                 raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
             totals[f"{name}/grad_norm"] = norm
-            optimizer.step()
+            has_signal = norm > LEAST_GRADIENT
+            totals[f"{name}/no_signal"] = float(not has_signal)
+            if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
+                optimizer.step()
         return totals
 
     def _train_mode(self, on: bool) -> None:
