@@ -5,12 +5,11 @@ answer is log p = -sum over k of (1 - p)^k / k, and its gradient the sum over k 
 rewards the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean
 score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the
 standard deviation, 0 where nothing is right. (Because it is dropped there too, the expectation is that of the first G -
-1 terms.) Process rewards are centred and divided over the steps of the group. The paper pays 0 / 1 alone; the authors'
-code divides by mean + 1e-6, prime-rl's `max_rl` by the mean unless it is 0, and TRL's `MaxRLTrainer`, which is younger
-than the 1.16 of `make parity`, names the same formula: with rewards below 0 a mean may be the residue of rounding.
+1 terms.) Process rewards are centred and divided over the steps of the group. The paper pays 0 / 1 alone, and divides
+by the mean; with rewards below 0 a mean may be the residue of rounding. verl 0.9.1 and TRL 1.16 have no such advantage.
 Departures: the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no
 reward is below 0 and keeps an advantage below 2 * count everywhere; 0 where no reward is above 0; the sum over a
-completion's tokens, which the score is, is divided by a constant, as in Dr. GRPO. verl has no such advantage.
+completion's tokens, which the score is, is divided by a constant, as in Dr. GRPO.
 """
 
 from typing import Literal
