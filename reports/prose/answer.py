@@ -87,11 +87,12 @@ def _tuned(analysis: Analysis) -> str:
 def _components(analysis: Analysis) -> str:
     """The contribution of each component, the largest first; empty for other designs."""
     ranked = [
-        f"{one.name} {wording.with_limits(one.effect, one.interval, analysis.outcome.name, signed=True)}"
+        f"{one.name} {wording.number(one.effect, analysis.outcome.name, signed=True)} "
+        f"({wording.p_equals(one.comparison.p_adjusted)})"
         for one in ranked_components(analysis)
     ]
-    unit = " (points)" if analysis.outcome.is_fraction else ""
-    return f"components ranked by contribution{unit}: {', '.join(ranked)}" if ranked else ""
+    unit = "points, " if analysis.outcome.is_fraction else ""
+    return f"components ranked by contribution ({unit}Holm-adjusted p): {', '.join(ranked)}" if ranked else ""
 
 
 def _unexplained(analysis: Analysis) -> str:
