@@ -25,7 +25,7 @@ def answer(analysis: Analysis) -> str:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
         candidates = [_grid_finding(analysis), _finding(analysis), _detectable(analysis), _components(analysis)]
-        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis)]
+        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis), _added(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
@@ -221,3 +221,9 @@ def _left_out(analysis: Analysis) -> str:
     counts = [wording.plural(count, kind) for count, kind in ((invalid, "invalid trial"), (pruned, "pruned arm"))]
     shown = [text for text in counts if not text.startswith("0 ")]
     return f"{' and '.join(shown)} {'is' if invalid + pruned == 1 else 'are'} left out" if shown else ""
+
+
+def _added(analysis: Analysis) -> str:
+    """That the number of seeds may follow from results."""
+    read = wording.listed([str(count) for count in analysis.record.looks], len(analysis.record.looks))
+    return f"seeds were added after a report over {read} of them, which makes intervals and p larger" if read else ""

@@ -31,7 +31,7 @@ def interval_method(analysis: Analysis) -> str:
     if min(counts) < 2:
         text += " An arm with one complete seed has no interval."
     if any(share_of_alpha(analysis.record, arm.scores) < 1 for arm in analysis.finished_arms):
-        text += " Intervals and p are wider than for planned seeds, as their number may follow from results."
+        text += " Intervals and p are larger than for planned seeds, as their number may follow from results."
     if most < 5:
         seeds = wording.plural(most, "seed")
         text += f" With {seeds} they are wide and assume normality: add seeds before you decide a close comparison."
@@ -41,9 +41,12 @@ def interval_method(analysis: Analysis) -> str:
 def interval_reading(analysis: Analysis) -> str:
     """The method of the stated interval, and its limits."""
     stage = analysis.record.two_stage
-    seeds = ""
+    seeds = (
+        " All speak of a mean over seeds: arms of equal means whose seeds collapse more or less often are told apart "
+        "before one collapses, so look at the single seeds too."
+    )
     if stage is not None:
-        seeds = f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
+        seeds += f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
     if analysis.outcome.per_problem:
         return (
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
@@ -172,7 +175,8 @@ def _looks_note(analysis: Analysis) -> _Note | None:
         return None
     text = (
         "If their number may follow from results, a statement over S seeds may spend 1 / (S (S - 1) / 2) of "
-        f"{100 * ALPHA:g} %, none before 3 seeds: it then holds however the number was chosen."
+        f"{100 * ALPHA:g} %, none before 3 seeds: it then holds however the number was chosen. P(higher), bootstraps "
+        "and fitted curves are for a number fixed beforehand."
     )
     if max(counts) > 2:
         width = any_time_width(max(counts))

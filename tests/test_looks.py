@@ -1,0 +1,169 @@
+"""A report that was written before seeds were added is part of the record, and what is said later pays for it."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cohort.harness.api.reporting import keep_report
+from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import parse_study
+from cohort.reports import statistics
+from cohort.reports.analysis import Analysis, analysed
+from cohort.reports.join import join
+from cohort.reports.prose.notes import notes
+from cohort.reports.render import write_report
+from cohort.reports.trials import share_of_alpha
+from fake_study import FakeArm, fake_study
+from fake_trials import a_study
+from scipy import stats
+
+
+def arms(*accuracies: float) -> list[FakeArm]:
+    return [FakeArm(f"arm {number}", "grpo", accuracy, {}, {}) for number, accuracy in enumerate(accuracies)]
+
+
+def test_the_shares_of_all_numbers_of_seeds_add_up_to_one() -> None:
+    # 1 / 3 + 1 / 6 + 1 / 10 + ... = 2 (1 / 2 - 1 / 3 + 1 / 3 - 1 / 4 + ...) = 1 - 2 / N
+    shares = [statistics.any_time_share(seeds) for seeds in range(1001)]
+    assert shares[:6] == pytest.approx([0, 0, 0, 1 / 3, 1 / 6, 1 / 10])
+    assert math.fsum(shares) == pytest.approx(1 - 2 / 1000)
+
+
+def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share() -> None:
+    # 0.01, 0.03, 0.02, 0.04: mean 0.025, error 0.0129099 / 2 = 0.00645497, t = 3.872983 with 3 degrees of freedom
+    found = statistics.t_interval((0.01, 0.03, 0.02, 0.04), share=1 / 6)
+    assert found is not None
+    half = stats.t.ppf(1 - 0.025 / 6, 3) * 0.00645497
+    assert (found.low, found.high) == pytest.approx((0.025 - half, 0.025 + half), abs=1e-6)
+    assert statistics.t_test(found) == pytest.approx(6 * 2 * stats.t.sf(3.872983, 3), abs=1e-6)
+    assert statistics.t_interval((0.01, 0.03), share=0.0) is None
+    ratio = stats.t.ppf(1 - 0.025 / 6, 3) / stats.t.ppf(0.975, 3)
+    assert statistics.any_time_width(4) == pytest.approx(ratio)
+
+
+def test_seeds_needed_at_any_time_are_more_than_for_a_fixed_number_and_three_at_least() -> None:
+    variance = statistics.CrossedVariance(1e-4, 0.0, 0.0)
+    fixed = statistics.seeds_needed(0.02, variance, 1)
+    any_time = statistics.seeds_needed(0.02, variance, 1, share=statistics.any_time_share)
+    assert fixed is not None and any_time is not None and any_time > fixed
+    assert statistics.seeds_needed(9.0, variance, 1, share=statistics.any_time_share) == 3
+
+
+STATES: dict[tuple[str, int], Any] = {("arm 1", 4): None}
+PLANNED = fake_study(arms(0.6, 0.6), range(5), num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("record", "seeds", "share"),
+    [
+        (PLANNED, range(5), 1.0),
+        (dataclasses.replace(PLANNED, any_time=True), range(5), 1 / 10),
+        (dataclasses.replace(PLANNED, added=[3, 4]), range(5), 1 / 10),
+        (dataclasses.replace(PLANNED, added=[3, 4]), range(3), 1.0),  # over the seeds that were planned
+        (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(4), 1 / 6),
+        (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(5), 1.0),  # of another arm
+        (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "invalid"}, num_steps=10), range(4), 1.0),
+        (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "failed"}, num_steps=10), range(4), 1 / 6),
+    ],
+)
+def test_all_of_alpha_is_for_planned_seeds_that_have_ended(record: StudyRecord, seeds: range, share: float) -> None:
+    assert share_of_alpha(record, seeds) == pytest.approx(share)
+
+
+def test_every_p_and_interval_of_a_page_pays_for_added_seeds() -> None:
+    record = fake_study(arms(0.5, 0.6), range(5), num_steps=10)
+    plain, wide = analysed(record), analysed(dataclasses.replace(record, added=[3, 4], looks=[3]))
+    for one, other in zip(plain.comparisons, wide.comparisons, strict=True):
+        assert other.p == pytest.approx(min(10 * one.p, 1)) and one.p_adjusted < 0.05
+        assert one.interval is not None and other.interval is not None
+        assert other.interval.high - other.interval.low > 1.9 * (one.interval.high - one.interval.low)
+        assert other.detectable > one.detectable
+    for one, other in zip(plain.arms, wide.arms, strict=True):
+        assert one.interval is not None and other.interval is not None and other.interval.low < one.interval.low
+
+
+def note(analysis: Analysis, start: str) -> str:
+    return next(text for topic, text in notes(analysis) if topic.startswith(start))
+
+
+def test_the_page_says_why_and_what_it_costs() -> None:
+    record = fake_study(arms(0.5, 0.6), range(5), num_steps=10)
+    added = note(analysed(dataclasses.replace(record, added=[3, 4], looks=[3])), "Seeds were added")
+    assert "here with 3 complete seeds" in added and "1 / (S (S - 1) / 2) of 5 %" in added
+    # t of 4 degrees of freedom: 5.597568 at 0.25 %, 2.776445 at 2.5 %; the ratio is 2.016
+    assert "With 5 seeds an interval is 2.0 times as wide" in added and "up to 10 % of studies" in added
+    assert "at any time" in note(analysed(dataclasses.replace(record, any_time=True)), "Read at any time")
+    assert "planned" in note(
+        analysed(fake_study(arms(0.5, 0.6), range(5), states=STATES, num_steps=10)), "Seeds are still"
+    )
+    assert not any("eeds" in topic or "Read" in topic for topic, _ in notes(analysed(record)))
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_report_is_a_look_that_is_kept_before_it_is_written(runs: Path) -> None:
+    def started(*seeds: int) -> StudyRecord:
+        keep_document(folder, study_document(a_study(seeds=list(seeds)), "", known=None))
+        return dataclasses.replace(read_folder(folder), trials=fake_study(seeds=seeds, num_steps=10).trials)
+
+    folder = runs / "studies" / a_study().name
+    first = started(0, 1, 2)
+    assert (list(first.added), list(first.looks)) == ([], [])
+    keep_report(first, runs)
+    kept = (folder / LOOKS).read_bytes()
+    keep_report(first, runs)  # again, with nothing new
+    assert (folder / LOOKS).read_bytes() == kept
+    assert list(started(0, 1, 2).added) == []
+    more = started(0, 1, 2, 3, 4)
+    assert (list(more.added), list(more.looks)) == ([3, 4], [3])
+    keep_report(more, runs)
+    most = started(0, 1, 2, 3, 4, 5)
+    assert (list(most.added), list(most.looks)) == ([3, 4, 5], [3, 5])
+    fewer = started(0, 1)  # the two best, perhaps
+    assert (sorted(fewer.seeds), list(fewer.added)) == ([0, 1, 2, 3, 4], [3, 4])
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_report_without_two_complete_seeds_is_no_look(tmp_path: Path) -> None:
+    keep_document(tmp_path, study_document(a_study(seeds=[0, 1]), "", known=None))
+    keep_look(tmp_path, dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=[0], num_steps=10).trials))
+    keep_document(tmp_path, study_document(a_study(seeds=[0, 1, 2]), "", known=None))
+    assert list(read_folder(tmp_path).added) == []
+
+
+@pytest.mark.usefixtures("plugins")
+def test_any_time_is_decided_when_a_study_starts_and_where_seeds_are_listed() -> None:
+    study = a_study(any_time=True)
+    assert study.digest() != a_study().digest()
+    assert parse_study(study.model_dump(mode="json"), "test").any_time
+    with pytest.raises(SpecError, match="any_time must be false in a search and where the first seeds decide"):
+        a_study(any_time=True, seeds={"first": 4, "half_width": 0.02, "at_most": 16})
+
+
+def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path: Path) -> None:
+    tuned = {"label": "arm 1 001: kl_beta=0.1", "parameters": {"algorithm.kl_beta": 0.1}, "state": "complete"}
+    tuned = {**tuned, "values": {"validation/accuracy": 0.6}, "seeds": {}}
+    search = {"objectives": {"validation/accuracy": "maximize"}, "arms": [tuned], "pareto": [], "best": tuned["label"]}
+    search["importances"] = {"method": "fANOVA", "values": {}, "reason": "one arm"}
+    one = fake_study(arms(0.6, 0.6), range(5), name="a", num_steps=10)
+    other = dataclasses.replace(one, name="b", added=[3, 4], looks=[3], search={"tuning": {"arm 1": search}})
+    joined = join([one, other])
+    assert (list(joined.added), list(joined.looks), joined.any_time) == ([3, 4], [3], False)
+    files = write_report(joined, tmp_path, formats=())
+    assert "tuning chose the settings of b: arm 1 (kl_beta = 0.1)" in files.answer
+    assert "| b arm 1 001 (chosen) |" in files.markdown.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="studies must list their arms to be compared: those of 'b' were found by its"):
+        join([one, dataclasses.replace(other, search=search)])
+
+
+def test_invalid_trials_are_said_to_be_outcomes_too() -> None:
+    # arm 1 keeps four seeds of which each is the accuracy a_s; the fifth counts as 0, or as anything from 0 to 1
+    record = fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "invalid"}, num_steps=10)
+    analysis = analysed(record)
+    arm, base = analysis.arm("arm 1").scores, analysis.arm("arm 0").scores
+    lost = [100 * (sum(arm.values()) + end - sum(base.values())) / 5 for end in (0, 1)]
+    text = note(analysis, "Invalid trials are outcomes")
+    assert text.endswith(f"arm 1 {lost[0]:+.1f} ({lost[0]:+.1f} to {lost[1]:+.1f}).")
+    assert not any(topic.startswith("Invalid") for topic, _ in notes(analysed(PLANNED)))
