@@ -28,6 +28,7 @@ from .trials import (
     Outcome,
     Trials,
     arm_specs,
+    awaits_seeds,
     bounded,
     choose_outcome,
     num_first,
@@ -212,10 +213,15 @@ def analysed(record: StudyRecord) -> Analysis:
     grid = grid_of(arms, record) if search_of(record) is None else None
     comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
-    p_values = [one.p for one in (*comparisons, *effects)]
+    # one that waits for seeds has no p yet, and yet its place in the family
+    p_values = [1.0 if math.isnan(one.p) and one.share < 1 else one.p for one in comparisons]
+    p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
-    comparisons = [replace(one, p_adjusted=p, family=family) for one, p in zip(comparisons, adjusted, strict=False)]
+    comparisons = [
+        replace(one, p_adjusted=math.nan if math.isnan(one.p) else p, family=family)
+        for one, p in zip(comparisons, adjusted, strict=False)
+    ]
     if grid is not None:
         after = adjusted[len(comparisons) :]
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
@@ -236,7 +242,8 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
     interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
-    return Contrast(sums, interval, statistics.t_test(interval) if interval is not None else math.nan)
+    is_tested = interval is not None and not awaits_seeds(record, seeds)
+    return Contrast(sums, interval, statistics.t_test(interval) if is_tested else math.nan)
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
@@ -249,7 +256,8 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first, share = num_first(analysis.record, found.differences), found.interval.share
-    p = _p_value(found.differences, summed, first, share, 1 / summed.shape[1])
+    waits = awaits_seeds(analysis.record, found.differences)
+    p = math.nan if waits else _p_value(found.differences, summed, first, share, 1 / summed.shape[1])
     interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
@@ -319,7 +327,8 @@ def _compare(
             low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
-        p = _p_value(differences, cells, first, share, resolution)
+        waits = awaits_seeds(record, differences)
+        p = math.nan if waits else _p_value(differences, cells, first, share, resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first, share))
     return found

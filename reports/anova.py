@@ -19,7 +19,7 @@ from scipy import special
 
 from ..harness.record.study import StudyRecord
 from .statistics import ALPHA, Floats
-from .trials import ArmSummary, num_first, share_of_alpha
+from .trials import ArmSummary, awaits_seeds, num_first, share_of_alpha
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
     ordered = [place[index] for index in np.ndindex(shape)]
     seeds = sorted(set.intersection(*(set(arm.scores) for arm in ordered)))
     first, share, effects = num_first(record, seeds), share_of_alpha(record, seeds), []
-    if len(seeds[:first]) > 1 and share > 0:
+    if len(seeds[:first]) > 1 and share > 0 and not awaits_seeds(record, seeds):
         scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*shape, len(seeds))
         found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
         cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None

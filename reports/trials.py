@@ -70,15 +70,21 @@ def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
+def awaits_seeds(record: StudyRecord, seeds: Collection[int]) -> bool:
+    """Whether planned seeds beside these are still to come, so that what these show may stop them: no test yet."""
+    if record.any_time or search_of(record) is not None:
+        return False
+    states = {(trial.arm, trial.seed): trial.state for trial in record.trials}
+    return any(seed not in seeds and states.get((arm, seed)) not in FINAL for arm, seed in wanted_pairs(record))
+
+
 def share_of_alpha(record: StudyRecord, seeds: Collection[int]) -> float:
     """The part of ALPHA that a statement over these seeds may spend: all of it over the seeds that were planned.
 
     The part of `any_time_share` if their number may follow from results: the study says so, some of them were added
     after a report was written, or others are still to come. A search, which tests nothing, spends all.
     """
-    states = {(trial.arm, trial.seed): trial.state for trial in record.trials}
-    to_come = (seed not in seeds and states.get((arm, seed)) not in FINAL for arm, seed in wanted_pairs(record))
-    is_open = record.any_time or not set(record.added).isdisjoint(seeds) or any(to_come)
+    is_open = record.any_time or not set(record.added).isdisjoint(seeds) or awaits_seeds(record, seeds)
     return statistics.any_time_share(len(seeds)) if is_open and search_of(record) is None else 1.0
 
 

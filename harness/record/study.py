@@ -1,7 +1,8 @@
 """The files of a study, and the plain data that reports read: a function of its folder, at any time.
 
 `study.json` is its document, written at each start; `status.json` has what the trials cannot know; `search.json` and
-`seeds.json` have the findings of its searches and of its first seeds; `trials/` has its trials' folders (`run.py`).
+`seeds.json` have the findings of its searches and of its first seeds; `looks.json` has when reports were written,
+`trials/` its trials' folders (`run.py`).
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def _apart(comparison: Comparison) -> str:
 
 
 def _evidence(comparison: Comparison) -> str:
-    return f"{wording.plural(len(comparison.differences), 'seed')}, {_holm(comparison.p_adjusted)}"
+    yet = " yet" if math.isnan(comparison.p) and comparison.share < 1 else ""
+    return f"{wording.plural(len(comparison.differences), 'seed')}, {_holm(comparison.p_adjusted)}{yet}"
 
 
 def _holm(p: float) -> str:

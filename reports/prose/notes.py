@@ -191,7 +191,10 @@ def _looks_note(analysis: Analysis) -> _Note | None:
             f"study together call equal arms different in up to {200 * ALPHA:g} % of studies, in 5 to 6 % of simulated "
             f"ones; any_time, set before the first reading, keeps {100 * ALPHA:g} %."
         )
-    return "Seeds are still to come", f"{text} When all planned seeds have ended, they spend all {100 * ALPHA:g} %."
+    return "Seeds are still to come", (
+        "No difference is tested before all planned seeds have ended, for a study may be stopped by what it shows. "
+        f"{text}"
+    )
 
 
 def _invalid_note(analysis: Analysis) -> _Note | None:
