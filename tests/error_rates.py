@@ -263,9 +263,9 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
 # Studies that are read more than once, or choose their number of seeds: also how often intervals hold where one stops.
 READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[Analysis]]]] = {
     **{f"two stages, {luck}": ((3, 4, 6, 8), partial(two_stages, luck=luck)) for luck in LUCK},
-    **{f"seeds added at 3, 5, 7, {luck}": (LOOKS, partial(extended, luck=luck)) for luck in LUCK},
-    **{f"read at 3, 5, 7 of those planned, {luck}": (LOOKS, partial(interim, luck=luck)) for luck in LUCK},
-    **{f"any_time, read at 3, 5, 7, {luck}": (LOOKS, partial(extended, luck=luck, any_time=True)) for luck in LUCK},
+    **{f"seeds added at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck)) for luck in LUCK},
+    **{f"read at 3, 5, 7 of 10 planned, {luck}": ((10,), partial(interim, luck=luck)) for luck in LUCK},
+    **{f"any_time, read at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck, any_time=True)) for luck in LUCK},
 }
 
 

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.api.reporting import keep_report
+from cohort.harness.api.reporting import report
 from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import parse_study
 from cohort.reports import statistics
-from cohort.reports.analysis import Analysis, analysed
+from cohort.reports.analysis import Analysis, analysed, outcome_contrast
 from cohort.reports.join import join
+from cohort.reports.prose.answer import answer
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import write_report
 from cohort.reports.trials import share_of_alpha
-from fake_study import FakeArm, fake_study
+from fake_study import FakeArm, factor_grid, fake_study
 from fake_trials import a_study
 from scipy import stats
 
@@ -85,6 +86,32 @@ def test_every_p_and_interval_of_a_page_pays_for_added_seeds() -> None:
         assert one.interval is not None and other.interval is not None and other.interval.low < one.interval.low
 
 
+def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_gains_from_that() -> None:
+    record = fake_study(arms(0.5, 0.7, 0.7), range(5), states={("arm 2", 4): None}, num_steps=10)
+    analysis = analysed(record)
+    ended, waits = analysis.comparisons
+    assert ended.p_adjusted == pytest.approx(2 * ended.p) and ended.family == 2  # the other one keeps its place
+    assert math.isnan(waits.p) and math.isnan(waits.p_adjusted) and waits.interval is not None
+    assert waits.interval.share == pytest.approx(1 / 6)
+    alone = analysed(fake_study(arms(0.5, 0.7), range(5), states={("arm 1", 4): None}, num_steps=10))
+    assert "(4 seeds, no test possible yet)" in answer(alone) and answer(alone).startswith("Preliminary (9 of 10")
+    whole = outcome_contrast(analysis, {"arm 1": 1.0, "arm 0": -1.0})
+    part = outcome_contrast(analysis, {"arm 2": 1.0, "arm 0": -1.0})
+    assert whole.p < 0.05 and math.isnan(part.p)  # so no claim is tested by it
+    grid = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.1]}
+    first = factor_grid(grid)[0].label
+    assert (found := analysed(fake_study(factor_grid(grid), range(5), num_steps=10)).grid) is not None and found.effects
+    open_one = analysed(fake_study(factor_grid(grid), range(5), states={(first, 4): None}, num_steps=10)).grid
+    assert open_one is not None and not open_one.effects
+
+
+def test_an_effect_of_a_grid_pays_for_added_seeds_too() -> None:
+    record = fake_study(factor_grid({"algorithm.group_size": [2, 4, 8]}), range(5), num_steps=10)
+    plain, paid = analysed(record).grid, analysed(dataclasses.replace(record, added=[4])).grid
+    assert plain is not None and paid is not None
+    assert [one.p for one in paid.effects] == pytest.approx([min(10 * one.p, 1) for one in plain.effects])
+
+
 def note(analysis: Analysis, start: str) -> str:
     return next(text for topic, text in notes(analysis) if topic.startswith(start))
 
@@ -103,26 +130,37 @@ def test_the_page_says_why_and_what_it_costs() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_report_is_a_look_that_is_kept_before_it_is_written(runs: Path) -> None:
+def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path: Path) -> None:
     def started(*seeds: int) -> StudyRecord:
-        keep_document(folder, study_document(a_study(seeds=list(seeds)), "", known=None))
-        return dataclasses.replace(read_folder(folder), trials=fake_study(seeds=seeds, num_steps=10).trials)
+        keep_document(tmp_path, study_document(a_study(seeds=list(seeds)), "", known=None))
+        return dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=seeds, num_steps=10).trials)
 
-    folder = runs / "studies" / a_study().name
     first = started(0, 1, 2)
     assert (list(first.added), list(first.looks)) == ([], [])
-    keep_report(first, runs)
-    kept = (folder / LOOKS).read_bytes()
-    keep_report(first, runs)  # again, with nothing new
-    assert (folder / LOOKS).read_bytes() == kept
+    keep_look(tmp_path, first)
+    kept = (tmp_path / LOOKS).read_bytes()
+    keep_look(tmp_path, first)  # again, with nothing new
+    assert (tmp_path / LOOKS).read_bytes() == kept
     assert list(started(0, 1, 2).added) == []
     more = started(0, 1, 2, 3, 4)
     assert (list(more.added), list(more.looks)) == ([3, 4], [3])
-    keep_report(more, runs)
+    keep_look(tmp_path, more)
     most = started(0, 1, 2, 3, 4, 5)
     assert (list(most.added), list(most.looks)) == ([3, 4, 5], [3, 5])
     fewer = started(0, 1)  # the two best, perhaps
     assert (sorted(fewer.seeds), list(fewer.added)) == ([0, 1, 2, 3, 4], [3, 4])
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_a_look_is_kept_before_its_report_is_written(names: tuple[str, ...], tmp_path: Path, plugins: None) -> None:
+    for name in names:
+        folder = tmp_path / "studies" / name
+        keep_document(folder, study_document(a_study(name=name, seeds=[0, 1]), "", known=None))
+        (folder / "report").write_text("in the way of the folder of the report", encoding="utf-8")
+    (tmp_path / "reports").write_text("in the way too", encoding="utf-8")
+    with pytest.raises(OSError):
+        report(*names, runs=tmp_path)
+    assert all((tmp_path / "studies" / name / LOOKS).is_file() for name in names)
 
 
 @pytest.mark.usefixtures("plugins")
