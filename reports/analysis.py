@@ -242,8 +242,9 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
     interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
-    waits = interval is None or awaits_seeds(record, seeds)
-    return Contrast(sums, interval, math.nan if waits else statistics.t_test(interval))
+    if interval is None or awaits_seeds(record, seeds):
+        return Contrast(sums, interval, math.nan)
+    return Contrast(sums, interval, statistics.t_test(interval))
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
