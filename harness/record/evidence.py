@@ -17,7 +17,7 @@ from ..ground.files import FORMAT, read_json, sha256, strict, write_text
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT
-from .study import SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
+from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
 
 EVIDENCE = "evidence.json"
 _DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
@@ -52,7 +52,7 @@ def write_evidence(
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
     trials = [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]
-    names = [STUDY, STATUS, SEARCH, SEEDS, DIFF]
+    names = [STUDY, STATUS, SEARCH, SEEDS, LOOKS, DIFF]
     names += [f"trials/{trial.trial}/{name}" for trial in trials for name in (EVENTS, INFO, RESULT)]
     names += [file.relative_to(folder).as_posix() for file in (folder / "report").rglob("*") if file.is_file()]
     files = {name: sha256(folder / name) for name in sorted(names) if (folder / name).is_file()}

@@ -1,7 +1,8 @@
 """The files of a study, and the plain data that reports read: a function of its folder, at any time.
 
 `study.json` is its document, written at each start; `status.json` has what the trials cannot know; `search.json` and
-`seeds.json` have the findings of its searches and of its first seeds; `trials/` has its trials' folders (`run.py`).
+`seeds.json` have the findings of its searches and of its first seeds; `looks.json` has when reports were written,
+`trials/` its trials' folders (`run.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ..spec.study import StudySpec
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
+LOOKS = "looks.json"
 _ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown")  # what is no setting of a study
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,9 @@ class StudyRecord:
     two_stage the rule for the number of seeds, None if they were listed: first (the seeds below it are those of the
               first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
               comparisons, each with arm, seeds, deviation and asks; asked; seeds
+    any_time  whether its intervals and tests must hold however seeds are added
+    added     listed seeds that the study did not ask for when a report was written that could compare seeds
+    looks     with how many complete seeds such reports were written
     stopped   labels of the arms that a user has stopped
     exploratory  clones; neither `arms` nor `trials` has them
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
@@ -109,6 +115,9 @@ class StudyRecord:
     exploratory: Sequence[ExploratoryArm] = ()
     two_stage: Mapping[str, Any] | None = None
     probes: Sequence[Mapping[str, Any]] = ()
+    any_time: bool = False
+    added: Sequence[int] = ()
+    looks: Sequence[int] = ()
 
 
 def study_document(
@@ -166,6 +175,18 @@ def write_status(folder: Path, status: StudyStatus, failed: Sequence[Mapping[str
         write_json(folder / STATUS, document)
 
 
+def keep_look(folder: Path, record: StudyRecord) -> None:
+    """Keep that a report of this record is written: which seeds it asks for, and how many are complete in some arm.
+
+    Before the report is, so that no kill hides that it was read.
+    """
+    complete = len({trial.seed for trial in record.trials if trial.state == "complete"})
+    look, known = {"seeds": list(record.seeds), "complete": complete}, _looks(folder)
+    if record.two_stage is None and all(look != {key: one[key] for key in look} for one in known):
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(folder / LOOKS, {"looks": [*known, {"time": now, **look}]})
+
+
 def read_study(runs: Path, name: str) -> StudyRecord:
     """The record of a study in a runs folder. ValueError for one that is not there."""
     folder = runs / "studies" / name
@@ -188,7 +209,11 @@ def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None)
     trials, clones = _trials(folder, status["failed"])
     arms = document["labels"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
     seeds, two_stage = spec["seeds"], None
-    if isinstance(seeds, Mapping):
+    looks = [one for one in _looks(folder) if one["complete"] > 1]
+    if not isinstance(seeds, Mapping):  # a seed that a report has shown stays, or else the good ones could be chosen
+        seeds = list(dict.fromkeys([*seeds, *(seed for one in looks for seed in one["seeds"])]))
+        looks = [one for one in looks if not set(seeds) <= set(one["seeds"])]
+    else:
         two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
         seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
     wanted = [(arm, seed) for arm in arms for seed in seeds]
@@ -218,6 +243,9 @@ def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None)
         exploratory=clones,
         two_stage=two_stage,
         probes=probes,
+        any_time=spec.get("any_time", False),
+        added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
+        looks=sorted({one["complete"] for one in looks}),
     )
 
 
@@ -317,6 +345,10 @@ def _start(spec: Mapping[str, Any]) -> list[Any]:
     task."""
     cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
     return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
+
+
+def _looks(folder: Path) -> list[dict[str, Any]]:
+    return (_optional(folder / LOOKS) or {"looks": []})["looks"]
 
 
 def _optional(file: Path) -> dict[str, Any] | None:
