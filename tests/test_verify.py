@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.verification import Findings, verify_study
-from cohort.harness.ground.files import sha256
+from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
-from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
+from cohort.harness.record.evidence import EVIDENCE, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.loop import train
@@ -235,7 +235,8 @@ def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
         (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
         (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
         (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
-        (lambda folder: (folder / EVIDENCE).write_text('{"format": 2}'), "is not what Cohort wrote"),
+        (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
@@ -370,11 +371,10 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda document: None) -> None:
     """Make the hashes of a folder anew, as one who forges it would."""
-    document = json.loads((folder / EVIDENCE).read_text())
-    del document["sum"]
+    document = read_json(folder / EVIDENCE)
     document["files"] = {name: sha256(folder / name) for name in document["files"]}
     change(document)
-    (folder / EVIDENCE).write_text(json.dumps({**document, "sum": content_sum(document)}))
+    write_json(folder / EVIDENCE, document)
 
 
 def name_file(folder: Path, name: str) -> None:

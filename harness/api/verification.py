@@ -25,7 +25,7 @@ from ..data import GradedGroup, Split
 from ..ground.files import sha256
 from ..interfaces import Task
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
-from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
+from ..record.evidence import Evidence, read_evidence, sealed_files, writing_versions
 from ..record.run import RESULT, SYSTEM, RunInfo, read_result
 from ..record.study import STUDY, StudyRecord, TrialRecord, read_folder
 from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
@@ -135,11 +135,13 @@ def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[Study
         raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
     evidence, findings = read_evidence(folder), Findings()
     everywhere = Place(findings)
-    if not evidence.is_as_written:
-        everywhere.differs(EVIDENCE, "sum", "the sum of another content", "its own sum")
     for name, digest in evidence.files.items():
         everywhere.has_file(folder, name, digest)
+    for name in sorted({*sealed_files(folder)} - {*evidence.files}):
+        everywhere.differs(name, "", "a file of the study", None)
     record = read_folder(folder, evidence.probes)
+    for name, words in record.strange.items():
+        everywhere.differs(f"trials/{name}", "", words, "a run of this study")
     if all(trial.state != "complete" for trial in record.trials):
         raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:

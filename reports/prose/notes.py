@@ -75,7 +75,9 @@ def notes(analysis: Analysis) -> list[_Note]:
     blind = [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
     least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
     tokens = f"Completions differ in length: {least} tokens per run, {most}."
+    strange = "; ".join(analysis.record.strange.values())
     found = [
+        ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
         _join_note(analysis),
         _seeds_note(analysis),
         _clip_note(specs),
