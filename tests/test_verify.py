@@ -41,9 +41,12 @@ def a_study() -> StudySpec:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_study(tmp_path_factory.mktemp("made") / "runs", seeds=[0])
+
+
+def made_study(runs: Path, seeds: list[int]) -> Path:
     """The runs folder of a finished study, without an MLflow store."""
-    runs = tmp_path_factory.mktemp("made") / "runs"
-    study = a_study()
+    study = a_study().model_copy(update={"seeds": seeds})
     plan = Plan(study, runs)
     begin_study(runs, study)
     for key in plan.keys:

@@ -142,7 +142,7 @@ def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[Study
     record = read_folder(folder, evidence.probes)
     for name, words in record.strange.items():
         everywhere.differs(f"trials/{name}", "", words, "a run of this study")
-    if all(trial.state != "complete" for trial in record.trials):
+    if not record.strange and all(trial.state != "complete" for trial in record.trials):
         raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
         place = Place(findings, trial.arm, trial.seed, f"trials/{trial.trial}/")
@@ -258,7 +258,9 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
     """Compare `result.json` with the events, and their summary with the metrics."""
     end = history.finish[0] if history.finish else None
     if end is None or result is None:
-        return place.differs(RESULT, "state", trial.state, None) if trial.state == "complete" else None
+        if end is not result:
+            place.differs(RESULT, "state", *(one and one["state"] for one in (result, end)))
+        return None
     summary = {key: float(value) for key, value in end["summary"].items()}
     metrics = {key: value for key, value in history.latest().items() if not key.startswith(SYSTEM)}
     for name, derived in (("summary", summary), ("metrics", metrics)):
