@@ -59,6 +59,7 @@ class TrialRecord:
     samples: Sequence[SampleRow]
     threads: Sequence[str] = ()
     start_per_problem: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of its last attempt
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,7 @@ def read_trial(directory: Path) -> TrialRecord | None:
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
             start_per_problem=dict(history.start_per_problem),
+            versions=info.versions,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
