@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kill_points
 import psutil
 import pytest
 from cohort.harness.ground.files import read_json
@@ -51,6 +52,7 @@ MIXED: dict[str, tuple[StudySpec, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
+START_WORKER = local.start_worker
 SPARED = 6  # kills of a trial at one step after which it may take the next: ten end it
 PARENT, LEAVES = "kl_beta=0", 3
 
@@ -132,46 +134,78 @@ class Fire:
                     break
 
 
+@pytest.fixture
+def zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zygote]:
+    """Of the workers of all studies here."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
+    monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
+    with contextlib.closing(Zygote()) as one:
+        monkeypatch.setattr(local, "start_worker", one.start_worker)
+        yield one
+
+
+def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
+    """The values of a study of this kind that was run to its end."""
+    runs.mkdir(exist_ok=True)
+    study, options = MIXED[kind]
+    act = (lambda status: clone(runs, status)) if "clones" in kind else None
+    own = "test_storm:train" if "clones" in kind else worker.EXECUTE
+    status = run(study, runs, act, execute=execute or own, **options)
+    assert status.finished and status.all_valid, [trial.reason for trial in status.trials]
+    assert set(completions(open_queue(study, runs)).values()) == {1}
+    record = read_study(runs, "storm")
+    assert not record.strange and len(record.exploratory) == ("clones" in kind)
+    return values(runs)
+
+
+def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
+    assert found.keys() == want.keys()
+    assert [name for name in want if found[name] != want[name]] == []
+
+
 @pytest.mark.attack("SIGKILL at random moments in studies with turns, shared models, clones, two stages")
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(7200)
 def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    tmp_path: Path,
+    kind: str,
+    zygote: Zygote,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
-    monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
-    study, options = MIXED[kind]
-    forks = study.devices == 1
-    wanted = int(os.environ.get("COHORT_STORM", "130" if forks else "12"))
-    execute = "test_storm:train" if "clones" in kind else worker.EXECUTE
-    with contextlib.closing(Zygote()) as zygote:
-        if forks:
-            monkeypatch.setattr(local, "start_worker", zygote.start_worker)
-
-        def end(runs: Path) -> dict[str, Any]:
-            runs.mkdir(exist_ok=True)
-            act = (lambda status: clone(runs, status)) if "clones" in kind else None
-            status = run(study, runs, act, execute=execute, **options)
-            queue = open_queue(study, runs)
-            assert status.finished and status.all_valid
-            assert set(completions(queue).values()) == {1}
-            record = read_study(runs, "storm")
-            assert not record.strange and len(record.exploratory) == ("clones" in kind)
-            return values(runs)
-
-        want, kills, round_ = end(tmp_path / "quiet"), Counter[str](), 0
-        while kills.total() < wanted:
-            round_ += 1
-            runs = tmp_path / f"storm {round_}"
-            if round_ > 1:  # the first one makes its cold start under fire
-                shutil.copytree(tmp_path / "quiet" / "cache", runs / "cache")
-            draw = random.Random(f"{kind} {round_}")
-            fire = Fire(runs, draw, wanted - kills.total(), 1.5 if forks else 15.0)
-            with fire.burning():
-                found = end(runs)
-            kills += fire.kills
-            print(f"{kind}, round {round_}: {dict(kills)}", flush=True)
-            differing = [name for name in want if found.get(name) != want[name]]
-            assert found.keys() == want.keys() and not differing, differing
+    forks = "devices" not in kind
+    if not forks:  # torch's agent starts their processes
+        monkeypatch.setattr(local, "start_worker", START_WORKER)
+    wanted = int(os.environ.get("COHORT_STORM", "125" if forks else "12"))
+    want, kills, number = ended(kind, tmp_path / "quiet"), Counter[str](), 0
+    while kills.total() < wanted:
+        number += 1
+        runs = tmp_path / f"storm {number}"
+        if number > 1:  # the first one makes its cold start under fire
+            shutil.copytree(tmp_path / "quiet" / "cache", runs / "cache")
+        draw = random.Random(f"{kind} {number}")
+        fire = Fire(runs, draw, wanted - kills.total(), 1.5 if forks else 15.0)
+        with fire.burning():
+            found = ended(kind, runs)
+        kills += fire.kills
+        print(f"{kind}, round {number}: {dict(kills)}", flush=True)
+        check_same_values(found, want)
     record_property("tried", kills.total())
+
+
+@pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
+@pytest.mark.parametrize("kind", ["clones, turns", "together, clones, turns"])
+@pytest.mark.timeout(3600)
+def test_workers_that_die_at_each_place_that_writes_change_neither_shared_models_nor_warm_clones(
+    tmp_path: Path, kind: str, zygote: Zygote, record_property: Callable[[str, object], None]
+):
+    want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"
+    kills.mkdir()
+    zygote.environment[kill_points.KILLS] = str(kills)
+    found = ended(kind, tmp_path / "runs", "kill_points:steered")
+    places = [file.name for file in kills.iterdir() if not file.name.startswith("ended ")]
+    print(f"{kind}: {len(places)} places", flush=True)
+    assert len(places) >= 16
+    check_same_values(found, want)
+    record_property("tried", len(places))

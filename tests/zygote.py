@@ -18,6 +18,7 @@ class Zygote:
     """The process that forks. `start_worker` stands in for that of the local launcher."""
 
     def __init__(self) -> None:
+        self.environment: dict[str, str] = {}  # of its workers, beside what the launcher gives them
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -36,7 +37,8 @@ class Zygote:
     ) -> "Fork":
         assert devices == 1
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        return Fork(self, self.ask("fork", {**options, "parent": self._process.pid}, dict(environment), str(log_file)))
+        command = ["fork", {**options, "parent": self._process.pid}, {**environment, **self.environment}, str(log_file)]
+        return Fork(self, self.ask(*command))
 
     def close(self) -> None:
         self._process.kill()
