@@ -99,6 +99,8 @@ MOVED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: replaced(f / "study.json", labels=["group_size=4"]), "study.json has no arm 'group_size=8'"),
     "study.json of other settings": (
         lambda f: replaced(f / "study.json", digest="0" * 16), "or with other settings than study.json has"),
+    "study.json with the content of another document": (
+        lambda f: shutil.copy(trial(f, A) / "run.json", f / "study.json"), "does not hold the documents of a study"),
     "a trial's folder twice": (
         lambda f: shutil.copytree(trial(f, A), f / "trials" / "again"), "must hold its own run"),
     "events without their end": (
@@ -138,7 +140,16 @@ def test_events_of_an_attempt_with_other_settings_are_no_part_of_the_run(folder:
 
 # Random changes -------------------------------------------------------------------------------------------------------
 
-QUEUE = ("optuna.journal", "optuna.journal.lock", "lock", "mlflow.json", "mlflow.lock", "progress.json", "lease")
+QUEUE = (
+    "uncommitted.diff",
+    "optuna.journal",
+    "optuna.journal.lock",
+    "lock",
+    "mlflow.json",
+    "mlflow.lock",
+    "progress.json",
+    "lease",
+)
 
 
 def harmless(before: Path, after: Path, record: StudyRecord | None, touched: list[str]) -> str | None:
@@ -147,13 +158,11 @@ def harmless(before: Path, after: Path, record: StudyRecord | None, touched: lis
     if not names:
         return "nothing changed: both files are equal"
     if all(name.rpartition("/")[2] in QUEUE or name.startswith("logs/") for name in names):
-        return "no number comes from it: a file of the queue, the mirror, a view or a log"
+        return "no number comes from it: the queue, the mirror, a view, a log, the checkout's changes"
     if record is None:
         return None
     if all(name.startswith("report/") or name == "evidence.json" for name in names):
         return "the report was written again"
-    if names == ["uncommitted.diff"]:
-        return "no number comes from it: the changes of the checkout"
     if names == ["status.json"] and not (after / "status.json").exists():
         return "where all trials are complete, status.json says nothing"
     if len(record.trials) < record.expected:

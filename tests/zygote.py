@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+HOME = str(Path(__file__).resolve().parents[1])
+
 
 class Zygote:
     """The process that forks. `start_worker` stands in for that of the local launcher."""
@@ -20,9 +22,10 @@ class Zygote:
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}  # of its workers, beside what the launcher gives them
         self._lock = threading.Lock()
+        paths = [HOME, os.environ.get("PYTHONPATH")]
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )  # fmt: skip
 
     def ask(self, *request: Any) -> Any:

@@ -183,8 +183,16 @@ def read_study(runs: Path, name: str) -> StudyRecord:
 def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None) -> StudyRecord:
     """The record of the study in a folder: one trial for each (arm, seed) that has begun.
 
-    `probes` are those of the runs folder around it, unless they are given.
+    `probes` are those of the runs folder around it, unless they are given. ValueError for documents of another kind.
     """
+    try:
+        return _read_folder(folder, probes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{folder}' does not hold the documents of a study ({error!r:.200}); restore them from a "
+                         "copy") from None  # fmt: skip
+
+
+def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> StudyRecord:
     document = read_json(folder / STUDY)
     spec = study_settings(document)
     status = _optional(folder / STATUS) or {"stopped": [], "failed": []}
