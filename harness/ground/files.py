@@ -52,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
             "use that version, or another folder with --runs"
         )
     content = text.rpartition(_SUM)[0]
-    if document.pop("sum", None) != text_sum(content.encode()):
+    if document.pop("sum", None) is None or text != f'{content}{_SUM}{text_sum(content.encode())}"\n}}':
         raise ValueError(f"{file} was changed after it was written, its sum is another one; restore it from a copy")
     return document
 
