@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.verification import Findings, Place, verify_study
-from cohort.harness.ground.files import sha256
+from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
-from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
+from cohort.harness.record.evidence import EVIDENCE, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.loop import train
@@ -42,9 +42,12 @@ def a_study() -> StudySpec:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_study(tmp_path_factory.mktemp("made") / "runs", seeds=[0])
+
+
+def made_study(runs: Path, seeds: list[int]) -> Path:
     """The runs folder of a finished study, without an MLflow store."""
-    runs = tmp_path_factory.mktemp("made") / "runs"
-    study = a_study()
+    study = a_study().model_copy(update={"seeds": seeds})
     plan = Plan(study, runs)
     begin_study(runs, study)
     for key in plan.keys:
@@ -258,7 +261,8 @@ def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
         (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
         (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
         (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
-        (lambda folder: (folder / EVIDENCE).write_text('{"format": 2}'), "is not what Cohort wrote"),
+        (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
@@ -393,11 +397,10 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda document: None) -> None:
     """Make the hashes of a folder anew, as one who forges it would."""
-    document = json.loads((folder / EVIDENCE).read_text())
-    del document["sum"]
+    document = read_json(folder / EVIDENCE)
     document["files"] = {name: sha256(folder / name) for name in document["files"]}
     change(document)
-    (folder / EVIDENCE).write_text(json.dumps({**document, "sum": content_sum(document)}))
+    write_json(folder / EVIDENCE, document)
 
 
 def name_file(folder: Path, name: str) -> None:

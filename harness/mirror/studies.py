@@ -55,7 +55,7 @@ class StudyMirror:
         assert run_id is not None
         for name, stamp in self._changed().items():
             if name in (SEARCH, SEEDS, LOOKS):
-                client.log_dict(run_id, read_json(self.folder / name), name)
+                client.log_artifact(run_id, str(self.folder / name))
             elif name == STATUS:
                 status = read_json(self.folder / STATUS)
                 self._show_failures(client, run_id, status["failed"])
@@ -91,7 +91,7 @@ class StudyMirror:
         if STUDY not in changed:
             return
         run_id, experiment_id = run.info.run_id, run.info.experiment_id
-        client.log_dict(run_id, document, STUDY)
+        client.log_artifact(run_id, str(self.folder / STUDY))
         if (self.folder / DIFF).exists():
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}

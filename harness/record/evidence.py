@@ -5,15 +5,13 @@ With it the study's folder is whole: `cohort verify` derives the report again wh
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ground.files import FORMAT, read_json, sha256, strict, write_text
+from ..ground.files import read_json, sha256, write_json
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT
@@ -40,7 +38,6 @@ class Evidence:
     answer: str
     means: Sequence[Mapping[str, Any]]
     colors: Mapping[str, str]
-    is_as_written: bool = True
 
 
 def write_evidence(
@@ -51,15 +48,16 @@ def write_evidence(
     colors: Mapping[str, str] = {},
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
-    trials = [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]
-    names = [STUDY, STATUS, SEARCH, SEEDS, LOOKS, DIFF]
-    names += [f"trials/{trial.trial}/{name}" for trial in trials for name in (EVENTS, INFO, RESULT)]
-    names += [file.relative_to(folder).as_posix() for file in (folder / "report").rglob("*") if file.is_file()]
-    files = {name: sha256(folder / name) for name in sorted(names) if (folder / name).is_file()}
+    files = {name: sha256(folder / name) for name in sealed_files(folder)}
     evidence = Evidence(files, writing_versions(), record.probes, answer, means, colors)
-    content = strict({"format": FORMAT, **dataclasses.asdict(evidence)})
-    del content["is_as_written"]
-    write_text(folder / EVIDENCE, json.dumps({**content, "sum": content_sum(content)}, indent=1))
+    write_json(folder / EVIDENCE, dataclasses.asdict(evidence))
+
+
+def sealed_files(folder: Path) -> list[str]:
+    """The files of a study that a report is made from, whether they can be read or not, and those of the report."""
+    patterns = [STUDY, STATUS, SEARCH, SEEDS, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
+    found = (file for pattern in [*patterns, "report/**/*"] for file in folder.glob(pattern) if file.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in found)
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -72,8 +70,8 @@ def read_evidence(folder: Path) -> Evidence:
         )
     content = read_json(file)
     try:
-        found, _ = content.pop("sum"), content.pop("format")
-        evidence = Evidence(**content, is_as_written=found == content_sum({"format": FORMAT, **content}))
+        del content["format"]
+        evidence = Evidence(**content)
         evidence = dataclasses.replace(evidence, probes=[probe_numbers(one) for one in evidence.probes])
         names = [str(name) for name in evidence.files if evidence.files[name] + ""]
     except (KeyError, TypeError, AttributeError) as error:
@@ -92,7 +90,3 @@ def is_inside(name: str) -> bool:
 def writing_versions() -> dict[str, str]:
     """The versions that decide how a report is written."""
     return {**versions(), **{package: importlib.metadata.version(package) for package in _DRAWN_WITH}}
-
-
-def content_sum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -83,7 +83,13 @@ def notes(analysis: Analysis) -> list[_Note]:
     blind = [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
     least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
     tokens = f"Completions differ in length: {least} tokens per run, {most}."
+    strange = "; ".join(analysis.record.strange.values())
+    told = [trial.versions for trial in analysis.record.trials if trial.versions]
+    seen = {key: sorted({one.get(key, "none") for one in told}) for key in sorted({key for one in told for key in one})}
+    mixed = "; ".join(f"{key} {' or '.join(found)}" for key, found in seen.items() if len(found) > 1)
     found = [
+        ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
+        ("Trials ran with different versions", f"{mixed}.") if mixed else None,
         _join_note(analysis),
         _seeds_note(analysis),
         _looks_note(analysis),
