@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
+from cohort.harness.run import state
+from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
@@ -105,8 +107,14 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
         (folder / name / "log.json").write_text(json.dumps(document))
 
 
+def refused(*_: Any) -> None:
+    raise AssertionError("one process reads for all")
+
+
 def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    if rank:  # reads no weights and no moments
+        state.start_policy = Checkpoint.policy_weights = Checkpoint.learner_state = refused  # pyright: ignore
     run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
     if rank == 0:  # which has written the checkpoint
         (folder / "one's turn").touch()

@@ -21,15 +21,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shard(module: nn.Module, device: torch.device) -> None:
-    """Shard a module's parameters over the devices of all processes, in place, one group at a time.
+    """Shard a module's parameters over the devices of all processes, in place: those of the first process, which alone
+    need a storage, one tensor at a time.
 
     Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    first = dict(module.named_parameters())
+    metas = {p: nn.Parameter(p.to("meta"), p.requires_grad) for p in first.values()}
+    for part in module.modules():
+        part._parameters.update({name: metas[p] for name, p in part._parameters.items() if p is not None})
+    del metas
     for part in (*layers(module), module):
         fully_shard(part, mesh=mesh)
+    names = {p: name for name, p in module.named_parameters()}
+    own = {p: nn.Parameter(spread_like(p, first.pop(name), device), p.requires_grad) for p, name in names.items()}
+    tied = {name: own[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    module.load_state_dict(tied, strict=False, assign=True)
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
@@ -95,14 +105,18 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if is_spread(value) else value  # pyright: ignore
 
 
-def spread_like(own: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor placed like `own`: with the same sharding and device."""
+def spread_like(own: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy of the whole tensor that the first process has, sharded like `own`, on `device` (by default its)."""
+    device = own.device if device is None else device
+    if ranks.world_size() == 1:
+        return value.to(device, copy=True)
+    whole = torch.empty_like(value, device=device) if value.is_meta else value.detach().to(device)
     if not is_spread(own):
-        return value
+        dist.broadcast(whole, src=0)
+        return whole
     from torch.distributed.tensor import distribute_tensor
 
-    mesh: Any = own.device_mesh  # pyright: ignore
-    return distribute_tensor(value.to(own.device), mesh, own.placements)  # pyright: ignore
+    return distribute_tensor(whole, own.device_mesh, own.placements)  # pyright: ignore
 
 
 def is_spread(value: Any) -> bool:
@@ -112,7 +126,9 @@ def is_spread(value: Any) -> bool:
 
 
 def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights placed like the module's own state."""
+    """The first process's whole weights placed like the module's own state."""
+    if ranks.world_size() == 1:
+        return dict(weights)
     own = module.state_dict()
     return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
 

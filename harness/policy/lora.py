@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..devices.ranks import world_size
 from .sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -144,9 +145,14 @@ def _linear_layers(policy: nn.Module) -> list[str]:
 
 
 def around_frozen(model: M) -> M:
-    """A copy of the model that shares its frozen weights and its buffers."""
-    shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
-    return deepcopy(model, {id(tensor): tensor for tensor in shared})
+    """A copy of the model that shares its frozen weights and its buffers.
+
+    Of several processes, which shard it next, the weights are others on the same storage.
+    """
+    shared = {id(x): x for x in [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]}
+    if world_size() > 1:
+        shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    return deepcopy(model, shared)
 
 
 def policies_on(base: nn.Module, adapters: Sequence[tuple[LoRA, int]]) -> list[nn.Module]:

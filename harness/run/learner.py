@@ -9,7 +9,6 @@ import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..policy.forward import (
     token_logprobs,
     token_uniform_kls,
 )
-from ..policy.lora import adapter_off, adapter_weights, has_adapter, hold_frozen_products, load_adapter
+from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
 from ..spec.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 
@@ -56,7 +55,7 @@ class Learner:
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
-        self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
+        self.reference = around_frozen(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
@@ -192,7 +191,8 @@ class Learner:
         return kept(state)
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue from a saved policy and `state()`; ValueError if they do not fit this model."""
+        """Continue from a saved policy and `state()`, whose tensors the first process has; ValueError if they do not
+        fit this model."""
         try:
             if self.adapted:
                 load_adapter(self.policy, spread(self.policy, state["adapter"]))
@@ -203,7 +203,8 @@ class Learner:
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
             device = next(self.policy.parameters()).device
-            self.older.extend({k: v.to(device) for k, v in weights.items()} for weights in state.get("older", ()))
+            for weights in state.get("older", ()):
+                self.older.append({name: value.to(device, copy=True) for name, value in weights.items()})
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
@@ -407,7 +408,7 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
     def moved(place: int, value: Tensor) -> Tensor:
         like = parameters[place]
-        return spread_like(like, value) if value.shape == like.shape else value  # else a count of steps
+        return spread_like(like, value) if value.dim() else value  # else a count of steps
 
     moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}

@@ -75,7 +75,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     updated = learner.update(batch, step)
     clock.lap("update")
     engine.load_weights(learner.weights(), step + 1)
-    synced = {} if run.spot_check is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.spot_check)}
+    synced = (
+        {} if run.spot_check is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.spot_check)}
+    )
     clock.lap("sync")
     metrics = merged(
         updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),

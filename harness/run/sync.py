@@ -54,7 +54,9 @@ class SpotCheck:
     usual: float
 
 
-def spot_check(engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: SpotCheck | None = None) -> SpotCheck | None:
+def spot_check(
+    engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: SpotCheck | None = None
+) -> SpotCheck | None:
     """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
 
     None for an engine that shares the learner's weights. The `last` step's check is used again while the learner's
