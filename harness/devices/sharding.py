@@ -20,13 +20,15 @@ from . import ranks
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(module: nn.Module, device: torch.device) -> None:
+def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) -> None:
     """Shard a module's parameters over the devices of all processes, in place: those of the first process, which alone
     need a storage, one tensor at a time.
 
-    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch.
+    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch. With `autocast`,
+    under which all passes then run, layers of products and norms are gathered in bfloat16, in which autocast computes
+    products; norms' weights are rounded too. The root's group stays: with it the residual stream.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     first = dict(module.named_parameters())
@@ -34,8 +36,10 @@ def shard(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         part._parameters.update({name: metas[p] for name, p in part._parameters.items() if p is not None})
     del metas
-    for part in (*layers(module), module):
-        fully_shard(part, mesh=mesh)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in layers(module):
+        fully_shard(part, mesh=mesh, mp_policy=half if autocast and _is_plain(part) else MixedPrecisionPolicy())
+    fully_shard(module, mesh=mesh)
     names = {p: name for name, p in module.named_parameters()}
     own = {p: nn.Parameter(spread_like(p, first.pop(name), device), p.requires_grad) for p, name in names.items()}
     tied = {name: own[p] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -43,9 +47,16 @@ def shard(module: nn.Module, device: torch.device) -> None:
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
+    module.needs_autocast = autocast
     run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
     module.run = run
     register_fsdp_forward_method(module, "run")
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether only products and norms have parameters; those of a recurrent layer would not bear rounding."""
+    owners = [part for part in layer.modules() if any(True for _ in part.parameters(recurse=False))]
+    return all(type(part) is nn.Linear or "norm" in type(part).__name__.lower() for part in owners)
 
 
 def layers(module: nn.Module) -> Iterable[nn.Module]:

@@ -71,8 +71,9 @@ def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
 
 
 def holds_products(policy: nn.Module) -> bool:
-    """Whether `hold_frozen_products` has changed the model, which then runs under autocast only."""
-    return len({p.dtype for p in policy.parameters() if not p.requires_grad}) > 1
+    """Whether `hold_frozen_products` or sharding has changed the model, which then runs under autocast only."""
+    frozen = {p.dtype for p in policy.parameters() if not p.requires_grad}
+    return len(frozen) > 1 or getattr(policy, "needs_autocast", False)
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -61,7 +61,7 @@ class Learner:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
             for part in (policy, self.reference, *critic):
                 if part is not None:
-                    shard(part, resolve_device(spec.device))
+                    shard(part, resolve_device(spec.device), autocast=spec.autocast)
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
         rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
         self.rates = {"policy": rate, "critic": spec.optimizer.critic_learning_rate}
