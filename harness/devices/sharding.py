@@ -47,7 +47,7 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
-    module.needs_autocast = autocast
+    vars(module)["needs_autocast"] = autocast
     run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
     module.run = run
     register_fsdp_forward_method(module, "run")
