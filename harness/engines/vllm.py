@@ -41,7 +41,7 @@ from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..ground.files import write_text
 from ..ground.machine import compiler
-from ..ground.tensors import checksum
+from ..ground.tensors import checksum, rounded_on_average
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
@@ -202,7 +202,8 @@ class VLLMEngine(RolloutEngine):
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
 
-        vLLM rounds each weight to its own precision as it copies it. A slept engine takes back the memory of the cache
+        float32 weights become bfloat16 by stochastic rounding: to nearest, small updates would not arrive for many
+        steps. Otherwise vLLM rounds each weight as it copies it. A slept engine takes back the memory of the cache
         only after that of the weights is filled, so both and what copying needs are never there at once.
         """
         return self.load_adapter(0) if self.adapters else self._reload(weights)
@@ -213,7 +214,10 @@ class VLLMEngine(RolloutEngine):
 
         def whole() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights.items():
-                yield name, (tensor := full(value))
+                tensor = full(value)
+                if tensor.dtype == torch.float32 and self.dtype == "bfloat16":
+                    tensor = rounded_on_average(tensor)
+                yield name, tensor
                 given[name] = checksum(tensor.to(getattr(torch, self.dtype)))
 
         with _process_state_kept():

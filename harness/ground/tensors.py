@@ -62,6 +62,18 @@ def checksum(values: Tensor) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
+def rounded_on_average(values: Tensor) -> Tensor:
+    """float32 values in bfloat16, each up or down so that its mean is the value (stochastic rounding): what bfloat16
+    holds stays, and of moves smaller than its steps their share arrives. All values together seed the noise, so equal
+    tensors are rounded alike on one kind of device."""
+    import torch
+
+    noise = torch.Generator(values.device).manual_seed(checksum(values))
+    bits = torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32, device=values.device)
+    bits += values.detach().contiguous().view(torch.int32)
+    return bits.bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
+
+
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log p - log q: unbiased per token for KL(p || q) under samples of p, high variance (Schulman 2020, k1)."""
     return logprobs - ref_logprobs
