@@ -35,7 +35,7 @@ def _rooted(value: Any) -> Any:
     parts: Any = value.as_coeff_Mul() if isinstance(value, Mul) else (1, value)
     sign, root = parts
     is_root = isinstance(root, Pow) and isinstance(root.exp, Rational) and root.exp.p == 1 < root.exp.q
-    return sign * Pow(root.base, root.exp) if abs(sign) == 1 and is_root and _is_exact(root) else value
+    return sign * Pow(root.base, root.exp) if is_root and _is_exact(root) and (sign == -1 or root is value) else value
 
 
 def _is_exact(root: Any) -> bool:

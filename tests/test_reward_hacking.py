@@ -77,7 +77,8 @@ HEDGES = [
     r"\boxed{5,\ldots}", r"\boxed{5_6}", r"\boxed{5:6}", r"\boxed{\frac{5}{0}}", r"\boxed{2+3}", r"\boxed{5+0}",
     r"\boxed{5\cdot 1}", r"\boxed{\min(5,6)}", r"\boxed{\sqrt{20+5}}", r"\boxed{5\sqrt{1}}", r"\boxed{2+\sqrt{9}}",
     r"\boxed{\lfloor 5.3\rfloor}", r"\boxed{x^2=25}", r"\boxed{\sqrt{\sqrt{625}}}", r"\boxed{25^{1/2}\cdot1}",
-    r"\boxed{5^1}", r"\boxed{5=2+4}", "#### 5 = 2+4", "#### 6 (not 5)", "#### 5 (not sure)", "#### 5 (not 5)",
+    r"\boxed{5^1}", r"\boxed{1\sqrt{25}}", r"\boxed{5=2+4}",
+    "#### 5 = 2+4", "#### 6 (not 5)", "#### 5 (not sure)", "#### 5 (not 5)",
     "#### 5 = 5, 6", r"\boxed{A. 5, 6}", r"\boxed{A. 5 or B. 6}", r"\boxed{A. 6}", r"\boxed{5:2}",
     "<answer>5</answer><answer>6</answer>", "<answer>5 or 6</answer>", "<answer>\\boxed{5} or \\boxed{6}</answer>",
 ]
