@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..ground.inputs import Inputs
+from ..ground.inputs import Inputs, Unreachable
 from ..ground.machine import usable_gpus
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.run import RunSpec
@@ -27,7 +27,10 @@ COSTS = (
 
 
 def missing_here(specs: Sequence[RunSpec]) -> list[str]:
-    """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
+    """Everything that the runs need and this machine lacks, as text: a device, a model, data of the Hub, an engine.
+
+    ValueError for local data that are missing or lack a split.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     from ..devices.device import resolve_device
@@ -39,6 +42,8 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
         try:
             check()
         except (ValueError, OSError, ImportError) as error:
+            if subject.startswith("data") and isinstance(error, ValueError) and not isinstance(error, Unreachable):
+                raise
             missing[f"{subject}: {' '.join(str(error).split())}"] = None
 
     for spec in specs:
