@@ -89,6 +89,14 @@ def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grade
         grade("gsm8k", write(tmp_path, row), grader=grader)
 
 
+def test_a_file_of_cases_that_is_not_there_is_refused_with_the_nearest(tmp_path):
+    write(tmp_path, {"gold": "1", "completion": "#### 1"})
+    with pytest.raises(
+        ValueError, match=r"--cases must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
+    ):
+        grade("gsm8k", tmp_path / "case.jsonl")
+
+
 def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     judge = graders(TASK)["math_verify"]
     assert judge(r"so $\frac{36}{2}$", "18", "")[1]

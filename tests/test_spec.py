@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
+from cohort.harness import plugins
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.engines._decoding import uniforms
 from cohort.harness.ground.inputs import digest
 from cohort.harness.ground.streams import generator
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec import paths
+from cohort.harness.spec import foreign, paths
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_run, load_study
 from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
@@ -45,6 +46,14 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_inner_epochs": 2}, ["num_inner_epochs: ", "did you mean 'optimizer.num_inner_epochs'?"]),
     ({"kl_beta": 0.1}, ["kl_beta: ", "did you mean 'algorithm.kl_beta'?"]),
     ({"optimizer": {"group_size": 4}}, ["optimizer.group_size: ", "did you mean 'algorithm.group_size'?"]),
+    # Names of TRL and verl, wherever they stand; the cold start's learning rate is meant only where it is named.
+    ({"learning_rate": 1e-5}, ["learning_rate: ", "did you mean 'optimizer.learning_rate'?"]),
+    ({"num_generations": 8}, ["did you mean 'algorithm.group_size'?"]),
+    ({"algorithm": {"name": "grpo", "beta": 0.1}}, ["algorithm.beta: ", "did you mean 'algorithm.kl_beta'?"]),
+    ({"epsilon": 0.2, "kl_loss_coef": 0.1}, ["'algorithm.clip_epsilon'?", "did you mean 'algorithm.kl_beta'?"]),
+    ({"per_device_train_batch_size": 4}, ["'rollouts_per_step' (which counts the completions of a step on all"]),
+    ({"rollout": {"n": 8}}, ["rollout: ", "did you mean 'algorithm.group_size'?"]),
+    ({"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}, ["did you mean 'optimizer.learning_rate'?"]),
     ({"algorithm": "grppo"}, ["algorithm", "unknown algorithm 'grppo'", "did you mean 'grpo'?", "available: "]),
     ({"algorithm": {"kl_beta": 0.1}}, ["algorithm must be a name or a mapping with a 'name'"]),
     ({"task": 3}, ["task must be a name or a mapping with a 'name', got 3"]),
@@ -121,6 +130,20 @@ def test_an_override_that_sets_nothing_is_refused(item: str, words: str):
     assert words in error_of(load_run, None, [item], {**RUN, "steps": 3})
 
 
+def test_an_empty_file_is_told_what_it_must_have_at_least(tmp_path: Path):
+    (file := tmp_path / "empty.yaml").touch()
+    assert "must be a mapping, got an empty file; write at least question: ..." in error_of(load_study, str(file))
+    assert "got an empty file; write at least task: arithmetic and algorithm: grpo" in error_of(load_run, str(file))
+
+
+def test_every_name_of_another_library_leads_to_a_setting_that_exists():
+    raw = [{"algorithm": name, "task": "gsm8k", "engine": "vllm", "lora": {}} for name in plugins.names("algorithm")]
+    known = {path for one in raw for path, _ in paths.settings(RunSpec, one)}
+    assert {*foreign.NAMES.values()} - known == set()
+    assert foreign.DIFFERENCES.keys() <= foreign.NAMES.keys()
+    assert not {name for name in foreign.NAMES if name in known}
+
+
 def test_the_digest_of_settings_is_pinned():
     # sha256 of {"label":null,"rate":0.1,"sizes":[1,2]}, first 16 hex digits: old results must stay recognisable.
     assert digest({"rate": 0.1, "sizes": (1, 2), "label": None}) == "54160b3bd5bc24d8"
@@ -168,7 +191,7 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
         (None, "cannot be read: No such file or directory"),
         ("a: [1", "not valid YAML"),
         ("- 1\n- 2\n", "must be a mapping, got list"),
-        ("", "must be a mapping, got NoneType"),
+        ("", "must be a mapping, got an empty file"),
     ],
 )
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, words: str):
@@ -228,6 +251,13 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
             {"factors": {"algorithm": {"group_size": [4, 8]}}},
             "factors must be named by their full path, got 'algorithm' with nested settings; write "
             "'algorithm.group_size: [4, 8]'",
+        ),
+        ({"seeds": 3}, "toy.yaml: seeds must be a list of seeds, got 3; write seeds: [0, 1, 2]"),
+        ({"factors": {"beta": [0.1]}}, "did you mean 'algorithm.kl_beta'?"),
+        (
+            {"factors": {"steps": {"low": 2, "high": 9}}},
+            "levels of factor 'steps' must be a list, got the range {'low': 2, 'high': 9}; list its levels, or search: "
+            "design: search, search: {space: {steps: {'low': 2, 'high': 9}}}",
         ),
         ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write [4]"),
         (

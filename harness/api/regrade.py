@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import AliasChoices, BaseModel, Field
 
 from ..interfaces import Task
-from ..spec.errors import parsed
+from ..spec.errors import did_you_mean, parsed
 from ..spec.load import load_run
 from .settings import Settings, as_texts
 
@@ -83,6 +83,10 @@ def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
 
 def read_cases(file: Path) -> list[Case]:
     """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is not a case."""
+    if not file.is_file():
+        near = did_you_mean(file.name, [one.name for one in file.parent.glob("*.jsonl")])
+        fix = "give JSON Lines with 'gold' and 'completion', such as rollouts/step-000041.jsonl of a run"
+        raise ValueError(f"--cases must be a file, got '{file}'; {near}{fix}")
     cases: list[Case] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():

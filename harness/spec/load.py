@@ -37,9 +37,7 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
             raise SpecError(f"{path}: no such study file")
         near, fix = did_you_mean(name_or_path, list(shipped)), "or give a path to a YAML file"
         raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
-    raw = read_yaml(path)
-    if not isinstance(raw, dict):
-        raise SpecError(f"{path}: a study file must be a mapping, got {type(raw).__name__}")
+    raw = _mapping(path, "study", "question: ... and run: {task: arithmetic, algorithm: grpo}")
     raw.setdefault("name", path.stem)
     run: dict[str, Any] = {}
     for dotted, value in parse_overrides(overrides).items():
@@ -62,10 +60,7 @@ def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[
     """A run from a YAML or JSON file (or from `defaults` alone), with `path=value` overrides applied."""
     raw: Any = dict(defaults or {})
     if path is not None:
-        read = read_yaml(Path(path))
-        if not isinstance(read, dict):
-            raise SpecError(f"{path}: a run file must be a mapping, got {type(read).__name__}")
-        raw |= read
+        raw |= _mapping(Path(path), "run", "task: arithmetic and algorithm: grpo")
     return parse_run(with_overrides(raw, parse_overrides(overrides)), where=path or "command line")
 
 
@@ -73,6 +68,14 @@ def shipped_studies() -> dict[str, Path]:
     """Name -> file of every study that Cohort ships."""
     folder = Path(str(importlib.resources.files("cohort.studies")))
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def _mapping(path: Path, kind: str, least: str) -> dict[str, Any]:
+    read = read_yaml(path)
+    if not isinstance(read, dict):
+        got = "an empty file" if read is None else type(read).__name__
+        raise SpecError(f"{path}: a {kind} file must be a mapping, got {got}; write at least {least}")
+    return read
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -157,12 +157,23 @@ class StudySpec(Section):
     def _by_full_path(cls, factors: Any) -> Any:
         for path, levels in factors.items() if isinstance(factors, Mapping) else ():
             if isinstance(levels, Mapping) and levels:
+                if levels.keys() <= {"low", "high", "log", "step"}:
+                    fix = f"list its levels, or search: design: search, search: {{space: {{{path}: {dict(levels)}}}}}"
+                    raise ValueError(f"levels of factor '{path}' must be a list, got the range {dict(levels)}; {fix}")
                 key, inner = next(iter(levels.items()))
                 rule = f"factors must be named by their full path, got '{path}' with nested settings"
                 raise ValueError(f"{rule}; write '{path}.{key}: {inner}'")
             if not isinstance(levels, list):
                 raise ValueError(f"levels of factor '{path}' must be a list, got {levels!r}; write [{levels}]")
         return factors
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _listed(cls, seeds: Any) -> Any:
+        if isinstance(seeds, int):
+            shown = list(range(seeds)) if 0 < seeds <= 20 else [seeds]
+            raise ValueError(f"seeds must be a list of seeds, got {seeds}; write seeds: {shown}")
+        return seeds
 
     @model_validator(mode="after")
     def _sections_fit_the_design(self) -> Self:

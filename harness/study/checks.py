@@ -153,7 +153,8 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
         for metric in study.objectives():
             if metric in known or (metric != study.metric and metric in COSTS):
                 continue
-            hint = did_you_mean(metric, known)
+            near = f"validation/{metric.rpartition('/')[2]}"  # the split that a study may look at
+            hint = f"did you mean '{near}'? " if near in known else did_you_mean(metric, known)
             if metric == study.metric:
                 raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
             raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
