@@ -270,6 +270,48 @@ def test_a_study_that_cannot_be_run_is_refused(changes: dict, words: str):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
 
 
+CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
+INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
+BATCHES = {"optimizer.num_minibatches": [1, 4]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
+        ({"factors": {CLIP: [0.2, 0.3]}}, f"'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: {INERT}"),
+        ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, f"'base' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.2, 0.3], "steps": [5, 6]}}, f"factor '{CLIP}' cannot matter: {INERT}"),
+        ({"arms": {"a": {CLIP: 0.2}, "b": {CLIP: 0.3}}, "factors": {"steps": [5, 6]}}, "factor 'arm' cannot matter"),
+        (
+            {"arms": {"a": {KL: "k2"}, "b": {KL: "k3"}}, "run": {**RUN, "algorithm": {"name": "grpo", "kl_beta": 0}}},
+            f"arms 'a' and 'b' cannot differ: {KL} has an effect only with an algorithm.kl_beta above 0",
+        ),
+        ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
+    ],
+)  # fmt: skip
+def test_an_arm_that_cannot_differ_from_another_is_refused(changes: dict, words: str):
+    assert words in error_of(parse_study, study(**changes), "toy.yaml")
+
+
+def test_a_grid_in_which_a_level_matters_in_part_of_the_arms_names_the_identical_ones():
+    grid = parse_study(study(factors={CLIP: [0.2, 0.3], **BATCHES}), "toy.yaml")
+    ((arms, reason),) = grid.identical_arms()  # with four minibatches the ratio leaves 1
+    assert arms == ["clip_epsilon_high=0.2, num_minibatches=1", "clip_epsilon_high=0.3, num_minibatches=1"]
+    assert reason.startswith(INERT)
+
+
+@pytest.mark.parametrize("path", ["algorithm", "algorithm.kl_beta"])
+def test_an_override_that_every_arm_replaces_is_refused(tmp_path: Path, path: str):
+    file = tmp_path / "toy.yaml"
+    arms = {name: {"algorithm.name": name, "algorithm.kl_beta": 0.1} for name in ("grpo", "ppo")}
+    file.write_text(yaml.safe_dump(study(arms=arms)))
+    words = f"--set {path}: every arm of the study sets it, so nothing would change; change the arms"
+    assert words in error_of(load_study, str(file), [f"{path}={0.2 if '.' in path else 'dapo'}"])
+    file.write_text(yaml.safe_dump(study(arms={**arms, "other": {"steps": 3}})))
+    assert load_study(str(file), ["algorithm.kl_beta=0.2"]).design_arms()[1].spec.algorithm.kl_beta == 0.2
+
+
 def test_the_baseline_must_be_an_arm_and_the_nearest_is_named():
     raw = study(factors={"algorithm.group_size": [4, 8]})
     assert parse_study({**raw, "baseline": "group_size=8"}, "toy.yaml").baseline == "group_size=8"

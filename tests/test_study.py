@@ -168,6 +168,16 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
     assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
 
 
+def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs: Path, caplog):
+    factors = {"algorithm.clip_epsilon": [0.2, 0.3], "optimizer.num_minibatches": [1, 2]}
+    run(a_study(factors=factors, seeds=[0]), runs, workers=1)
+    arms = ["clip_epsilon=0.2, num_minibatches=1", "clip_epsilon=0.3, num_minibatches=1"]
+    ((labels, reason),) = read_study(runs, "sizes").identical
+    assert sorted(labels) == arms
+    assert reason.startswith("algorithm.clip_epsilon has an effect only if")
+    assert f"arms '{arms[0]}', '{arms[1]}' are identical by construction: {reason}" in caplog.text
+
+
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):
     with pytest.raises(
         RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, write_json
 from ..ground.inputs import NO_INPUTS, Inputs, short
+from ..spec.effect import identical
 from ..spec.errors import did_you_mean
 from .events import EVENTS, read_history
 from .provenance import versions
@@ -97,6 +98,7 @@ class StudyRecord:
     exploratory  clones; neither `arms` nor `trials` has them
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
+    identical groups of arms that differ in settings without effect alone: their labels, and the reason
     """
 
     name: str
@@ -118,6 +120,7 @@ class StudyRecord:
     any_time: bool = False
     added: Sequence[int] = ()
     looks: Sequence[int] = ()
+    identical: Sequence[tuple[Sequence[str], str]] = ()
 
 
 def study_document(
@@ -246,6 +249,7 @@ def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None)
         any_time=spec.get("any_time", False),
         added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
         looks=sorted({one["complete"] for one in looks}),
+        identical=identical({trial.arm: trial.spec for trial in found.values()}),
     )
 
 

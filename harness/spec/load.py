@@ -53,7 +53,12 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
             if dotted in space:
                 how = f"searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
             raise SpecError(f"--set {dotted}: the study {how}")
-    return parse_study(raw, where=str(path))
+    study = parse_study(raw, where=str(path))
+    arms = study.design_arms()
+    for dotted in run:
+        if arms and all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
+            raise SpecError(f"--set {dotted}: every arm of the study sets it, so nothing would change; change the arms")
+    return study
 
 
 def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> RunSpec:

@@ -1,5 +1,6 @@
 """Checks a study before it writes or runs anything."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from .storage.base import Storage
 from .storage.files import LocalStorage
 from .worker import EXECUTE
 
+log = logging.getLogger(__name__)
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
     "flops/train",
@@ -66,6 +68,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
+    for labels, reason in study.identical_arms():
+        log.warning("arms %s are identical by construction: %s", ", ".join(f"'{one}'" for one in labels), reason)
     if execute == EXECUTE:
         check_metrics(study, specs)
 
