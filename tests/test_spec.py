@@ -279,8 +279,8 @@ BATCHES = {"optimizer.num_minibatches": [1, 4]}
     ("changes", "words"),
     [
         ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
-        ({"factors": {CLIP: [0.2, 0.3]}}, f"'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: {INERT}"),
-        ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, f"'base' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
         ({"factors": {CLIP: [0.2, 0.3], "steps": [5, 6]}}, f"factor '{CLIP}' cannot matter: {INERT}"),
         ({"arms": {"a": {CLIP: 0.2}, "b": {CLIP: 0.3}}, "factors": {"steps": [5, 6]}}, "factor 'arm' cannot matter"),
         (

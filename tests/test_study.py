@@ -169,12 +169,12 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
 
 
 def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs: Path, caplog):
-    factors = {"algorithm.clip_epsilon": [0.2, 0.3], "optimizer.num_minibatches": [1, 2]}
+    factors = {"mismatch.bound": [2.0, 3.0], "mismatch.correction": ["none", "truncated"]}
     run(a_study(factors=factors, seeds=[0]), runs, workers=1)
-    arms = ["clip_epsilon=0.2, num_minibatches=1", "clip_epsilon=0.3, num_minibatches=1"]
+    arms = ["bound=2, correction=none", "bound=3, correction=none"]
     ((labels, reason),) = read_study(runs, "sizes").identical
     assert sorted(labels) == arms
-    assert reason.startswith("algorithm.clip_epsilon has an effect only if")
+    assert reason == "mismatch.bound has an effect only with a mismatch.correction"
     assert f"arms '{arms[0]}', '{arms[1]}' are identical by construction: {reason}" in caplog.text
 
 
