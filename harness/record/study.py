@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
 LOOKS = "looks.json"
-_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown")  # what is no setting of a study
+_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments")  # no settings
 log = logging.getLogger(__name__)
 
 
@@ -99,6 +100,7 @@ class StudyRecord:
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
+    amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds
     """
 
     name: str
@@ -121,6 +123,7 @@ class StudyRecord:
     added: Sequence[int] = ()
     looks: Sequence[int] = ()
     identical: Sequence[tuple[Sequence[str], str]] = ()
+    amendments: Sequence[Mapping[str, Any]] = ()
 
 
 def study_document(
@@ -132,10 +135,18 @@ def study_document(
     command   that which started the study; an empty one keeps the known one
     labels    of the arms, as far as a design names them
     shown     how a mirror shows it: paths of the factors, colour of each arm by its short label
+    amendments  for each start that added any: time (milliseconds since 1970), arms, seeds
     The other keys are the settings of the study.
     """
     known = known or {}
     arms, colors = study.checked_arms(), study.arm_colors()
+    added = {key: [one for one in values if known and one not in known.get(before, values)] for key, before, values in (
+        ("arms", "labels", study.arm_labels()),
+        ("seeds", "seeds", study.seeds if isinstance(study.seeds, list) else []),
+    )}  # fmt: skip
+    amendments = known.get("amendments", [])
+    if any(added.values()):
+        amendments = [*amendments, {"time": round(1000 * time.time()), **added}]
     return {
         "id": known.get("id") or uuid.uuid4().hex,
         "digest": study.digest(),
@@ -147,6 +158,7 @@ def study_document(
             "factors": list(dict.fromkeys(path for arm in arms for path in arm.levels if path != "arm")),
             "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
         },
+        "amendments": amendments,
         **study.model_dump(mode="json"),
     }
 
@@ -249,6 +261,7 @@ def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None)
         any_time=spec.get("any_time", False),
         added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
         looks=sorted({one["complete"] for one in looks}),
+        amendments=document.get("amendments", ()),
         identical=identical({trial.arm: trial.spec for trial in found.values()}),
     )
 
