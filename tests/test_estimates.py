@@ -6,13 +6,16 @@ from pathlib import Path
 import datasets
 import fake_trials
 import pytest
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
+from cohort.harness.data import Prompt
 from cohort.harness.ground.files import write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.estimates import budget, cost, remaining_seconds
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.runner import dry_run, run_study
+from cohort.tasks.arithmetic import Arithmetic
 from factories import status, trial
 from fake_trials import a_study
 from typer.testing import CliRunner
@@ -156,3 +159,15 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
         assert refused.exit_code == 2
         assert message in " ".join(refused.output.split())
         assert "s3cret" not in refused.output
+
+
+def test_splits_that_share_a_problem_are_refused_by_its_id(tmp_path: Path):
+    class Overlapping(Arithmetic):
+        def prompts(self, split):
+            return (
+                [*super().prompts(split), Prompt("twice", "1+1=", "2")] if split != "train" else super().prompts(split)
+            )
+
+    spec = load_study("quickstart").design_arms()[0].spec.model_copy(update={"task": Overlapping()})
+    with pytest.raises(SpecError, match=r"share no problem.*id 'twice' in validation and in test; correct Overlapping"):
+        check_runs([spec], tmp_path / "new")
