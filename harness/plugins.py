@@ -60,6 +60,9 @@ def load(kind: Kind, name: str) -> type:
         module = _loaded(lambda: importlib.import_module(f"{_PACKAGE[kind]}.{name}"), words, "mend it")
         cls = _only_plugin(module, kind)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        what = f"{', '.join(missing)}, as each {_BASE[kind].__name__} does"
+        raise ValueError(f"{words}: {cls.__name__} must define {what}; add it in {file}")
     _files_loaded[file] = (words, bool(points))
     return cls
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Demonstration, Prompt, Split
-from ..harness.ground.inputs import REVISION, Sources, digest, digested, expected, verify
+from ..harness.ground.inputs import REVISION, Sources, Unreachable, digest, digested, expected, verify
 from ._answers import QuestionTask
 
 SourceSplit = Literal["train", "test"]
@@ -257,7 +257,8 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
     if not local.exists():
         is_hub_id = _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() not in _SUFFIXES
         if not is_hub_id or (local.parent != Path(".") and local.parent.is_dir()):
-            raise ValueError(f"{path}: no such file or folder; give an existing {_LISTED} file, a folder or a Hub id")
+            fix = f"give an existing {_LISTED} file, a folder or a Hub id{_listing(local.parent)}"
+            raise ValueError(f"{path}: no such file or folder; {fix}")
         return _on_hub(task, split)
     folder, files = local.parent, [local]
     is_one_split = not local.is_dir() or (local / "state.json").exists()
@@ -272,7 +273,8 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
             files = [file for file in files if _split_of(file.relative_to(root), words) == split]
             if not files:
                 called = " or ".join(words if split == "train" else ("test",))
-                raise _missing_split(root, split, f"no {_LISTED} file, and no folder with one, is called {called}")
+                why = f"no {_LISTED} file, and no folder with one, is called {called}"
+                raise _missing_split(root, split, why + _listing(root))
     elif local.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
     if is_one_split and (_split_of(Path(local.name), words) or "test") != split:
@@ -285,6 +287,13 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
 def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
     fix = "it serves evaluation on the test split only" if split == "train" else "set task.test_path"
     return MissingSplit(f"{path}: there is no {split} split ({reason}); {fix}")
+
+
+def _listing(folder: Path) -> str:
+    """What a folder holds, as the end of a clause; empty if there is no such folder."""
+    names = sorted(f"{file.name}{'/' * file.is_dir()}" for file in folder.iterdir()) if folder.is_dir() else []
+    shown = ", ".join([*names[:8], *[f"{len(names) - 8} more"] * (len(names) > 8)])
+    return f"; '{folder}' has {shown or 'nothing'}" if folder.is_dir() else ""
 
 
 def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
@@ -362,6 +371,6 @@ def _load_from_hub(path: str, config: str | None, commit: str | None) -> dict[st
     except DatasetNotFoundError as error:
         raise ValueError(f"{path}: no such file, folder or Hub data set: {error}") from None
     except ConnectionError as error:
-        raise ValueError(f"{path}: the Hub cannot be reached ({error}); give a local file or folder") from None
+        raise Unreachable(f"{path}: the Hub cannot be reached ({error}); give a local file or folder") from None
     except _READ_ERRORS as error:
-        raise ValueError(f"{path}: cannot be loaded from the Hub: {error}") from None
+        raise Unreachable(f"{path}: cannot be loaded from the Hub: {error}") from None

@@ -1,7 +1,8 @@
 """Decides whether an expression is worked out: whether it leaves operations to the reader that the gold answer does
 not.
 
-A fraction need not be reduced nor a root simplified, because graders differ there; a product may keep a common factor.
+A fraction of constants need not be reduced, nor one root taken or simplified, because graders differ there; a product
+may keep a common factor.
 """
 
 from collections import Counter
@@ -20,13 +21,26 @@ def is_worked_out(answer: Any, gold: Any) -> bool:
     answer, gold = _right_side(answer), _right_side(gold)
     if _num_factors(gold) > 1 and isinstance(answer, Add):
         return False
-    return set(_work(answer)) <= set(_work(gold))
+    return set(_work(_rooted(answer))) <= set(_work(gold))
 
 
 def _right_side(value: Any) -> Any:
     """The value of a stated variable or constant: `5` for `x=5`."""
     is_value = isinstance(value, Eq) and (value.lhs.is_Symbol or not value.free_symbols)
     return value.rhs if is_value else value
+
+
+def _rooted(value: Any) -> Any:
+    r"""The value with its root taken, if it is one exact root: `8` for `\sqrt[3]{512}`."""
+    parts: Any = value.as_coeff_Mul() if isinstance(value, Mul) else (1, value)
+    sign, root = parts
+    is_root = isinstance(root, Pow) and isinstance(root.exp, Rational) and root.exp.p == 1 < root.exp.q
+    return sign * Pow(root.base, root.exp) if is_root and _is_exact(root) and (sign == -1 or root is value) else value
+
+
+def _is_exact(root: Any) -> bool:
+    base = root.base
+    return bool(base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, root.exp).is_Rational)
 
 
 def _work(value: Any) -> Iterator[str]:
@@ -47,7 +61,8 @@ def _work(value: Any) -> Iterator[str]:
         factors = list(_factors(value))
         over, under = ([f for f, power in factors if f.is_Rational and power == sign and f != -1] for sign in (1, -1))
         divides = any(power < 0 for _, power in factors)
-        bases = Counter(_base(f) for f, _ in factors if not f.is_Rational)
+        # A fraction of constants may keep a common factor: `\sqrt{3}/(2\sqrt{3})`.
+        bases = Counter((_base(f), 1 if f.free_symbols else power) for f, power in factors if not f.is_Rational)
         if max(len([f for f in over if f != 1]), len(under), *bases.values()) > 1 or (1 in over and not divides):
             yield "multiply"
         if any(power < 0 and f.has(I) for f, power in factors):
@@ -58,8 +73,7 @@ def _work(value: Any) -> Iterator[str]:
             if value.exp != -1 and base not in (sympy.pi, sympy.E):
                 yield "raise"
         else:
-            is_exact = base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, value.exp).is_Rational
-            if is_exact or base.has(Pow):
+            if _is_exact(value) or base.has(Pow):
                 yield "root"
     is_exponential = isinstance(value, sympy.exp) and not value.has(I)
     if isinstance(value, sympy.Function) and not value.free_symbols and not is_exponential:

@@ -85,6 +85,9 @@ def equivalent(answer: str, other: str) -> bool:
     if number is not None and other_number is not None:
         return number == other_number
     first, second = _tidy(answer), _tidy(other)
+    for one, rest in ((first, second), (second, first)):
+        if label := _LABELLED.fullmatch(one):
+            return equivalent(f"({label[1]})" if _LETTER.fullmatch(rest) else label[2], rest)
     is_text = _is_text(first) or _is_text(second)
     if _key(first, is_text) == _key(second, is_text):
         return True
@@ -102,6 +105,8 @@ def is_answered(answer: str, question: str, gold: str | None) -> bool:
     The text of the gold answer counts, in whatever order. Without gold only a copy that leaves work is no answer.
     """
     text = _tidy(answer)
+    if label := _LABELLED.fullmatch(text):
+        return bool(gold and _LETTER.fullmatch(_tidy(gold))) or is_answered(label[2], question, gold)
     if _numbers.number(answer, prose=False) is not None or _is_text(text):
         return True
     if len({number for side in text.split("=") if (number := _numbers.number(side, prose=False)) is not None}) > 1:
@@ -126,8 +131,10 @@ _SYMBOLS = {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": 
 _SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u03b8": r"\theta "}
 _TRIG = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?"
 _DEGREES = r"(?:\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0)"
+_SCALE = r"(?:\\(?:text|mbox|mathrm)\s*\{\s*[CF]\s*\}|[CF](?![A-Za-z]))"
 _UNIT = rf"\\text\s*\{{(?![^{{}}]*{_numbers.HEDGE})[^{{}}]*\}}"
 _BRACED = re.compile(r"\{([^{}]*)\}")
+_TIME = r"(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d\s*\.?\s*\Z"
 _ORDER = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|neq?|[lg]t|[lg]eqslant)(?![A-Za-z])")
 _OR = re.compile(r",?\s*(?:\\(?:text\w*|mbox|mathrm)\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\vee(?![A-Za-z]))")
 _REWRITES = tuple(
@@ -137,7 +144,7 @@ _REWRITES = tuple(
         (r"[\"'`\0]|\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (rf"({_TRIG})\s*(\()?\s*\{{?(\d[\d.]*)\}}?\s*{_DEGREES}\s*(?(2)\))", r"\1(\\frac{\3\\pi}{180})"),
-        (rf"\\?[%$]|(?<!\\)\\[()]|{_DEGREES}", ""),
+        (rf"\\?[%$]|(?<!\\)\\[()]|{_DEGREES}(?:\s*{_SCALE})?", ""),
         (r"\\(?:text(?:bf|it|rm|sf|normal)|mbox|math(?:rm|bf|it)|operatorname)\s*(?=\{)", r"\\text"),
         (r"\\text\s*\{[^{}]*\}(?:\s*\\text\s*\{[^{}]*\})+", lambda m: rf"\text{{{' '.join(_BRACED.findall(m[0]))}}}"),
         (r"(?<=\S),?\s*\\text\s*\{\s*(?:and|or)\s*\}\s*(?=\S)", ", "),  # `30 and 150` is not 30,150
@@ -146,7 +153,7 @@ _REWRITES = tuple(
         (r"(\\frac|\\binom)\s*(\{[^{}]*\})\s*(\d|[A-Za-z]|\\pi(?![A-Za-z]))", r"\1\2{\3}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
-        (r"\{,\}", ","),
+        (r"\{([,:])\}", r"\1"),
         (r"\\leq?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?![A-Za-z])|>=", r"\\ge "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
@@ -163,11 +170,18 @@ _REWRITES = tuple(
         (r"(?<=\{)[bB]matrix(?=\})", "pmatrix"),
         (r"\\text\s*\{([A-Za-z]?|\s*\d[\d.,:/ ]*)\}", r"\1"),
         (rf"(?<=\S)\s*(?:{_UNIT}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
+        (r"\A([^=]+?)\s*=\s*\1\s*\Z", r"\1"),
+        (rf"\A\s*(?!{_TIME})(\d{{1,30}})\s*:\s*(\d{{1,30}})\s*\.?\s*\Z", r"\\frac{\1}{\2}"),
     )
 )
 _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
 _HEDGE = re.compile(rf"\\text\s*\{{[^{{}}]*{_numbers.HEDGE}", re.I)
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
+_LETTER = re.compile(rf"{_CHOICE.pattern}|[A-J]")
+_LABELLED = re.compile(  # `C. 12`, without a second label
+    r"(?s)(?:\\text\s*\{\s*)?\(?([A-J])[.)](?:\s*\}\s*|\s+)(?!.*(?:"
+    rf"{_numbers.HEDGE}|\band\b|(?<![A-Za-z\\])[A-J](?![A-Za-z])))([\w\\({{\[].*)"
+)
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
 _BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
 _DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")

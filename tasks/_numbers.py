@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import floor
 
-from ..harness.ground.rationals import decimal
+from ..harness.ground.rationals import Token, decimal, evaluate
 
 MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral
@@ -36,7 +36,8 @@ def number(text: str, *, prose: bool = True) -> Fraction | None:
     """The number that `text` states, or None.
 
     With `prose`, words may surround it (`The answer is 18 clips.`) and an equation counts as its right-hand side.
-    Without, only signs, currency, percent and units may, so `2x`, `x=5` and `5!` state no number.
+    Without, only signs, currency, percent and units may, so `2x`, `x=5` and `5!` state no number. An equation whose
+    sides agree states their number if one side is it: `18 = 9*2`.
     """
     return None if len(text) > MAX_CHARS else _parse(text, prose)
 
@@ -173,12 +174,14 @@ UNITS = (  # as alternatives of a pattern
 HEDGE = r"\b(?:or|any\w*|not|either|neither|maybe|wrong|at (?:least|most)|(?:more|less|fewer|greater) than)\b"
 _HEDGE = re.compile(rf"{HEDGE}|[<>!]=", re.I)
 _UNEQUAL = re.compile(r"(?:^|=)\s*(\d++)\s*=\s*(?!\1\b)\d++\s*$")  # `6 = 5`
+_DENIED = re.compile(r"(?<![\d.,])(\d[\d.,]*+)\s?\(not (?!\1\))[\d.,]++\)$")  # `18 (not 20)`
+_SIDE = re.compile(r"\s*+(?:(\d{1,30}+(?:\.\d{1,30})?+)|([-+*/()]))\s*+")  # a token of a calculation
 # Around a number in prose: words and punctuation, but no digit and no operator. A hyphen must join words, and a sign
 # must not touch the word before it: `x-5` states no number.
 _LETTER = r"[^\W\d_]"
 _BEFORE = rf"""(?: {_LETTER} | [\s:'"(\[~|#\u2248{_CURRENCY}] | [.,;!?](?=\s) | (?<={_LETTER})-(?={_LETTER}) )*+"""
 _AFTER = rf"""(?: {_POWER} | {_LETTER} | [\s.,;:!?'"()\[\]%~|#\u00b0{_CURRENCY}] | [/-](?=\s*{_LETTER}) )*+"""
-_BARE_AFTER = rf"(?: [\s.%\u00b0{_CURRENCY}] | {_POWER} | /?\b(?:{UNITS})\b )*+"
+_BARE_AFTER = rf"(?: \u00b0\s?[CF]\b | [\s.%\u00b0{_CURRENCY}] | {_POWER} | /?\b(?:{UNITS})\b )*+"
 _PROSE = re.compile(rf"(?: {_BEFORE}(?<![A-Za-z])(?![+-]\s) | (?=[+-]) ) {_VALUE} {_AFTER}", re.X)
 _BARE = re.compile(rf"(?P<open>\()? \s* {_VALUE} \s* (?(open)\)) {_BARE_AFTER}", re.X | re.I)
 
@@ -200,14 +203,15 @@ def _plain(text: str) -> str | None:
     if "\\" in text:
         text = _SPACES.sub(" ", _DROPPED.sub("", text.replace(r"\%", "%").replace(r"\$", "$")))
         text = _FRACTION.sub(lambda m: f" {(m[1] or m[2] or '').strip()}/{(m[3] or m[4] or '').strip()} ", text)
-        text = _DEGREES.sub(" degrees ", _TEXT.sub(_unit, text))
+        text = _DEGREES.sub("\u00b0", _TEXT.sub(_unit, text))
         text = text.replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\bar{", r"\overline{")
         if "\\" in text.replace(r"\overline", ""):
             return None
+    text = re.sub(r"(?<=\d)'(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"([+-])\s*\$\s*", r"\1", text.replace("{,}", ",")).replace("$", " ")
     text = text.replace("{", " ").replace("}", " ")
     text = _BOLD.sub(lambda m: f" {m[1] or m[2]} ", text)
-    return " ".join(text.strip(" \t\r\n\0*_`'\"").split())
+    return _DENIED.sub(r"\1", " ".join(text.strip(" \t\r\n\0*_`'\"").split()))
 
 
 def _unit(match: re.Match[str]) -> str:
@@ -222,16 +226,35 @@ def _parse(text: str, prose: bool) -> Fraction | None:
     plain = _plain(text)
     if plain is None:
         return None
+    if prose and (_HEDGE.search(plain) or _UNEQUAL.search(plain)):
+        return None
+    sides = [side.strip() for side in plain.split("=")]
+    values = [_side(side, prose) for side in sides]
+    if len(sides) == 1 or (prose and values[-1] is not None):
+        return values[-1]
+    agreed = {value if value is not None else _calculated(side) for side, value in zip(sides, values, strict=True)}
+    return agreed.pop() if len(agreed) == 1 and any(value is not None for value in values) else None
+
+
+def _side(plain: str, prose: bool) -> Fraction | None:
+    """The number that one side of an equation states."""
     if prose:
-        if _HEDGE.search(plain) or _UNEQUAL.search(plain):
-            return None
-        plain = _MINUS.sub("-", plain.rpartition("=")[2].strip())
+        plain = _MINUS.sub("-", plain)
         plain = plain if plain.isascii() else _without_chinese(plain)
     match = (_PROSE if prose else _BARE).fullmatch(plain)
     value = None if match is None else _magnitude(match)
     if match is None or value is None:
         return None
     return value * (-1 if match["sign"] == "-" else 1) * (_SCALES[match["scale"].lower()] if match["scale"] else 1)
+
+
+def _calculated(text: str) -> Fraction | None:
+    """The value of a written calculation such as `9*2`."""
+    if not re.fullmatch(rf"(?:{_SIDE.pattern})+", text):
+        return None
+    tokens: list[Token] = [decimal(one[1]) if one[1] else one[2] for one in _SIDE.finditer(text)]
+    evaluated = evaluate(tokens, max_depth=10, signed=True)
+    return None if evaluated is None else evaluated[0]
 
 
 _PUNCTUATION = {"\u3002": ".", "\u3001": ",", "\u2044": "/", "\u2215": "/", "\u00f7": "/", "\u00d7": "*", "\u22c5": "*"}

@@ -77,7 +77,7 @@ class FakeTask(Task):
         return 8
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return [] if split == self.empty_split else [Prompt("p1", "1+1=", "2")]
+        return [] if split == self.empty_split else [Prompt("p1" if split == "test" else split, "1+1=", "2")]
 
     def demonstrations(self) -> Sequence[Demonstration]:
         return []

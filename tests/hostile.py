@@ -22,6 +22,8 @@ ANSWERS = [
     "x^" * 200 + "x", "|" * 301, "(x+y+z)^{200}", "((((x+1)^9+1)^9+1)^9+1)^9", r"\log_{0} 0", r"\tan 90^\circ",
     "a,b" * 100, "1;2;3", ":" * 300, "_" * 300, "\\" * 399, "%" * 390, "#" * 390, "&" * 390, "nan", "inf", "None",
     "<script>alert(1)</script>", "'; DROP TABLE runs; --", "x.__class__",
+    "1=" * 199, " " * 400 + "=", "8 = 8" + " " * 390, "C. " * 130, "C. 1" + " or" * 100, "8 (not " * 50, "1'000" * 70,
+    "1" * 200 + ":" + "1" * 199, "8 = " + "9*" * 190 + "9", "8 = " + "(" * 190 + "8" + ")" * 190, "8 = 1/0",
 ]
 
 # Whole completions: an answer in each place where one is looked for, and floods of a hundred kilobytes.

@@ -3,15 +3,19 @@
 import json
 from pathlib import Path
 
+import datasets
 import fake_trials
 import pytest
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
+from cohort.harness.data import Prompt
 from cohort.harness.ground.files import write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.estimates import budget, cost, remaining_seconds
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.runner import dry_run
+from cohort.harness.study.runner import dry_run, run_study
+from cohort.tasks.arithmetic import Arithmetic
 from factories import status, trial
 from fake_trials import a_study
 from typer.testing import CliRunner
@@ -98,15 +102,43 @@ def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path)
     empty = a_study(run=fake_trials.run_settings(task={"name": "fake", "empty_split": "test"}))
     with pytest.raises(SpecError, match="in its test split"):
         dry_run(empty, tmp_path / "new", workers=1, execute=fake_trials.EXECUTE)
-    with pytest.raises(SpecError, match="did you mean 'validation/accuracy'"):
-        dry_run(load_study("quickstart", ["metric=validation/acuracy"]), tmp_path / "new", workers=1)
+    for metric in ("validation/acuracy", "accuracy"):  # a study may look at the validation split alone
+        with pytest.raises(SpecError, match="did you mean 'validation/accuracy'"):
+            dry_run(load_study("quickstart", [f"metric={metric}"]), tmp_path / "new", workers=1)
 
 
-def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path):
-    study = load_study("quickstart", ["model=nobody/no-such-model-1B", "task.path=/nowhere", "task.name=gsm8k"])
+def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    study = load_study("quickstart", ["model=nobody/no-such-model-1B", "task.path=nobody/g8k", "task.name=gsm8k"])
     words = "\n".join(dry_run(study, tmp_path / "new", workers=1)["not_checked"])
     assert "model 'nobody/no-such-model-1B': not on this machine" in words
     assert "data of task 'gsm8k'" in words
+
+
+@pytest.mark.parametrize("model", ["tiny", "nobody/no-such-model-1B"])
+@pytest.mark.parametrize(
+    ("there", "path", "message"),
+    [
+        ([], "nowhere", r"nowhere: no such file or folder; give an existing .*; '.*' has notes\.txt$"),
+        (["train.jsonl"], "", r"there is no test split \(no .* called test; '.*' has notes\.txt, train\.jsonl\)"),
+        (["test.jsonl"], "", r"there is no train split \(no .* called train; '.*' has notes\.txt, test\.jsonl\)"),
+    ],
+)
+def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_path: Path, model, there, path, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("notes.txt", *there):
+        (folder / name).write_text("".join(f'{{"question": "{i}?", "answer": "#### {i}"}}\n' for i in range(40)))
+    study = load_study("quickstart", [f"task.path={folder / path}", "task.name=gsm8k", f"model={model}"])
+    with pytest.raises(ValueError, match=message):
+        dry_run(study, tmp_path / "new", workers=1)
+    if model == "tiny":
+        with pytest.raises(ValueError, match=message):
+            run_study(study, tmp_path / "new", workers=1, command="")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path):
@@ -127,3 +159,15 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
         assert refused.exit_code == 2
         assert message in " ".join(refused.output.split())
         assert "s3cret" not in refused.output
+
+
+def test_splits_that_share_a_problem_are_refused_by_its_id(tmp_path: Path):
+    class Overlapping(Arithmetic):
+        def prompts(self, split):
+            return (
+                [*super().prompts(split), Prompt("twice", "1+1=", "2")] if split != "train" else super().prompts(split)
+            )
+
+    spec = load_study("quickstart").design_arms()[0].spec.model_copy(update={"task": Overlapping()})
+    with pytest.raises(SpecError, match=r"share no problem.*id 'twice' in validation and in test; correct Overlapping"):
+        check_runs([spec], tmp_path / "new")

@@ -1,23 +1,26 @@
 """Answers, equivalence classes and correctness: by the task's own equality, with as few comparisons as possible."""
 
+import math
 import threading
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
+import torch
+from cohort.algorithms.grpo import GRPO
 from cohort.harness.data import Group, Prompt, Rollout, Score
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import rollout_metrics, train_step
+from cohort.harness.run.step import credited, rollout_metrics, train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
-from fakes import MemoryLog
+from fakes import MemoryLog, batch_of
 
 asked: list[tuple[str, str]] = []
 read: list[str] = []
@@ -209,3 +212,35 @@ def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_grade
     _, drawn = train_step(run, spec.task.prompts("train"), 0)
     assert told == ["sleep", "annotate", *["grade"] * 8]
     assert all(group.token_means["uniform_kl"] for group in drawn.graded)
+
+
+class Broken(GRPO):
+    """Fills in what the test says, or leaves it out."""
+
+    objective: ClassVar = {"advantage": "what the test says"}
+    found: ClassVar[torch.Tensor | None] = None
+
+    def advantages(self, batch):
+        return batch.replace(advantages_BT=self.found)
+
+
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        (None, "got none"),
+        (torch.zeros(2), r"got shape \[2\]"),
+        (torch.tensor([[0.0, math.nan], [1.0, 0.0]]), "got numbers that are not finite"),
+    ],
+)
+def test_advantages_of_a_wrong_shape_or_not_finite_are_an_error_that_names_the_class(monkeypatch, found, got):
+    monkeypatch.setattr(Broken, "found", found)
+    batch = batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2)
+    rule = r"Broken.advantages must fill advantages_BT with finite numbers of shape \[2, 2\], "
+    with pytest.raises(ValueError, match=f"{rule}{got}; correct Broken.advantages in .*test_grading.py"):
+        credited(Broken(group_size=2), batch)
+
+
+def test_advantages_of_a_batch_that_is_not_finite_itself_are_the_losss_to_refuse(monkeypatch):
+    batch = batch_of([[1, 1], [1, 1]], [math.nan, 0.0], 2)
+    monkeypatch.setattr(Broken, "found", torch.full((2, 2), math.nan))
+    assert credited(Broken(group_size=2), batch).advantages_BT is Broken.found

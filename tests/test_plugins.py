@@ -79,6 +79,16 @@ def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(
         plugins.load(kind, name)
 
 
+def test_a_plugin_without_a_method_that_all_need_is_told_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = python_of_the_readme(2).replace("def score(", "def scores(")
+    install(tmp_path, monkeypatch, "unfinished", source, "Brevity", kind="reward")
+    message = (
+        r"reward 'unfinished' of .*: Brevity must define score, as each Reward does; add it in .*plugin_unfinished"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.unfinished=0.5"])
+
+
 def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import torch
     from fakes import batch_of

@@ -49,6 +49,15 @@ def test_a_gold_answer_may_be_a_whole_solution(tmp_path):
     assert result.summaries["strict"].agreement is None
 
 
+def test_an_echo_is_wrong_where_the_row_has_its_question_as_in_training(tmp_path):
+    echo, asked = {"gold": r"10\sqrt{11}", "completion": r"\boxed{\sqrt{1100}}"}, r"Simplify $\sqrt{1100}$."
+    rows = [echo, {**echo, "question": asked}, {**echo, "prompt": f"Problem: {asked}"}, {**echo, "question": "Why?"}]
+    verdicts = grade("math", write(tmp_path, *rows), grader="all").verdicts
+    assert [(v.correct["strict"], v.correct["lenient"]) for v in verdicts] == [
+        (right, right) for right in (True, False, False, True)
+    ]
+
+
 def test_several_workers_give_the_same_verdicts_in_order(tmp_path):
     cases = [(str(i), f"#### {i if i % 3 else i + 1}", None) for i in range(200)]
     one, four = (regrade(tmp_path, cases, workers=workers) for workers in (1, 4))
@@ -80,11 +89,19 @@ def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grade
         grade("gsm8k", write(tmp_path, row), grader=grader)
 
 
+def test_a_file_of_cases_that_is_not_there_is_refused_with_the_nearest(tmp_path):
+    write(tmp_path, {"gold": "1", "completion": "#### 1"})
+    with pytest.raises(
+        ValueError, match=r"--cases must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
+    ):
+        grade("gsm8k", tmp_path / "case.jsonl")
+
+
 def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     judge = graders(TASK)["math_verify"]
-    assert judge(r"so $\frac{36}{2}$", "18")[1]
-    assert judge("so it is 18 clips", "18")[1]
-    assert not judge("so it is 19 clips", "18")[1]
-    assert judge("nothing", "18") == (None, False)
+    assert judge(r"so $\frac{36}{2}$", "18", "")[1]
+    assert judge("so it is 18 clips", "18", "")[1]
+    assert not judge("so it is 19 clips", "18", "")[1]
+    assert judge("nothing", "18", "") == (None, False)
     # The library alone would evaluate this text as Python.
-    assert not judge("the answer is 2*(3+6)", "18")[1]
+    assert not judge("the answer is 2*(3+6)", "18", "")[1]

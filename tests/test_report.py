@@ -206,6 +206,21 @@ def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecor
     assert "kl_beta matters" not in text
 
 
+def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_quoted() -> None:
+    equal = fake_study(two_arms(0.7, 0.7))
+    same = dataclasses.replace(equal, identical=[(["a", "b"], "algorithm.clip_epsilon has no effect")])
+    text = answer(analysed(same))
+    assert text.startswith("b is identical by construction to a: ")
+    assert "a and b are identical by construction (algorithm.clip_epsilon has no effect)" in text
+    assert "could be detected" not in text
+    assert "would be found" not in text
+    third = fake_study([*two_arms(0.7, 0.7), FakeArm("c", "grpo", 0.7, {}, {})])
+    text = answer(analysed(dataclasses.replace(third, identical=same.identical)))
+    assert "could be detected: the furthest, b," not in text
+    assert "could be detected: c reaches" in text
+    assert "a and b are identical by construction" in text
+
+
 def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
     analysis = analysed(fake_study(two_arms(0.0, 0.0), num_problems=100, seed_deviation=0.0))
     assert answer(analysis).startswith("Every arm stays near zero: no difference to a (0.0 % test accuracy")

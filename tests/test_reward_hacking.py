@@ -50,6 +50,12 @@ ANSWERS = [
     ("What sum?", r"\frac{2x}{x^2-1}", [r"\frac{2x}{(x-1)(x+1)}"]),
     ("Which day?", r"\text{Friday}", ["Friday", r"\textbf{Friday}"]),
     ("Roots?", r"2\pm\sqrt7", [r"2+\sqrt7, 2-\sqrt7"]),
+    ("How many?", "6", [r"\sqrt{36}", r"\sqrt[3]{216}", r"\frac{6\sqrt{5}}{\sqrt5}", "6 = 6", "6 = 2*3", "2*3 = 6",
+                        r"6 = 2\cdot3", "6 (not 7)", r"6^{\circ}\text{F}", r"6\%", "D. 6", r"\text{(D) }6"]),
+    ("By how much does it fall?", "-6", [r"-\sqrt{36}"]),
+    ("What part?", r"\frac17", [r"\frac{\sqrt3}{7\sqrt3}", r"\frac{\pi}{7\pi}"]),
+    ("Which?", r"\text{(D)}", ["D", "(D)", "D. 6", r"\text{(D) }6", r"(D)\ \frac12"]),
+    ("In what ratio?", "7:4", [r"\frac74", "7/4", "1.75", "14:8", "7{:}4"]),
 ]
 
 HEDGES = [
@@ -69,7 +75,11 @@ HEDGES = [
     r"\boxed{(-\infty,\infty)}", r"\boxed{\{5\}\cup\{6\}}", r"\boxed{x\in\{5,6\}}", r"\boxed{5\lor 6}",
     r"\boxed{x=5 \text{ or } x=6}", r"\boxed{x=6=5}", r"\boxed{5=6}", r"\boxed{6=5}", r"\boxed{5\ldots}",
     r"\boxed{5,\ldots}", r"\boxed{5_6}", r"\boxed{5:6}", r"\boxed{\frac{5}{0}}", r"\boxed{2+3}", r"\boxed{5+0}",
-    r"\boxed{5\cdot 1}", r"\boxed{\min(5,6)}", r"\boxed{\sqrt{25}}", r"\boxed{\lfloor 5.3\rfloor}", r"\boxed{x^2=25}",
+    r"\boxed{5\cdot 1}", r"\boxed{\min(5,6)}", r"\boxed{\sqrt{20+5}}", r"\boxed{5\sqrt{1}}", r"\boxed{2+\sqrt{9}}",
+    r"\boxed{\lfloor 5.3\rfloor}", r"\boxed{x^2=25}", r"\boxed{\sqrt{\sqrt{625}}}", r"\boxed{25^{1/2}\cdot1}",
+    r"\boxed{5^1}", r"\boxed{1\sqrt{25}}", r"\boxed{5=2+4}",
+    "#### 5 = 2+4", "#### 6 (not 5)", "#### 5 (not sure)", "#### 5 (not 5)",
+    "#### 5 = 5, 6", r"\boxed{A. 5, 6}", r"\boxed{A. 5 or B. 6}", r"\boxed{A. 6}", r"\boxed{5:2}",
     "<answer>5</answer><answer>6</answer>", "<answer>5 or 6</answer>", "<answer>\\boxed{5} or \\boxed{6}</answer>",
 ]
 # fmt: on

@@ -229,7 +229,12 @@ def test_rewards_that_cannot_be_paid_are_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("values", "got"), [([1.0, 0.0, 0.5], "got 3"), ([1.0, None, 0.0, 1.0], "got None among them")]
+    ("values", "got"),
+    [
+        ([1.0, 0.0, 0.5], "got 3"),
+        ([1.0, None, 0.0, 1.0], "got None among them"),
+        ([1.0, "1", 0.0, 1.0], "got '1' among them"),
+    ],
 )
 def test_a_reward_that_does_not_pay_each_completion_is_named_with_its_file(values: list[float], got: str):
     class Half(Reward):

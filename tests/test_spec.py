@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
+from cohort.harness import plugins
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.engines._decoding import uniforms
 from cohort.harness.ground.inputs import digest
 from cohort.harness.ground.streams import generator
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec import paths
+from cohort.harness.spec import foreign, paths
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_run, load_study
 from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
@@ -45,6 +46,14 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_inner_epochs": 2}, ["num_inner_epochs: ", "did you mean 'optimizer.num_inner_epochs'?"]),
     ({"kl_beta": 0.1}, ["kl_beta: ", "did you mean 'algorithm.kl_beta'?"]),
     ({"optimizer": {"group_size": 4}}, ["optimizer.group_size: ", "did you mean 'algorithm.group_size'?"]),
+    # Names of TRL and verl, wherever they stand; the cold start's learning rate is meant only where it is named.
+    ({"learning_rate": 1e-5}, ["learning_rate: ", "did you mean 'optimizer.learning_rate'?"]),
+    ({"num_generations": 8}, ["did you mean 'algorithm.group_size'?"]),
+    ({"algorithm": {"name": "grpo", "beta": 0.1}}, ["algorithm.beta: ", "did you mean 'algorithm.kl_beta'?"]),
+    ({"epsilon": 0.2, "kl_loss_coef": 0.1}, ["'algorithm.clip_epsilon'?", "did you mean 'algorithm.kl_beta'?"]),
+    ({"per_device_train_batch_size": 4}, ["'rollouts_per_step' (which counts the completions of a step on all"]),
+    ({"rollout": {"n": 8}}, ["rollout: ", "did you mean 'algorithm.group_size'?"]),
+    ({"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}, ["did you mean 'optimizer.learning_rate'?"]),
     ({"algorithm": "grppo"}, ["algorithm", "unknown algorithm 'grppo'", "did you mean 'grpo'?", "available: "]),
     ({"algorithm": {"kl_beta": 0.1}}, ["algorithm must be a name or a mapping with a 'name'"]),
     ({"task": 3}, ["task must be a name or a mapping with a 'name', got 3"]),
@@ -121,6 +130,20 @@ def test_an_override_that_sets_nothing_is_refused(item: str, words: str):
     assert words in error_of(load_run, None, [item], {**RUN, "steps": 3})
 
 
+def test_an_empty_file_is_told_what_it_must_have_at_least(tmp_path: Path):
+    (file := tmp_path / "empty.yaml").touch()
+    assert "must be a mapping, got an empty file; write at least question: ..." in error_of(load_study, str(file))
+    assert "got an empty file; write at least task: arithmetic and algorithm: grpo" in error_of(load_run, str(file))
+
+
+def test_every_name_of_another_library_leads_to_a_setting_that_exists():
+    raw = [{"algorithm": name, "task": "gsm8k", "engine": "vllm", "lora": {}} for name in plugins.names("algorithm")]
+    known = {path for one in raw for path, _ in paths.settings(RunSpec, one)}
+    assert {*foreign.NAMES.values()} - known == set()
+    assert foreign.DIFFERENCES.keys() <= foreign.NAMES.keys()
+    assert not {name for name in foreign.NAMES if name in known}
+
+
 def test_the_digest_of_settings_is_pinned():
     # sha256 of {"label":null,"rate":0.1,"sizes":[1,2]}, first 16 hex digits: old results must stay recognisable.
     assert digest({"rate": 0.1, "sizes": (1, 2), "label": None}) == "54160b3bd5bc24d8"
@@ -168,7 +191,7 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
         (None, "cannot be read: No such file or directory"),
         ("a: [1", "not valid YAML"),
         ("- 1\n- 2\n", "must be a mapping, got list"),
-        ("", "must be a mapping, got NoneType"),
+        ("", "must be a mapping, got an empty file"),
     ],
 )
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, words: str):
@@ -229,6 +252,13 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
             "factors must be named by their full path, got 'algorithm' with nested settings; write "
             "'algorithm.group_size: [4, 8]'",
         ),
+        ({"seeds": 3}, "toy.yaml: seeds must be a list of seeds, got 3; write seeds: [0, 1, 2]"),
+        ({"factors": {"beta": [0.1]}}, "did you mean 'algorithm.kl_beta'?"),
+        (
+            {"factors": {"steps": {"low": 2, "high": 9}}},
+            "levels of factor 'steps' must be a list, got the range {'low': 2, 'high': 9}; list its levels, or search: "
+            "design: search, search: {space: {steps: {'low': 2, 'high': 9}}}",
+        ),
         ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write [4]"),
         (
             {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
@@ -238,6 +268,48 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
 )
 def test_a_study_that_cannot_be_run_is_refused(changes: dict, words: str):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
+
+
+CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
+INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
+BATCHES = {"optimizer.num_minibatches": [1, 4]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
+        ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.2, 0.3], "steps": [5, 6]}}, f"factor '{CLIP}' cannot matter: {INERT}"),
+        ({"arms": {"a": {CLIP: 0.2}, "b": {CLIP: 0.3}}, "factors": {"steps": [5, 6]}}, "factor 'arm' cannot matter"),
+        (
+            {"arms": {"a": {KL: "k2"}, "b": {KL: "k3"}}, "run": {**RUN, "algorithm": {"name": "grpo", "kl_beta": 0}}},
+            f"arms 'a' and 'b' cannot differ: {KL} has an effect only with an algorithm.kl_beta above 0",
+        ),
+        ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
+    ],
+)  # fmt: skip
+def test_an_arm_that_cannot_differ_from_another_is_refused(changes: dict, words: str):
+    assert words in error_of(parse_study, study(**changes), "toy.yaml")
+
+
+def test_a_grid_in_which_a_level_matters_in_part_of_the_arms_names_the_identical_ones():
+    grid = parse_study(study(factors={CLIP: [0.2, 0.3], **BATCHES}), "toy.yaml")
+    ((arms, reason),) = grid.identical_arms()  # with four minibatches the ratio leaves 1
+    assert arms == ["clip_epsilon_high=0.2, num_minibatches=1", "clip_epsilon_high=0.3, num_minibatches=1"]
+    assert reason.startswith(INERT)
+
+
+@pytest.mark.parametrize("path", ["algorithm", "algorithm.kl_beta"])
+def test_an_override_that_every_arm_replaces_is_refused(tmp_path: Path, path: str):
+    file = tmp_path / "toy.yaml"
+    arms = {name: {"algorithm.name": name, "algorithm.kl_beta": 0.1} for name in ("grpo", "ppo")}
+    file.write_text(yaml.safe_dump(study(arms=arms)))
+    words = f"--set {path}: every arm of the study sets it, so nothing would change; change the arms"
+    assert words in error_of(load_study, str(file), [f"{path}={0.2 if '.' in path else 'dapo'}"])
+    file.write_text(yaml.safe_dump(study(arms={**arms, "other": {"steps": 3}})))
+    assert load_study(str(file), ["algorithm.kl_beta=0.2"]).design_arms()[1].spec.algorithm.kl_beta == 0.2
 
 
 def test_the_baseline_must_be_an_arm_and_the_nearest_is_named():

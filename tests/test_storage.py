@@ -139,7 +139,8 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path: Path, url: str | 
     here, there = new_runs(tmp_path / "here"), new_runs(tmp_path / "there")
     a_queue(a_study(), here, url)
     second = here if url is None else there  # another host knows of it by the database alone
-    with pytest.raises(SpecError, match=r"a started study cannot change.*restore the settings.*--name"):
+    words = r"(?s)a started study cannot change.*run.steps: then 7, now 8\n.*restore the settings.*--name"
+    with pytest.raises(SpecError, match=words):
         run(a_study(run=fake_trials.run_settings(steps=8)), second, storage=url)
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
 

@@ -27,6 +27,8 @@ from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import Outcome, Queue, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.worker import worker_main
+from cohort.reports.analysis import analysed
+from cohort.reports.prose.notes import notes
 from fake_trials import a_study
 from queues import (
     METRIC,
@@ -166,6 +168,61 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
     shutil.rmtree(runs / "studies/sizes/logs")
     assert run(a_study(seeds=[0, 1]), runs).counts() == {"complete": 4}
     assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
+
+
+def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs: Path):
+    def sizes(*levels: int, **changes):
+        return a_study(factors={"algorithm.group_size": list(levels)}, **{"seeds": [0], **changes})
+
+    run(sizes(2, 4), runs, workers=1)
+    assert read_study(runs, "sizes").amendments == []
+    begun = executions(runs)
+    for changed in (sizes(2, 8), sizes(8, 2, 4), sizes(4), sizes(2, 4, 8, run=fake_trials.run_settings(steps=8))):
+        with pytest.raises(SpecError, match="a started study cannot change"):  # removed, another baseline, other runs
+            run(changed, runs, workers=1)
+    assert run(sizes(2, 8, 4), runs, workers=1).counts() == {"complete": 3}
+    assert executions(runs)[: len(begun)] == begun
+    assert len(executions(runs)) == len(begun) + 1
+    assert run(sizes(2, 8, 4, seeds=[0, 1]), runs, workers=1).counts() == {"complete": 6}
+    run(sizes(2, 8, 4, seeds=[0, 1]), runs, workers=1)
+    record = read_study(runs, "sizes")
+    assert record.arms == ["group_size=2", "group_size=8", "group_size=4"]
+    assert [(one["arms"], one["seeds"]) for one in record.amendments] == [(["group_size=8"], []), ([], [1])]
+    assert not record.strange  # trials of before belong to it still
+    assert record.amendments[0]["time"] <= record.amendments[1]["time"] <= 1000 * time.time()
+    ((topic, text),) = [note for note in notes(analysed(record)) if "later" in note[0]]
+    assert topic == "Some arms or seeds came later"
+    assert text.startswith("Added: arm group_size=8 (")
+    assert "; seed 1 (" in text
+
+
+def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs: Path):
+    run(a_study(seeds=[0]), runs, workers=1)
+    changes = {
+        "factors": {"algorithm.group_size": [2], "steps": [7, 8]},
+        "run": fake_trials.run_settings(max_flops=1e9),
+    }
+    with pytest.raises(SpecError) as raised:
+        run(a_study(seeds=[0], **changes), runs)
+    first, *lines = str(raised.value).split("\n")
+    assert first.endswith("study 'sizes' was started with other settings:")
+    assert lines[:3] == [
+        "  run.max_flops: then absent, now 1000000000.0",
+        "  factors.algorithm.group_size: then [2, 4], now [2]",
+        "  factors.steps: then absent, now [7, 8]",
+    ]
+    assert "cohort study clone sizes ARM --set ..." in lines[3]
+    assert "(--name NAME), then compare both: cohort report sizes NAME" in lines[3]
+
+
+def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs: Path, caplog):
+    factors = {"mismatch.bound": [2.0, 3.0], "mismatch.correction": ["none", "truncated"]}
+    run(a_study(factors=factors, seeds=[0]), runs, workers=1)
+    arms = [f"mismatch.bound={bound}, mismatch.correction=none" for bound in (2, 3)]
+    ((labels, reason),) = read_study(runs, "sizes").identical
+    assert sorted(labels) == arms
+    assert reason == "mismatch.bound has an effect only with a mismatch.correction"
+    assert f"arms '{arms[0]}', '{arms[1]}' are identical by construction: {reason}" in caplog.text
 
 
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):

@@ -3,7 +3,8 @@ speed.
 
 `strict` is the task's own grader, which rewards and evaluations use; `lenient` also accepts an answer that is not
 marked as final; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`
-(or `correct`, as the rollouts that a run keeps have): whether the completion is right.
+(or `correct`, as the rollouts that a run keeps have): whether the completion is right, and `question` (or `prompt`):
+without it `strict` cannot tell an answer from a restatement of its question.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from pydantic import AliasChoices, BaseModel, Field
 
 from ..interfaces import Task
-from ..spec.errors import parsed
+from ..spec.errors import did_you_mean, parsed
 from ..spec.load import load_run
 from .settings import Settings, as_texts
 
@@ -28,6 +29,7 @@ class Case(BaseModel, frozen=True, coerce_numbers_to_str=True):
 
     expected: str = Field(validation_alias="gold")
     completion: str
+    question: str = Field(default="", validation_alias=AliasChoices("question", "prompt"))
     label: bool | None = Field(default=None, validation_alias=AliasChoices("label", "correct"))
 
 
@@ -63,23 +65,28 @@ class Regraded:
     disagreements: Sequence[int]
 
 
-def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
-    """Name -> (completion, gold) -> (answer, whether it is right), for every grader that the task has."""
+def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
+    """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has."""
 
-    def by(extract: Callable[[str], str | None]) -> Callable[[str, str], Grade]:
-        def grade(completion: str, gold: str) -> Grade:
+    def by(extract: Callable[[str], str | None]) -> Callable[[str, str, str], Grade]:
+        def grade(completion: str, gold: str, question: str) -> Grade:
             answer = extract(completion)
             if answer is None or answer == gold:
                 return answer, answer is not None
-            return answer, task.equivalent(answer, gold) and task.is_answered(answer, "", gold)
+            return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
 
         return grade
 
-    return {"strict": by(task.extract), "lenient": by(task.extract_lenient), **task.peer_graders()}
+    peers = {name: lambda text, gold, _, peer=peer: peer(text, gold) for name, peer in task.peer_graders().items()}
+    return {"strict": by(task.extract), "lenient": by(task.extract_lenient), **peers}
 
 
 def read_cases(file: Path) -> list[Case]:
     """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is not a case."""
+    if not file.is_file():
+        near = did_you_mean(file.name, [one.name for one in file.parent.glob("*.jsonl")])
+        fix = "give JSON Lines with 'gold' and 'completion', such as rollouts/step-000041.jsonl of a run"
+        raise ValueError(f"--cases must be a file, got '{file}'; {near}{fix}")
     cases: list[Case] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
@@ -117,9 +124,10 @@ def grade(
     with ThreadPoolExecutor(workers) as pool:
         for name in known if grader == "all" else [grader]:
             # A grader may have to start a process for each thread before its first verdict.
-            list(pool.map(known[name], [rows[0].completion] * workers, [golds[0]] * workers))
+            list(pool.map(known[name], *([first] * workers for first in (rows[0].completion, golds[0], ""))))
             start = time.perf_counter()
-            grades[name] = list(pool.map(known[name], [case.completion for case in rows], golds))
+            questions = [case.question for case in rows]
+            grades[name] = list(pool.map(known[name], [case.completion for case in rows], golds, questions))
             summaries[name] = _summary(rows, grades[name], time.perf_counter() - start)
     verdicts = []
     for i, case in enumerate(rows):

@@ -42,9 +42,16 @@ def check_runs(
     read: dict[tuple[str, Split], Task] = {
         (spec.task.model_dump_json(), split): spec.task for spec in specs for split in splits or _splits(spec)
     }
-    for (_, split), task in read.items():
-        if not task.prompts(split):
+    seen: dict[tuple[str, str], Split] = {}  # settings of a task, prompt id -> the first split that has it
+    for (settings, split), task in read.items():
+        if not (prompts := task.prompts(split)):
             raise SpecError(f"task '{task.name}' has no problems in its {split} split")
+        for prompt in prompts:
+            if (first := seen.setdefault((settings, prompt.id), split)) != split:
+                raise SpecError(
+                    f"the splits of task '{task.name}' must share no problem, or a test would count what was trained "
+                    f"on, got prompt id '{prompt.id}' in {first} and in {split}; correct {type(task).__name__}.prompts"
+                )
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")

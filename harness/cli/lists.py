@@ -83,7 +83,7 @@ def list_(
 def grade(
     task: Annotated[str, typer.Option(help="Task by name; its equality decides what is correct.")],
     cases: Annotated[
-        Path, typer.Option(metavar="FILE.jsonl", help="JSON Lines with gold, completion and optionally label.")
+        Path, typer.Option(metavar="FILE.jsonl", help="JSON Lines with gold, completion, perhaps question and label.")
     ],
     grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
     show: Annotated[

@@ -21,6 +21,10 @@ REVISION = "revision"  # stands for the files of a Hub repository; its commit is
 _expected: ContextVar[Inputs] = ContextVar("expected", default=NO_INPUTS)  # runs that share a process have their own
 
 
+class Unreachable(ValueError):
+    """The Hub does not answer here, so only another machine may have a source."""
+
+
 class InputsChanged(ValueError):
     """A source has changed since the run was started; the message names the file, both hashes and a fix."""
 

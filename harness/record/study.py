@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, write_json
 from ..ground.inputs import NO_INPUTS, Inputs, short
+from ..spec.effect import identical
 from ..spec.errors import did_you_mean
 from .events import EVENTS, read_history
 from .provenance import versions
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
 LOOKS = "looks.json"
-_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown")  # what is no setting of a study
+_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments")  # no settings
 log = logging.getLogger(__name__)
 
 
@@ -100,6 +102,8 @@ class StudyRecord:
               has its numbers
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
+    identical groups of arms that differ in settings without effect alone: their labels, and the reason
+    amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest
     """
 
     name: str
@@ -122,6 +126,8 @@ class StudyRecord:
     added: Sequence[int] = ()
     looks: Sequence[int] = ()
     strange: Mapping[str, str] = field(default_factory=dict)
+    identical: Sequence[tuple[Sequence[str], str]] = ()
+    amendments: Sequence[Mapping[str, Any]] = ()
 
 
 def study_document(
@@ -133,10 +139,18 @@ def study_document(
     command   that which started the study; an empty one keeps the known one
     labels    of the arms, as far as a design names them
     shown     how a mirror shows it: paths of the factors, colour of each arm by its short label
+    amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
     The other keys are the settings of the study.
     """
     known = known or {}
     arms, colors = study.checked_arms(), study.arm_colors()
+    added = {key: [one for one in values if known and one not in known.get(before, values)] for key, before, values in (
+        ("arms", "labels", study.arm_labels()),
+        ("seeds", "seeds", study.seeds if isinstance(study.seeds, list) else []),
+    )}  # fmt: skip
+    amendments = known.get("amendments", [])
+    if any(added.values()):
+        amendments = [*amendments, {"time": round(1000 * time.time()), **added, "digest": known.get("digest")}]
     return {
         "id": known.get("id") or uuid.uuid4().hex,
         "digest": study.digest(),
@@ -148,6 +162,7 @@ def study_document(
             "factors": list(dict.fromkeys(path for arm in arms for path in arm.levels if path != "arm")),
             "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
         },
+        "amendments": amendments,
         **study.model_dump(mode="json"),
     }
 
@@ -262,6 +277,8 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
         looks=sorted({one["complete"] for one in looks}),
         strange=strange,
+        amendments=document.get("amendments", ()),
+        identical=identical({trial.arm: trial.spec for trial in found.values()}),
     )
 
 
@@ -358,7 +375,8 @@ def _unasked(
     trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Sequence[int] | None
 ) -> str:
     """Why a study does not ask for a trial; empty if it does."""
-    if (tags.get("cohort.study"), tags.get("cohort.design")) != (document["name"], document["digest"]):
+    designs = [document["digest"], *(one["digest"] for one in document.get("amendments", ()))]
+    if tags.get("cohort.study") != document["name"] or tags.get("cohort.design") not in designs:
         return f"it ran for '{tags.get('cohort.study')}', or with other settings than {STUDY} has"
     if tags.get("cohort.phase") != "final":
         return ""

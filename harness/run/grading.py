@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -149,8 +150,12 @@ def score(
 def _scored(name: str, reward: Reward, group: GradedGroup) -> list[float]:
     """A reward's values for a group; ValueError, which names the reward, unless there is one for each completion."""
     values, count = reward.score(group), len(group.completions)
-    if len(values) != count or any(value is None for value in values):
-        place, got = inspect.getfile(type(reward)), f"{len(values)}" if len(values) != count else "None among them"
+    odd = [value for value in values if not isinstance(value, Real)]
+    if len(values) != count or odd:
+        place, got = (
+            inspect.getfile(type(reward)),
+            f"{len(values)}" if len(values) != count else f"{odd[0]!r:.40} among them",
+        )
         raise ValueError(
             f"reward '{name}' must return a number for each of the {count} completions, got {got}; "
             f"correct {type(reward).__name__}.score in {place}"

@@ -9,11 +9,12 @@ may draw them again.
 """
 
 import bisect
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.streams import generator
 from ..ground.tensors import pad_right
-from ..interfaces import Distribution
+from ..interfaces import Algorithm, Distribution
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
@@ -69,7 +70,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     if batch is None:
         batch, scheduled = annotated(run, chosen.groups, step)
     batch = rewarded(batch, chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
-    batch = learner.algorithm.advantages(batch)
+    batch = credited(learner.algorithm, batch)
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
     updated = learner.update(batch, step)
@@ -85,6 +86,25 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         clock.metrics,
     )  # fmt: skip
     return metrics, drawn
+
+
+def credited(algorithm: Algorithm, batch: Batch) -> Batch:
+    """The batch with its advantages. ValueError, which names the class, unless they are numbers [B, T], as finite as
+    what they were computed from."""
+    done = algorithm.advantages(batch)
+    found, shape = done.advantages_BT, list(batch.completion_mask_BT.shape)
+    if found is None or list(found.shape) != shape:
+        got = "none" if found is None else f"shape {list(found.shape)}"
+    elif found.isfinite().all():
+        return done
+    else:
+        read = (getattr(batch, one.name) for one in fields(batch))
+        if not all(value.isfinite().all() for value in read if isinstance(value, torch.Tensor)):
+            return done
+        got = "numbers that are not finite"
+    name, place = type(algorithm).__name__, inspect.getfile(type(algorithm))
+    rule = f"{name}.advantages must fill advantages_BT with finite numbers of shape {shape}"
+    raise ValueError(f"{rule}, got {got}; correct {name}.advantages in {place}")
 
 
 class Clock:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..ground.words import did_you_mean
-from . import paths
+from . import foreign, paths
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -36,8 +36,11 @@ def explain(error: ValidationError, model: type[BaseModel], raw: Mapping[str, An
             every, start = [name for name, _ in paths.settings(model, raw)], "".join(f"{name}." for name in above)
             below = [name.removeprefix(start) for name in every if name.startswith(start)]
             known = list(dict.fromkeys(name.split(".")[0] for name in below))
-            elsewhere = next((f"did you mean '{name}'? " for name in every if name.split(".")[-1] == key), "")
-            asked = did_you_mean(key, known, cutoff=0.8) or elsewhere or did_you_mean(key, known)
+            # The cold start has a learning rate too, and nobody means it who does not name it.
+            same = sorted((n for n in every if n.split(".")[-1] == key), key=lambda n: n.startswith("cold_start"))
+            asked = foreign.ours(keys, item["input"]) if is_run else ""
+            asked = asked or did_you_mean(key, known, cutoff=0.8) or (f"did you mean '{same[0]}'? " if same else "")
+            asked = asked or did_you_mean(key, known)
             message = f"unknown key '{key}'; {asked}{'valid keys: ' if known else ''}{', '.join(known)}".rstrip("; ")
         elif item["type"] == "missing":
             message = "is required"

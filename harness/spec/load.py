@@ -37,9 +37,7 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
             raise SpecError(f"{path}: no such study file")
         near, fix = did_you_mean(name_or_path, list(shipped)), "or give a path to a YAML file"
         raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
-    raw = read_yaml(path)
-    if not isinstance(raw, dict):
-        raise SpecError(f"{path}: a study file must be a mapping, got {type(raw).__name__}")
+    raw = _mapping(path, "study", "question: ... and run: {task: arithmetic, algorithm: grpo}")
     raw.setdefault("name", path.stem)
     run: dict[str, Any] = {}
     for dotted, value in parse_overrides(overrides).items():
@@ -55,17 +53,19 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
             if dotted in space:
                 how = f"searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
             raise SpecError(f"--set {dotted}: the study {how}")
-    return parse_study(raw, where=str(path))
+    study = parse_study(raw, where=str(path))
+    arms = study.design_arms()
+    for dotted in run:
+        if arms and all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
+            raise SpecError(f"--set {dotted}: every arm of the study sets it, so nothing would change; change the arms")
+    return study
 
 
 def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> RunSpec:
     """A run from a YAML or JSON file (or from `defaults` alone), with `path=value` overrides applied."""
     raw: Any = dict(defaults or {})
     if path is not None:
-        read = read_yaml(Path(path))
-        if not isinstance(read, dict):
-            raise SpecError(f"{path}: a run file must be a mapping, got {type(read).__name__}")
-        raw |= read
+        raw |= _mapping(Path(path), "run", "task: arithmetic and algorithm: grpo")
     return parse_run(with_overrides(raw, parse_overrides(overrides)), where=path or "command line")
 
 
@@ -73,6 +73,14 @@ def shipped_studies() -> dict[str, Path]:
     """Name -> file of every study that Cohort ships."""
     folder = Path(str(importlib.resources.files("cohort.studies")))
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def _mapping(path: Path, kind: str, least: str) -> dict[str, Any]:
+    read = read_yaml(path)
+    if not isinstance(read, dict):
+        got = "an empty file" if read is None else type(read).__name__
+        raise SpecError(f"{path}: a {kind} file must be a mapping, got {got}; write at least {least}")
+    return read
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
+from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
 from .run import Control, RunSpec, Scalar, get_path, parse_run
@@ -19,11 +21,6 @@ from .search import Direction, Search, Seed
 
 MAX_ARMS = 10_000
 REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
-
-# Settings of algorithms that have an effect only once the policy differs from the one that sampled.
-_CLIPS = {
-    "clip_epsilon", "clip_epsilon_high", "ratio_bound", "clip_log_ratio", "weight_max", "value_clip", "divergence_bound"
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,12 +154,23 @@ class StudySpec(Section):
     def _by_full_path(cls, factors: Any) -> Any:
         for path, levels in factors.items() if isinstance(factors, Mapping) else ():
             if isinstance(levels, Mapping) and levels:
+                if levels.keys() <= {"low", "high", "log", "step"}:
+                    fix = f"list its levels, or search: design: search, search: {{space: {{{path}: {dict(levels)}}}}}"
+                    raise ValueError(f"levels of factor '{path}' must be a list, got the range {dict(levels)}; {fix}")
                 key, inner = next(iter(levels.items()))
                 rule = f"factors must be named by their full path, got '{path}' with nested settings"
                 raise ValueError(f"{rule}; write '{path}.{key}: {inner}'")
             if not isinstance(levels, list):
                 raise ValueError(f"levels of factor '{path}' must be a list, got {levels!r}; write [{levels}]")
         return factors
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _listed(cls, seeds: Any) -> Any:
+        if isinstance(seeds, int):
+            shown = list(range(seeds)) if 0 < seeds <= 20 else [seeds]
+            raise ValueError(f"seeds must be a list of seeds, got {seeds}; write seeds: {shown}")
+        return seeds
 
     @model_validator(mode="after")
     def _sections_fit_the_design(self) -> Self:
@@ -381,12 +389,37 @@ class StudySpec(Section):
                 raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
             label_of[arm.digest] = label
             arms[label] = arm
+        if not self.components:
+            self._check_effects(arms)
         for name, settings in self.components.items():
             pair = [arms[REFERENCE[self.design]].spec, arms[component_arm(self.design, name)].spec]
             on, off = pair if self.design == "leave_one_out" else pair[::-1]
             if reason := _why_inert(settings, on, off):
                 raise SpecError(f"study '{self.name}': component '{name}' cannot matter: {reason}")
         return list(arms.values())
+
+    def identical_arms(self) -> list[tuple[list[str], str]]:
+        """(labels, reason) for each group of arms that are identical by construction, as `effect.identical`."""
+        return identical({arm.label: arm.spec.model_dump(mode="json") for arm in self.design_arms()})
+
+    def _check_effects(self, arms: Mapping[str, Arm]) -> None:
+        """SpecError for arms that cannot differ: all arms of a factor, or any two where only one thing varies.
+
+        In a grid of several, a level may matter at some levels of the others only: those arms are named elsewhere.
+        """
+        groups = identical({arm.label: arm.spec.model_dump(mode="json") for arm in arms.values()})
+        twin = {label: number for number, (labels, _) in enumerate(groups) for label in labels}
+        varied = [path for path in ("arm", *self.factors) if len({arm.levels.get(path) for arm in arms.values()}) > 1]
+        for path in varied if len(varied) > 1 and self.design == "grid" else ():
+            rest: dict[Any, set[Any]] = defaultdict(set)
+            for arm in arms.values():
+                place = tuple(level for name, level in arm.levels.items() if name != path)
+                rest[place].add(twin.get(arm.label, arm.label))
+            if all(len(effects) == 1 for effects in rest.values()):
+                raise SpecError(f"study '{self.name}': factor '{path}' cannot matter: {groups[0][1]}")
+        if groups and (len(varied) <= 1 or self.design == "one_at_a_time"):
+            labels, reason = groups[0]
+            raise SpecError(f"study '{self.name}': arms '{labels[0]}' and '{labels[1]}' cannot differ: {reason}")
 
     def _compared(self, compare: Comparison) -> list[Arm]:
         """Every algorithm on every task of a comparison; labels leave out what all arms have in common."""
@@ -432,17 +465,13 @@ def _why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
     Such a component is refused: its effect is 0 by construction, and a rank among others would hide that.
     """
     with_it, without = on.model_dump(mode="json"), off.model_dump(mode="json")
-    always_on_policy = all(spec.updates_per_step == 1 and not spec.staleness for spec in (on, off))
+    reasons, others = inert(with_it), inert(without)
     for path in component:
         value = get_path(with_it, path)
         if value == get_path(without, path):
             return f"{path} is {value} without the component too"
-        section, _, key = path.rpartition(".")
-        if section == "algorithm" and key in _CLIPS and always_on_policy:
-            return (
-                f"{path} has an effect only if a batch gets several updates or is older than the policy, otherwise the "
-                "ratio is 1; raise optimizer.num_minibatches, optimizer.num_inner_epochs or staleness"
-            )
+        if path in reasons and path in others:
+            return f"{path} {reasons[path]}"
     return ""
 
 

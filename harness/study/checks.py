@@ -1,17 +1,20 @@
 """Checks a study before it writes or runs anything."""
 
+import logging
+import shlex
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..ground.inputs import Inputs
+from ..ground.inputs import Inputs, Unreachable
 from ..ground.machine import usable_gpus
+from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.run import RunSpec
-from ..spec.study import StudySpec
+from ..spec.study import StudySpec, TwoStage, parse_study
 from .estimates import planned
 from .launchers.local import default_workers
 from .plan import SHARED, Key, Plan, sharing_key
@@ -20,6 +23,7 @@ from .storage.base import Storage
 from .storage.files import LocalStorage
 from .worker import EXECUTE
 
+log = logging.getLogger(__name__)
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
     "flops/train",
@@ -27,7 +31,10 @@ COSTS = (
 
 
 def missing_here(specs: Sequence[RunSpec]) -> list[str]:
-    """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
+    """Everything that the runs need and this machine lacks, as text: a device, a model, data of the Hub, an engine.
+
+    ValueError for local data that are missing or lack a split.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     from ..devices.device import resolve_device
@@ -39,6 +46,8 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
         try:
             check()
         except (ValueError, OSError, ImportError) as error:
+            if subject.startswith("data") and isinstance(error, ValueError) and not isinstance(error, Unreachable):
+                raise
             missing[f"{subject}: {' '.join(str(error).split())}"] = None
 
     for spec in specs:
@@ -61,6 +70,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
+    for labels, reason in study.identical_arms():
+        log.warning("arms %s are identical by construction: %s", ", ".join(f"'{one}'" for one in labels), reason)
     if execute == EXECUTE:
         check_metrics(study, specs)
 
@@ -148,7 +159,8 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
         for metric in study.objectives():
             if metric in known or (metric != study.metric and metric in COSTS):
                 continue
-            hint = did_you_mean(metric, known)
+            near = f"validation/{metric.rpartition('/')[2]}"  # the split that a study may look at
+            hint = f"did you mean '{near}'? " if near in known else did_you_mean(metric, known)
             if metric == study.metric:
                 raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
             raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
@@ -168,11 +180,18 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
             f"the record of a started study must say what it was started with, {storage.document_place} has no "
             f"{' and no '.join(sorted(lost))}; restore it from a copy, or choose another name with --name NAME"
         )
-    if started["digest"] != study.digest():
+    if started["digest"] != study.digest() and not _only_adds_arms(started, study):
+        now, then = study.model_dump(mode="json"), study_settings(started)
+        changes = list(_differences(then, {key: now[key] for key in now if key in then or now[key]}))
+        what = "\n".join(f"  {path}: then {old}, now {new}" for path, old, new in changes[:12])
+        what += f"\n  and {len(changes) - 12} more" * (len(changes) > 12)
+        name = shlex.quote(study.name)
         raise SpecError(
             f"a started study cannot change, or its results would mix: study '{study.name}' was started with other "
-            f"settings, or by another version of Cohort. To continue it, restore the settings (they are in "
-            f"{storage.document_place}). To run the new settings, choose another name with --name NAME."
+            f"settings{f':{chr(10)}{what}' if changes else ', by another version of Cohort'}\n"
+            f"To continue it, restore the settings (they are in {storage.document_place}); arms and seeds may be "
+            f"added. To change one arm beside the others: cohort study clone {name} ARM --set ... To run the new "
+            f"settings: choose another name (--name NAME), then compare both: cohort report {name} NAME"
         )
     missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
     if missing:
@@ -181,3 +200,25 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
             f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
         )
     return started["inputs"]
+
+
+def _only_adds_arms(started: Mapping[str, Any], study: StudySpec) -> bool:
+    """Whether a study differs from the started one only in further arms, with the same baseline."""
+    try:
+        before = parse_study(study_settings(started), "")
+    except SpecError:  # of another version of Cohort
+        return False
+    if before.digest() != started["digest"] or any(s.search or isinstance(s.seeds, TwoStage) for s in (before, study)):
+        return False
+    then, now = ({arm.label: arm.digest for arm in one.design_arms()} for one in (before, study))
+    baselines = {before.baseline or next(iter(then)), study.baseline or next(iter(now))}
+    return then.items() <= now.items() and len(baselines) == 1
+
+
+def _differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(path, then, now) of each setting that differs."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*then, *now)):
+            yield from _differences(then.get(key, "absent"), now.get(key, "absent"), f"{path}.{key}".lstrip("."))
+    elif then != now:
+        yield path, str(then), str(now)

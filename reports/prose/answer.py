@@ -1,7 +1,7 @@
 """Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...harness.data import short_path
@@ -25,7 +25,8 @@ def answer(analysis: Analysis) -> str:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
         candidates = [_grid_finding(analysis), _finding(analysis), _detectable(analysis), _components(analysis)]
-        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis), _added(analysis)]
+        candidates += [_unexplained(analysis), _twins(analysis), _tuned(analysis), _left_out(analysis)]
+        candidates += [_added(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
@@ -105,6 +106,19 @@ def _unexplained(analysis: Analysis) -> str:
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
+def _identical(analysis: Analysis) -> Sequence[str]:
+    """The arms that cannot differ from the baseline."""
+    groups = [labels for labels, _ in analysis.record.identical if analysis.record.baseline in labels]
+    return [label for labels in groups for label in labels if label != analysis.record.baseline]
+
+
+def _twins(analysis: Analysis) -> str:
+    """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
+    found = [f"{wording.listed(labels, len(labels))} are identical by construction ({reason})"
+             for labels, reason in analysis.record.identical]  # fmt: skip
+    return "; ".join(found)
+
+
 def _finding(analysis: Analysis) -> str:
     best, baseline = max(analysis.finished_arms, key=lambda arm: arm.mean), analysis.baseline
     reaches = f"{best.label} reaches {_value(best, analysis)}"
@@ -115,19 +129,26 @@ def _finding(analysis: Analysis) -> str:
             f"{reaches}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a result; the "
             f"baseline {analysis.record.baseline} has none, so no difference to it can be stated"
         )
-    if not analysis.comparisons:
+    same = _identical(analysis)
+    compared = [one for one in analysis.comparisons if one.arm not in same]
+    if same and not compared:
+        verb = "is" if len(same) == 1 else "are"
+        return (
+            f"{wording.listed(list(same), len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
+        )
+    if not compared:
         return f"{reaches}; no arm shares a complete seed with the baseline {baseline.label} yet"
-    if all(comparison.interval is None for comparison in analysis.comparisons):
-        top, metric = max(analysis.comparisons, key=lambda comparison: comparison.estimate), analysis.outcome.name
+    if all(comparison.interval is None for comparison in compared):
+        top, metric = max(compared, key=lambda comparison: comparison.estimate), analysis.outcome.name
         return (
             f"{top.arm} reaches {_value(top.summary, analysis)}, {_apart(top)} {baseline.label} "
             f"({wording.with_unit(baseline.mean, metric)}); with one shared seed no interval or test over seeds is "
             "possible, so this does not show a difference between the arms"
         )
-    detected = [comparison for comparison in analysis.comparisons if comparison.is_detected]
+    detected = [comparison for comparison in compared if comparison.is_detected]
     if not detected:
-        largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
-        who = largest.arm if len(analysis.comparisons) == 1 else f"the furthest, {largest.arm},"
+        largest = max((c for c in compared if c.interval), key=lambda c: abs(c.estimate))
+        who = largest.arm if len(compared) == 1 else f"the furthest, {largest.arm},"
         return (
             f"No difference to {baseline.label} ({_value(baseline, analysis)}) could be detected: {who} reaches "
             f"{_value(largest.summary, analysis)}, {_apart(largest)} it ({_evidence(largest)})"
@@ -143,7 +164,7 @@ def _finding(analysis: Analysis) -> str:
             f"({_evidence(surest)}); {reaches}, the highest mean, but its difference to {baseline.label} is not "
             f"detected: {apart}"
         )
-    closest = max(analysis.comparisons, key=lambda c: c.estimate)
+    closest = max(compared, key=lambda c: c.estimate)
     lowest = f", while {worst.arm} is {_apart(worst)} it ({_holm(worst.p_adjusted)})" if worst is not closest else ""
     return (
         f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
@@ -186,7 +207,8 @@ def _grid_finding(analysis: Analysis) -> str:
 
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
-    sizes = [comparison.detectable for comparison in analysis.comparisons if not math.isnan(comparison.detectable)]
+    compared = [comparison for comparison in analysis.comparisons if comparison.arm not in _identical(analysis)]
+    sizes = [comparison.detectable for comparison in compared if not math.isnan(comparison.detectable)]
     is_effect_detected = analysis.grid is not None and analysis.grid.is_any_detected
     if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):
         return ""

@@ -1,6 +1,7 @@
 """Writes the notes on comparability: how intervals are computed, what the runs share, what limits a comparison."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
@@ -94,6 +95,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _seeds_note(analysis),
         _looks_note(analysis),
         _invalid_note(analysis),
+        _added_note(analysis),
         _clip_note(specs),
         _reward_note(paid, blind),
         _collapse_note(analysis, blind),
@@ -126,6 +128,18 @@ def _join_note(analysis: Analysis) -> _Note | None:
         f"{studies} have the same task, test problems, base run and versions, so their arms differ only as those "
         "of one study. They were not planned together: p is corrected over all arms of this page.",
     )
+
+
+def _added_note(analysis: Analysis) -> _Note | None:
+    """The arms and seeds that came after the study had started."""
+    shown = []
+    for one in analysis.record.amendments:
+        day = datetime.fromtimestamp(one["time"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        kinds = ((kind, [str(name) for name in one[f"{kind}s"]]) for kind in ("arm", "seed"))
+        what = [f"{kind}{'s' * (len(names) > 1)} {wording.listed(names, len(names))}" for kind, names in kinds if names]
+        shown.append(f"{' and '.join(what)} ({day})")
+    text = f"Added: {'; '.join(shown)}. Whoever added them may have seen results: a choice made then is no plan."
+    return ("Some arms or seeds came later", text) if shown else None
 
 
 def _seeds_note(analysis: Analysis) -> _Note | None:
