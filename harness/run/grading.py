@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -173,7 +173,7 @@ def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: A
 
 def _steps(name: str, reward: StepReward, group: GradedGroup, step: int) -> list[list[tuple[int, float]]]:
     """The steps that a reward found in each completion; InvalidRun as of `_numbers`."""
-    rows: Any = reward.steps(group)
+    rows = found = cast(Any, reward.steps(group))
     if not isinstance(rows, list | tuple) or len(rows) != len(group.completions):
         _numbers(name, reward, group, step, rows, len(group.completions))
     for row in rows:
@@ -181,7 +181,7 @@ def _steps(name: str, reward: StepReward, group: GradedGroup, step: int) -> list
             _numbers(name, reward, group, step, pair, 2)
             if not isinstance(pair[0], int) or pair[0] < 0:
                 _numbers(name, reward, group, step, repr(pair), None)
-    return rows
+    return found
 
 
 def reward_metrics(
