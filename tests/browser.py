@@ -21,7 +21,7 @@ DRIVER = "chromedriver"
 
 
 @contextmanager
-def session(width: int = 1440, height: int = 900) -> Iterator[Any]:
+def session(*flags: str, width: int = 1440, height: int = 900) -> Iterator[Any]:
     """A selenium driver of a fresh browser profile; it and all it wrote are gone afterwards.
 
     Nothing is downloaded: without a local browser and driver the test is skipped.
@@ -37,7 +37,7 @@ def session(width: int = 1440, height: int = 900) -> Iterator[Any]:
         options.add_argument("--headless=new")
         options.add_argument(f"--user-data-dir={profile}")
         options.add_argument(f"--window-size={width},{height}")
-        for flag in ("--disable-dev-shm-usage", "--disable-gpu", "--no-first-run", "--hide-scrollbars"):
+        for flag in ("--disable-dev-shm-usage", "--disable-gpu", "--no-first-run", "--hide-scrollbars", *flags):
             options.add_argument(flag)
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             options.add_argument("--no-sandbox")  # Chromium's own sandbox refuses to run as root

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cohort.harness.api.reporting import write_report
 from cohort.harness.cli.app import app
 from cohort.harness.ground.disk import EXIT_STATUS, UNFIT, DiskFull
-from cohort.harness.ground.files import write_json
+from cohort.harness.ground.files import write_json, write_text
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.record.status import StudyStatus
@@ -209,3 +210,21 @@ def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_s
         pool._note_end("a worker", status, "Error: last words\nof another process")
     with pytest.raises(kind, match=words):
         pool._note_end("a worker", status, "Error: last words\nof another process")
+
+
+@pytest.mark.attack("Two writers of one file")
+def test_two_writers_of_one_file_leave_whole_texts_and_no_remains(tmp_path: Path):
+    (folder := tmp_path / "report").mkdir()
+    file = folder / "report.html"
+    write_text(file, "a" * 200_000)
+
+    def work(letter: str) -> set[str]:
+        found: set[str] = set()
+        for _ in range(100):
+            write_text(file, letter * 200_000, sync=False)
+            found |= {text[:1] if text == text[:1] * 200_000 else "torn" for text in [file.read_text()]}
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert set().union(*pool.map(work, "ab")) <= {"a", "b"}
+    assert [one.name for one in folder.iterdir()] == ["report.html"]

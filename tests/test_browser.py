@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,43 @@ def test_the_pages_ask_no_other_machine_for_anything(site: Site):
     outside = [url for url in browser.requests(site.chromium) if url.startswith("http")]
     assert outside
     assert {url.split("/")[2] for url in outside} == {site.address.split("/")[2]}, json.dumps(outside[:5])
+
+
+@pytest.mark.attack("A page that names this machine by a foreign name")
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:{port}", None, 200), ("localhost:{port}", "http://localhost:{port}", 200),
+        ("10.evil.example:{port}", None, 403), ("192.168.evil.example", None, 403), ("evil.example", None, 403),
+        ("localhost", None, 403), ("127.0.0.1:1", None, 403), ("", None, 403),
+        ("127.0.0.1:{port}", "http://10.evil.example:{port}", 403), ("127.0.0.1:{port}", "null", 403),
+        ("127.0.0.1:{port}", "http://localhost:1", 403),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/", "/ajax-api/2.0/mlflow/experiments/get?experiment_id=0", "/version"])
+def test_no_route_answers_a_foreign_host_or_origin(site: Site, path: str, host: str, origin: str | None, status: int):
+    port = int(site.address.rpartition(":")[2])
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.putrequest("GET", path, skip_host=True)
+    connection.putheader("Host", host.format(port=port))
+    if origin is not None:
+        connection.putheader("Origin", origin.format(port=port))
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    if status == 200:
+        assert answer.status == 200
+    else:
+        assert (answer.status, b"MLFLOW_SERVER_ALLOWED_HOSTS" in body or b"Invalid" in body) == (403, True)
+        assert b"sizes" not in body
+
+
+@pytest.mark.attack("A page that names this machine by a foreign name")
+def test_a_browser_at_a_rebound_name_reads_nothing(site: Site):
+    port = site.address.rpartition(":")[2]
+    with browser.session("--host-resolver-rules=MAP 10.evil.example 127.0.0.1") as chromium:
+        chromium.get(f"http://10.evil.example:{port}/")
+        assert "sizes" not in chromium.page_source
+        assert "alone" in browser.text(chromium)
+        ask = "return fetch('/ajax-api/2.0/mlflow/experiments/get?experiment_id=1').then(answer => answer.status)"
+        assert chromium.execute_script(ask) == 403

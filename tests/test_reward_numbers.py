@@ -1,11 +1,14 @@
 """The numbers of every reward, what a run is paid in all, and where in a completion it is earned."""
 
 import math
+import re
 import time
+from typing import Any
 
+import numpy as np
 import pytest
-from cohort.harness.data import Group, Prompt, Rollout, Score
-from cohort.harness.interfaces import Reward
+from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
+from cohort.harness.interfaces import Reward, StepReward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.format import Format
@@ -15,10 +18,12 @@ from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process,
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
+from cohort.harness.run.loop import train
 from cohort.harness.run.step import collate, rewarded, token_at
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from fakes import graded_group
+from factories import FEW, make_spec
+from fakes import MemoryLog, graded_group
 
 
 def test_votes_are_counted_over_classes_and_every_tied_class_wins():
@@ -228,19 +233,44 @@ def test_rewards_that_cannot_be_paid_are_refused(changes, message):
         run(**changes)
 
 
+BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", None, np.float16(1), 1j, [1.0])
+
+
+@pytest.mark.attack("A reward that gives no finite number")
 @pytest.mark.parametrize(
-    ("values", "got"),
-    [
-        ([1.0, 0.0, 0.5], "got 3"),
-        ([1.0, None, 0.0, 1.0], "got None among them"),
-        ([1.0, "1", 0.0, 1.0], "got '1' among them"),
-    ],
+    "values",
+    [[1.0, 0.0, 0.5], [0.0] * 5, {0: 1.0}, "1234", None, iter([]), *([0.0, 1.0, 0.0, bad] for bad in BAD_NUMBERS)],
+    ids=lambda values: f"{values!r:.30}",
 )
-def test_a_reward_that_does_not_pay_each_completion_is_named_with_its_file(values: list[float], got: str):
+def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_with_step_and_problem(values: Any):
     class Half(Reward):
         def score(self, group):
             return values
 
-    with pytest.raises(ValueError, match="reward 'half' must return a number for each of the 4 completions") as error:
-        score({"half": Half()}, [graded_group([0, 0, 1, 1], [True, True, False, False])])
-    assert str(error.value).endswith(f"{got}; correct Half.score in {__file__}")
+    with pytest.raises(InvalidRun, match=r"^reward 'half' must give a list .* for problem p in step 7; ") as error:
+        score({"half": Half(weight=0.0)}, [graded_group([0, 0, 1, 1], [True, True, False, False])], step=7)
+    assert str(error.value).endswith(f"correct Half in {__file__}")
+
+
+@pytest.mark.attack("A reward that gives no finite number")
+@pytest.mark.parametrize(
+    "rows",
+    [None, [[]], [[], [], []], [[], [1.0]], [[], None], [[], [("1", 1.0)]], [[], [(-5, 1.0)]], [[], [(0.5, 1.0)]],
+     *([[], [(0, bad)]] for bad in BAD_NUMBERS)],
+    ids=lambda rows: f"{rows!r:.30}",
+)  # fmt: skip
+def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_step_and_problem(rows: Any):
+    class Steps(StepReward):
+        def steps(self, group):
+            return rows
+
+    with pytest.raises(InvalidRun, match=r"^reward 'dense' must give a list .* for problem p in step 7; "):
+        score({"dense": Steps()}, [graded_group([0, 1], [True, False])], step=7)
+
+
+@pytest.mark.attack("A reward that gives no finite number")
+def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(Accuracy, "score", lambda self, group: [math.nan] + [0.0] * (len(group.completions) - 1))
+    result = train(make_spec(**{**FEW, "cold_start": {"steps": 0}}), tmp_path, MemoryLog(), cache=cache)
+    assert result.state == "invalid"
+    assert re.search("reward 'accuracy' .* got nan for problem [0-9a-f]{16} in step 1; ", str(result.reason))

@@ -12,7 +12,8 @@ from typing import Any
 from flask import Response
 from mlflow import MlflowClient
 from mlflow.server import app as pages
-from mlflow.server.fastapi_app import app  # noqa: F401  # it serves `pages`
+from mlflow.server.fastapi_app import app  # it serves `pages`
+from mlflow.server.security_utils import get_allowed_hosts_from_env, is_allowed_host_header
 
 from .view import read_view
 
@@ -63,3 +64,25 @@ def _serve() -> Response:
 
 _mlflow_page: Any = pages.view_functions["serve"]
 pages.view_functions["serve"] = _serve
+
+
+class OwnHosts:
+    """Answers requests that name one of the allowed hosts, and come from a page of one, alone: a foreign name that
+    resolves to this machine reads nothing, on no route."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.hosts = app, get_allowed_hosts_from_env() or []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
+        named = [headers.get(b"host", ""), *([headers[b"origin"].partition("//")[2]] if b"origin" in headers else [])]
+        if scope["type"] == "lifespan" or all(is_allowed_host_header(self.hosts, host) for host in named):
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        words = f"These pages are at {' and '.join(self.hosts)} alone; MLFLOW_SERVER_ALLOWED_HOSTS names others.\n"
+        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": words.encode()})
+
+
+app.add_middleware(OwnHosts)

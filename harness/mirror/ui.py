@@ -71,6 +71,8 @@ def serve_ui(
     command += ["--app-name", APP]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
+    if not environment.get("MLFLOW_SERVER_ALLOWED_HOSTS"):  # MLflow's own are globs, such as `10.*`
+        environment["MLFLOW_SERVER_ALLOWED_HOSTS"] = f"127.0.0.1:{port},localhost:{port}"
     with tempfile.TemporaryFile() as output:
         deadline = time.monotonic() + START_SECONDS
         process = subprocess.Popen(

@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Score, Split
+from ..data import GradedGroup, Group, InvalidRun, Prompt, Rollout, SampleRow, Score, Split
 from ..ground.streams import generator
 from ..interfaces import Reward, StepReward, Task
 from ..spec.run import RunSpec
@@ -30,6 +29,7 @@ from ..spec.run import RunSpec
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made
 OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation; after that, each group has one
+MOST_PAID = 1e30  # by a reward, so that weighted sums stay finite in float32
 
 _thread = ThreadPoolExecutor(1, "grading")  # one for all runs of the process: a thread that compares has its own child
 
@@ -120,47 +120,68 @@ def control_rewards(
 
 
 def score(
-    rewards: Mapping[str, Reward], graded: Sequence[GradedGroup], instead: Sequence[list[float]] | None = None
+    rewards: Mapping[str, Reward],
+    graded: Sequence[GradedGroup],
+    instead: Sequence[list[float]] | None = None,
+    step: int = 0,
 ) -> list[Score]:
-    """The rewards of each group; `graded` carries correctness.
+    """The rewards of each group in a training step; `graded` carries correctness. InvalidRun for a value that is no
+    finite number.
 
     In a control arm the completions earn `instead` [P][G], and the rewards are only measured.
     """
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
-    dense = [r for r in rewards.values() if r.weight and isinstance(r, StepReward)]
+    dense = {n: r for n, r in rewards.items() if isinstance(r, StepReward)}
+    is_dense = any(r.weight for r in dense.values())
     scores: list[Score] = []
     for p, group in enumerate(graded):
         blind = group.blind()
-        parts = {n: _scored(n, reward, group if reward.sees_gold else blind) for n, reward in rewards.items()}
+        seen = {n: group if reward.sees_gold else blind for n, reward in rewards.items()}
+        found = {n: _steps(n, reward, seen[n], step) for n, reward in dense.items()}
+        num = len(group.completions)
+        parts = {n: _numbers(n, r, group, step, r.score(seen[n]), num) for n, r in rewards.items()}
         if instead is not None:
             scores.append(Score(list(instead[p]), list(instead[p]), None, parts))
             continue
         count = range(len(group.completions))
         outcomes = totals = [sum(weight * parts[name][i] for name, weight in outcome.items()) for i in count]
-        steps: list[list[tuple[int, float]]] | None = [[] for _ in count] if dense else None
+        steps: list[list[tuple[int, float]]] | None = [[] for _ in count] if is_dense else None
         if steps is not None:
-            for reward in dense:
-                for own, row in zip(steps, reward.steps(group if reward.sees_gold else blind), strict=True):
-                    own += [(character, reward.weight * value) for character, value in row]
+            for name, weight in ((n, r.weight) for n, r in dense.items() if r.weight):
+                for own, row in zip(steps, found[name], strict=True):
+                    own += [(character, weight * value) for character, value in row]
             totals = [t + sum(value for _, value in row) for t, row in zip(outcomes, steps, strict=True)]
         scores.append(Score(totals, outcomes if outcome else None, steps, parts))
     return scores
 
 
-def _scored(name: str, reward: Reward, group: GradedGroup) -> list[float]:
-    """A reward's values for a group; ValueError, which names the reward, unless there is one for each completion."""
-    values, count = reward.score(group), len(group.completions)
-    odd = [value for value in values if not isinstance(value, Real)]
-    if len(values) != count or odd:
-        place, got = (
-            inspect.getfile(type(reward)),
-            f"{len(values)}" if len(values) != count else f"{odd[0]!r:.40} among them",
-        )
-        raise ValueError(
-            f"reward '{name}' must return a number for each of the {count} completions, got {got}; "
-            f"correct {type(reward).__name__}.score in {place}"
-        )
-    return values
+def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: Any, count: int | None) -> list[float]:
+    """What a reward gave for a group, if it is a list of `count` (None: any number of) finite numbers; InvalidRun
+    otherwise, which names reward, step and problem."""
+    if not isinstance(values, list | tuple) or count not in (None, len(values)):
+        wrong = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)
+    elif not (bad := [v for v in values if not isinstance(v, int | float) or not abs(v) <= MOST_PAID]):
+        return list(values)
+    else:
+        wrong = "a number of over 30 digits" if isinstance(bad[0], int) else repr(bad[0])
+    raise InvalidRun(
+        f"reward '{name}' must give a list with one finite number of Python (at most {MOST_PAID:g}) for each of the "
+        f"{len(group.completions)} completions, and pairs (character, number) for steps, got {wrong:.60} for problem "
+        f"{group.prompt_id} in step {step}; correct {type(reward).__name__} in {inspect.getfile(type(reward))}"
+    )
+
+
+def _steps(name: str, reward: StepReward, group: GradedGroup, step: int) -> list[list[tuple[int, float]]]:
+    """The steps that a reward found in each completion; InvalidRun as of `_numbers`."""
+    rows = found = cast(Any, reward.steps(group))
+    if not isinstance(rows, list | tuple) or len(rows) != len(group.completions):
+        _numbers(name, reward, group, step, rows, len(group.completions))
+    for row in rows:
+        for pair in row if isinstance(row, list | tuple) else [row]:
+            _numbers(name, reward, group, step, pair, 2)
+            if not isinstance(pair[0], int) or pair[0] < 0:
+                _numbers(name, reward, group, step, repr(pair), None)
+    return found
 
 
 def reward_metrics(

@@ -262,7 +262,7 @@ def score_rollouts(
     of a group's first sample among all of its prompt."""
     is_controlled = spec.control not in (None, "frozen")
     args = (spec, prompts, groups, graded, step, first)
-    return ranks.same(lambda: score(spec.rewards, graded, control_rewards(*args) if is_controlled else None))
+    return ranks.same(lambda: score(spec.rewards, graded, control_rewards(*args) if is_controlled else None, step + 1))
 
 
 def collate(groups: Sequence[Group]) -> Batch:
