@@ -37,6 +37,7 @@ def session(width: int = 1440, height: int = 900) -> Iterator[Any]:
         options.add_argument("--headless=new")
         options.add_argument(f"--user-data-dir={profile}")
         options.add_argument(f"--window-size={width},{height}")
+        options.add_argument("--host-resolver-rules=MAP *.evil.example 127.0.0.1")  # as a name that was rebound
         for flag in ("--disable-dev-shm-usage", "--disable-gpu", "--no-first-run", "--hide-scrollbars"):
             options.add_argument(flag)
         if hasattr(os, "geteuid") and os.geteuid() == 0:

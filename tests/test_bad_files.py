@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cohort.harness.api.reporting import write_report
 from cohort.harness.cli.app import app
 from cohort.harness.ground.disk import EXIT_STATUS, UNFIT, DiskFull
-from cohort.harness.ground.files import write_json
+from cohort.harness.ground.files import write_json, write_text
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.record.status import StudyStatus
@@ -205,3 +206,23 @@ def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_s
         pool._note_end("a worker", status, "Error: last words\nof another process")
     with pytest.raises(kind, match=words):
         pool._note_end("a worker", status, "Error: last words\nof another process")
+
+
+@pytest.mark.attack("Writers of one file at once")
+def test_writers_of_one_file_at_once_leave_a_whole_one_and_every_reader_sees_one(tmp_path: Path, record_property: Any):
+    """As two reports of a study that are written at once, by threads or by hosts whose processes have equal numbers."""
+    file, texts = tmp_path / "report.html", [letter * 200_000 for letter in "abcd"]
+    file.write_text(texts[0])
+
+    def write(text: str) -> set[str]:
+        seen = set()
+        for _ in range(25):
+            write_text(file, text, sync=False)
+            seen.add(file.read_text())
+        return seen
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        seen = set().union(*pool.map(write, texts))
+    record_property("tried", 100)
+    assert seen <= {*texts}
+    assert [*tmp_path.glob("*.html*"), *tmp_path.glob(".*.html*")] == [file]

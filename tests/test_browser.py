@@ -4,6 +4,7 @@ One server and one browser for all; the pages are single-page applications, so e
 """
 
 import dataclasses
+import http.client
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -125,7 +126,37 @@ def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: S
     assert site.chromium.execute_script(injected) == 0
 
 
+@pytest.mark.attack("A page of a stranger in the same browser")
+@pytest.mark.parametrize("path", ["/", "/api/2.0/mlflow/experiments/get?experiment_id=0"])
+@pytest.mark.parametrize(
+    ("header", "value", "status"),
+    [
+        ("Host", "localhost:{port}", 200),
+        ("Host", "10.evil.example:{port}", 403),
+        ("Host", "192.168.evil.example", 403),
+        ("Host", "localhost:1", 403),
+        ("Origin", "http://127.0.0.1:{port}", 200),
+        ("Origin", "http://localhost:1", 403),  # another page of this machine
+        ("Origin", "https://127.0.0.1:{port}", 403),
+        ("Origin", "http://10.evil.example:{port}", 403),
+        ("Origin", "null", 403),
+    ],
+)
+def test_every_route_answers_its_own_host_and_origin_alone(site: Site, path: str, header: str, value: str, status: int):
+    port = site.address.rpartition(":")[2]
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+    connection.request("GET", path, headers={header: value.format(port=port)})
+    assert connection.getresponse().status == status
+
+
 def test_the_pages_ask_no_other_machine_for_anything(site: Site):
     outside = [url for url in browser.requests(site.chromium) if url.startswith("http")]
     assert outside
     assert {url.split("/")[2] for url in outside} == {site.address.split("/")[2]}, json.dumps(outside[:5])
+
+
+@pytest.mark.attack("A page of a stranger in the same browser")
+def test_a_page_whose_name_was_rebound_to_this_machine_reads_nothing(site: Site):
+    port = site.address.rpartition(":")[2]
+    site.chromium.get(f"http://10.evil.example:{port}/")
+    assert "Invalid Host header" in browser.text(site.chromium)

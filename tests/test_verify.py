@@ -304,6 +304,7 @@ def linked(capsule: Path) -> None:
         (lambda c: rezipped(c, lambda files: files.pop("manifest.json")), "it has no manifest.json"),
         (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[]"})), "no readable manifest.json"),
         (lambda c: rezipped(c, lambda files: files.update({"bomb": b"0" * 2**26})), "nothing was unpacked"),
+        (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[" + b"{}," * 2**20})), "more than its"),
         (linked, "must hold plain files"),
         (lambda c: c.write_bytes(c.read_bytes()[:-200]), "is not a capsule, or it is damaged"),
         (lambda c: c.write_bytes(damaged(c.read_bytes())), "is not a capsule, or it is damaged"),

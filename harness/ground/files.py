@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -183,7 +184,7 @@ def write_text(file: Path, text: str, *, sync: bool = True) -> None:
 
     The new file is safe on disk, its name only after `sync` of the folder: a power cut may bring the old one back.
     """
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.{os.getpid()}")  # of this thread and host alone
     with partial.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -12,7 +12,10 @@ from typing import Any
 from flask import Response
 from mlflow import MlflowClient
 from mlflow.server import app as pages
-from mlflow.server.fastapi_app import app  # noqa: F401  # it serves `pages`
+from mlflow.server.fastapi_app import app
+from mlflow.server.security_utils import get_allowed_hosts_from_env, get_allowed_origins_from_env
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .view import read_view
 
@@ -61,5 +64,25 @@ def _serve() -> Response:
     return Response(text, mimetype="text/html", headers={"Cache-Control": "no-store"})
 
 
+class OwnOrigin:
+    """Refuses every request of a page of another origin, also of one on this machine, which MLflow lets in.
+
+    MLflow checks the Host of all requests by the same list. MLFLOW_SERVER_CORS_ALLOWED_ORIGINS goes before this rule.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, self.hosts = app, get_allowed_hosts_from_env() or []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = dict(scope.get("headers", [])).get(b"origin", b"").decode("latin-1")
+        if not origin or get_allowed_origins_from_env() or origin.removeprefix("http://") in self.hosts:
+            await self.app(scope, receive, send)
+        else:
+            await PlainTextResponse("a page of another origin asked; cohort ui answers its own alone", 403)(
+                scope, receive, send
+            )
+
+
 _mlflow_page: Any = pages.view_functions["serve"]
 pages.view_functions["serve"] = _serve
+app.add_middleware(OwnOrigin)  # outside MLflow's own

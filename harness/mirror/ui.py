@@ -17,6 +17,7 @@ from .follow import catch_up
 from .store import check_runs_folder, connect, search_runs
 
 APP = "cohort"  # the entry point of `page.py`
+HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"  # a user's own list goes before ours
 TRAINING_PAGES = "workflowType=machine_learning"  # MLflow has others, for chat agents
 START_SECONDS = 120.0  # how long a server may take to start
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
@@ -69,7 +70,8 @@ def serve_ui(
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", place, "--artifacts-destination", place]
     command += ["--app-name", APP]
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    hosts = f"127.0.0.1:{port},localhost:{port}"  # MLflow's own default lets pages of names like 10.example read all
+    environment = {HOSTS: hosts, **os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
     with tempfile.TemporaryFile() as output:
         deadline = time.monotonic() + START_SECONDS
