@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity notebooks docs lock smoke check format clean
+.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks docs lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +77,10 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
+
+# Changes of single expressions that no test sees; an hour and more. SHORT=1: a dozen, so that CI sees a name that moved.
+mutants: $(BIN)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(SHORT),--short)
 
 # The site, in site/: a broken link or anchor fails. Its generated pages ask the command `cohort` of $(VENV).
 $(DOCS_BIN)/.installed: constraints-docs.txt

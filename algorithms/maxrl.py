@@ -5,15 +5,17 @@ answer is log p = -sum over k of (1 - p)^k / k, and its gradient the sum over k 
 rewards the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean
 score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the
 standard deviation, 0 where nothing is right. (Because it is dropped there too, the expectation is that of the first G -
-1 terms.) Process rewards are centred and divided over the steps of the group. Departures: a group whose mean is 0 or
-less counts as one without right answers, since other rewards than 0 / 1 may be paid; the sum over a completion's
-tokens, which the score is, is divided by a constant, as in Dr. GRPO. prime-rl's `max_rl` has the same advantage in its
-GRPO's aggregation; verl and TRL have none.
+1 terms.) Process rewards are centred and divided over the steps of the group. The paper pays 0 / 1 alone, and divides
+by the mean; with rewards below 0 a mean may be the residue of rounding. verl 0.9.1 and TRL 1.16 have no such advantage.
+Departures: the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no
+reward is below 0 and keeps an advantage below 2 * count everywhere; 0 where no reward is above 0; the sum over a
+completion's tokens, which the score is, is divided by a constant, as in Dr. GRPO.
 """
 
 from typing import Literal
 
 from ..harness.data import Batch, Tensor
+from ..harness.ground.tensors import ROUNDING
 from ._advantages import counted, group_advantages, group_centred
 from ._surrogate import ClippedLoss, SummedLoss
 
@@ -22,7 +24,7 @@ class MaxRL(ClippedLoss, SummedLoss):
     """The group's centred rewards divided by their mean, which approaches maximum likelihood (MaxRL)."""
 
     min_group_size = 2
-    objective = {"advantage": "(r - mean) / mean in the group, 0 where the mean is not positive"}
+    objective = {"advantage": "(r - mean) / max(mean, max |r| / count) in the group, 0 where no r is positive"}
 
     name: Literal["maxrl"] = "maxrl"
 
@@ -33,5 +35,7 @@ class MaxRL(ClippedLoss, SummedLoss):
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
     centred = group_centred(rewards_PG, mask_PG)
     mask = counted(rewards_PG, mask_PG)
-    mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return (centred / mean).where(mean > 0, 0.0)
+    paid, count = rewards_PG * mask, mask.sum(dim=1, keepdim=True).clamp(min=1)
+    largest = paid.abs().amax(dim=1, keepdim=True)
+    mean = (paid.sum(dim=1, keepdim=True) / count).maximum(largest / count)
+    return (centred / mean).where(paid.amax(dim=1, keepdim=True) > ROUNDING * largest, 0.0)

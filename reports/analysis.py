@@ -28,12 +28,14 @@ from .trials import (
     Outcome,
     Trials,
     arm_specs,
+    awaits_seeds,
     bounded,
     choose_outcome,
     num_first,
     num_problems,
     score,
     search_of,
+    share_of_alpha,
     stated,
     summarise,
     usable_trials,
@@ -54,7 +56,8 @@ class Comparison:
     differences  seed -> difference of the outcome
     cells        the same by problem, seeds by problems, or None
     family       number of p-values that Holm's correction spans
-    first        number of seeds that have decided how many there are: the spread is theirs; None if none did
+    first        number of seeds that have decided how many there are; None if none did
+    share        the part of ALPHA that it may spend
     """
 
     summary: ArmSummary = field(compare=False)
@@ -68,6 +71,7 @@ class Comparison:
     outcome: Outcome
     rng_seed: int
     first: int | None = None
+    share: float = 1.0
 
     @property
     def arm(self) -> str:
@@ -96,7 +100,7 @@ class Comparison:
     @property
     def over_seeds(self) -> Interval | None:
         """Student's interval, which may leave the range of the outcome."""
-        return statistics.t_interval(self.values, self.first)
+        return statistics.t_interval(self.values, self.first, self.share)
 
     @cached_property
     def improvement(self) -> Interval:
@@ -110,7 +114,8 @@ class Comparison:
         """The true difference that this design finds with probability 0.8 after Holm's first step."""
         if self.interval is None or not self.interval.error > 0:
             return math.nan
-        return statistics.minimum_detectable_difference(self.interval.error, self.interval.df, ALPHA / self.family)
+        level = ALPHA * self.share / self.family
+        return statistics.minimum_detectable_difference(self.interval.error, self.interval.df, level)
 
     @cached_property
     def seeds_for(self) -> dict[float, int | None]:
@@ -123,8 +128,8 @@ class Comparison:
         variance, problems = CrossedVariance(float(np.var(self.values, ddof=1)), 0.0, 0.0), 1
         if self.cells is not None:
             variance, problems = statistics.crossed_variance(self.cells), self.cells.shape[1]
-        level = ALPHA / self.family
-        return {size: statistics.seeds_needed(size, variance, problems, level) for size in PLANNED_DIFFERENCES}
+        level, share = ALPHA / self.family, statistics.any_time_share if self.share < 1 else lambda _: 1.0
+        return {size: statistics.seeds_needed(size, variance, problems, level, share) for size in PLANNED_DIFFERENCES}
 
 
 @dataclass(frozen=True)
@@ -208,10 +213,15 @@ def analysed(record: StudyRecord) -> Analysis:
     grid = grid_of(arms, record) if search_of(record) is None else None
     comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
-    p_values = [one.p for one in (*comparisons, *effects)]
+    # one that waits for seeds has no p yet, and yet its place in the family
+    p_values = [1.0 if math.isnan(one.p) and one.share < 1 else one.p for one in comparisons]
+    p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
-    comparisons = [replace(one, p_adjusted=p, family=family) for one, p in zip(comparisons, adjusted, strict=False)]
+    comparisons = [
+        replace(one, p_adjusted=math.nan if math.isnan(one.p) else p, family=family)
+        for one, p in zip(comparisons, adjusted, strict=False)
+    ]
     if grid is not None:
         after = adjusted[len(comparisons) :]
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
@@ -231,8 +241,10 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
     seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
-    interval = statistics.t_interval(list(sums.values()), num_first(record, seeds))
-    return Contrast(sums, interval, statistics.t_test(interval) if interval is not None else math.nan)
+    interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
+    if interval is None or awaits_seeds(record, seeds):
+        return Contrast(sums, interval, math.nan)
+    return Contrast(sums, interval, statistics.t_test(interval))
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
@@ -244,9 +256,10 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     if found.interval is None or len(weighted) < len(weights):
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
-    first = num_first(analysis.record, found.differences)
-    p = _p_value(found.differences, summed, first, 1 / summed.shape[1])
-    interval = bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
+    first, share = num_first(analysis.record, found.differences), found.interval.share
+    waits = awaits_seeds(analysis.record, found.differences)
+    p = math.nan if waits else _p_value(found.differences, summed, first, share, 1 / summed.shape[1])
+    interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
 
@@ -281,7 +294,8 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
             elif len(values) == len(trials):
-                interval = statistics.t_interval(values, num_first(analysis.record, arm.scores))
+                first, share = num_first(analysis.record, arm.scores), share_of_alpha(analysis.record, arm.scores)
+                interval = statistics.t_interval(values, first, share)
                 interval = bounded(interval, outcome, num_problems=num_problems(trials, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
@@ -307,27 +321,30 @@ def _compare(
             continue
         cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
         cells = None if cells is None or baseline_cells is None else cells - baseline_cells
-        first = num_first(record, differences)
-        interval = stated(list(differences.values()), cells, first)
+        first, share = num_first(record, differences), share_of_alpha(record, differences)
+        interval = stated(list(differences.values()), cells, first, share)
         has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
         if interval and arm.interval and baseline.interval and interval.error == 0 and not has_spread:
             low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
-        p = _p_value(differences, cells, first, resolution)
+        waits = awaits_seeds(record, differences)
+        p = math.nan if waits else _p_value(differences, cells, first, share, resolution)
         rng_seed = int(rng.integers(2**32))
-        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first))
+        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first, share))
     return found
 
 
-def _p_value(seeds: Mapping[int, float], cells: Floats | None, first: int | None, resolution: float) -> float:
+def _p_value(
+    seeds: Mapping[int, float], cells: Floats | None, first: int | None, share: float, resolution: float
+) -> float:
     """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
 
     NaN if one of them is: a difference without spread whose scores were not counted.
     """
-    tests = [statistics.t_interval(list(seeds.values()), first)]
+    tests = [statistics.t_interval(list(seeds.values()), first, share)]
     if cells is not None:
-        tests.append(statistics.crossed_interval(cells, first))
+        tests.append(statistics.crossed_interval(cells, first, share))
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]
     return float(np.max(found)) if found else math.nan
 

@@ -10,7 +10,7 @@ epsilon, so the spread may differ between arms. For factors of two levels p is t
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from scipy import special
 
 from ..harness.record.study import StudyRecord
 from .statistics import ALPHA, Floats
-from .trials import ArmSummary, num_first
+from .trials import ArmSummary, awaits_seeds, num_first, share_of_alpha
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,14 @@ def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
         labels[index] = arm.label
     ordered = [place[index] for index in np.ndindex(shape)]
     seeds = sorted(set.intersection(*(set(arm.scores) for arm in ordered)))
-    first, effects = num_first(record, seeds), []
-    if len(seeds[:first]) > 1:
+    first, share, effects = num_first(record, seeds), share_of_alpha(record, seeds), []
+    if len(seeds[:first]) > 1 and share > 0 and not awaits_seeds(record, seeds):
         scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*shape, len(seeds))
         found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
         cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
         resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
-        effects = anova(scores, varied, cells, resolution, first)
+        tested = anova(scores, varied, cells, resolution, first)
+        effects = [replace(one, p=min(one.p / share, 1.0)) for one in tested]
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
@@ -101,7 +102,8 @@ def anova(
     `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more
     axis, the problems over which each score is the mean. The error is at least that of rounding scores to multiples of
     `resolution` (resolution^2 / 12 per run); without one an effect without error has no p, as in `t_test`. If the
-    `first` seeds decided the number of seeds, the error over seeds is theirs (Stein 1945).
+    `first` seeds decided the number of seeds, the error over seeds has their degrees of freedom, and is theirs or that
+    of all seeds, whichever is larger (as in `t_interval`).
     """
     values = np.asarray(scores, dtype=float)
     problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
@@ -147,7 +149,9 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
 
     known = seeds[:, :first]
     df_seed = known.shape[1] - 1
-    by_seed = _covariance(known - known.mean(axis=1, keepdims=True), df_seed)
+    by_seed = max(
+        _covariance(known - known.mean(axis=1, keepdims=True), df_seed), _covariance(seeds, num_seeds - 1), key=np.trace
+    )
     found = [against(by_seed, [(by_seed, df_seed)])]
     if num_problems > 1:
         count = (num_seeds - 1) * (num_problems - 1)

@@ -43,6 +43,11 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
                 f"studies must list their seeds to be compared: the first seeds of '{record.name}' decided how many it "
                 "takes; run the arms in one study"
             )
+        if record.search is not None and "tuning" not in record.search:  # its arms were selected by their results
+            raise ValueError(
+                f"studies must list their arms to be compared: those of '{record.name}' were found by its search; run "
+                "the setting that it chose in a study that lists it, with other seeds"
+            )
         if record.metric != first.metric:
             raise ValueError(
                 f"studies must share their metric to be compared: '{first.name}' has {first.metric}, '{record.name}' "
@@ -75,11 +80,29 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
         studies={_label(r, arm): r.name for r in records for arm in [*r.arms, *(trial.arm for trial in r.trials)]},
         warnings=_warnings(records),
         stopped=[_label(record, arm) for record in records for arm in record.stopped],
+        search=_tuning(records),
+        any_time=any(record.any_time for record in records),
+        added=sorted({seed for record in records for seed in record.added}),
+        looks=sorted({count for record in records for count in record.looks}),
     )
 
 
 def _label(record: StudyRecord, arm: str) -> str:
     return f"{record.name}: {arm}"
+
+
+def _tuning(records: Sequence[StudyRecord]) -> dict[str, Any] | None:
+    """What the searches found that tuned arms of these studies; None without any."""
+    found = {
+        _label(record, arm): {
+            **search,
+            "best": f"{record.name} {search['best']}",
+            "arms": [{**one, "label": f"{record.name} {one['label']}"} for one in search["arms"]],
+        }
+        for record in records
+        for arm, search in (record.search or {}).get("tuning", {}).items()
+    }
+    return {"tuning": found} if found else None
 
 
 def _check_settings(records: Sequence[StudyRecord]) -> None:

@@ -49,7 +49,8 @@ SIMULATED_COVERAGE = {
 class Interval:
     """An estimate with its two-sided interval.
 
-    `error` is the standard error and `df` its degrees of freedom; NaN for a method without them.
+    `error` is the standard error and `df` its degrees of freedom; NaN for a method without them. `share` is that part
+    of ALPHA which its test may spend, and of 1 - LEVEL outside of it: see `any_time_share`.
     """
 
     estimate: float
@@ -57,6 +58,7 @@ class Interval:
     high: float
     error: float = math.nan
     df: float = math.nan
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,52 +78,69 @@ class CrossedVariance:
         return self.seed / num_seeds + self.problem / num_problems + self.rest / (num_seeds * num_problems)
 
 
-def t_interval(scores_S: ArrayLike, first: int | None = None) -> Interval | None:
-    """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds.
+def any_time_share(num_seeds: int) -> float:
+    """The part of ALPHA for a reading after that many seeds, if seeds are added until a reader has seen enough.
+
+    1 / (S (S - 1) / 2) for S seeds, none before 3: the parts of 3, 4, 5, ... seeds add up to 1. Whatever stops the
+    seeds, a false statement at some number of them is then as likely as ALPHA at most (Boole's inequality).
+    """
+    return 1 / math.comb(num_seeds, 2) if num_seeds > 2 else 0.0
+
+
+def any_time_width(num_seeds: int) -> float:
+    """Width of Student's interval with that share, over its width with all of ALPHA; infinite below 3 seeds."""
+    widths = (_t_quantile(ALPHA * share / 2, num_seeds - 1) for share in (any_time_share(num_seeds), 1.0))
+    return next(widths) / next(widths)
+
+
+def t_interval(scores_S: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
+    """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds or no share.
 
     Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these. If
-    the `first` seeds have decided how many there are, their spread alone counts (Stein 1945).
+    the `first` seeds have decided how many there are, the degrees of freedom are theirs, and the spread is theirs or
+    that of all seeds, whichever is larger. With theirs alone it is exact (Stein 1945), so the larger one is cautious,
+    and it also holds if seeds collapse after a calm first stage.
     """
     values = np.asarray(scores_S, dtype=float)
     known = values[:first]
-    if known.size < 2:
+    if known.size < 2 or share == 0:
         return None
-    error = float(known.std(ddof=1)) / math.sqrt(values.size)
-    return _t_interval(float(values.mean()), error, known.size - 1)
+    error = float(max(known.std(ddof=1), values.std(ddof=1))) / math.sqrt(values.size)
+    return _t_interval(float(values.mean()), error, known.size - 1, share)
 
 
-def crossed_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+def crossed_interval(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
     """The t interval for the mean over new seeds and new problems; None with fewer than 2 of either.
 
     Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
     (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
-    component is set to 0, which can only widen the interval. MS_seed is that of the `first` seeds, if they have decided
-    how many there are.
+    component is set to 0, which can only widen the interval. If the `first` seeds have decided how many there are,
+    MS_seed is the larger of theirs and that of all seeds, with their degrees of freedom.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    if scores.ndim != 2 or min(scores.shape) < 2 or len(scores[:first]) < 2:
+    if scores.ndim != 2 or min(scores.shape) < 2 or len(scores[:first]) < 2 or share == 0:
         return None
     seed, problem, rest = _mean_squares(scores)
-    seed, df_seed = _mean_squares(scores[:first])[0], len(scores[:first]) - 1
+    seed, df_seed = max(seed, _mean_squares(scores[:first])[0]), len(scores[:first]) - 1
     if seed == problem == rest == 0:
-        return _t_interval(float(scores.flat[0]), 0.0, df_seed)
+        return _t_interval(float(scores.flat[0]), 0.0, df_seed, share)
     seed, problem = max(seed, rest), max(problem, rest)
     total = seed + problem - rest
     df_problem, df_rest = scores.shape[1] - 1, (scores.shape[0] - 1) * (scores.shape[1] - 1)
     spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / df_rest
     df = max(total**2 / spread, 1.0)
-    return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df)
+    return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df, share)
 
 
-def cautious_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+def cautious_interval(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
     """The wider of `crossed_interval` and `t_interval` over the seeds: what reports state; None without both.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    crossed = crossed_interval(scores, first)
-    student = t_interval(scores.mean(axis=1), first) if crossed is not None else None
+    crossed = crossed_interval(scores, first, share)
+    student = t_interval(scores.mean(axis=1), first, share) if crossed is not None else None
     if crossed is None or student is None:
         return None
     return max(crossed, student, key=lambda interval: interval.high - interval.low)
@@ -163,7 +182,7 @@ def with_variance(interval: Interval, variance: float, df: float) -> Interval:
         return interval
     total = interval.error**2 + variance
     freedom = total**2 / (interval.error**4 / interval.df + variance**2 / df)
-    wider = _t_interval(interval.estimate, math.sqrt(total), freedom)
+    wider = _t_interval(interval.estimate, math.sqrt(total), freedom, interval.share)
     return max(interval, wider, key=lambda one: one.high - one.low)
 
 
@@ -198,7 +217,7 @@ def bootstrap_interval(scores_S: ArrayLike, rng: Generator | int, resamples: int
 
 
 def t_test(difference: Interval, resolution: float = 0.0) -> float:
-    """Two-sided p-value of a difference of 0, from the interval's error and degrees of freedom; NaN without them.
+    """Two-sided p-value of a difference of 0, from the interval's error, degrees of freedom and share; NaN without.
 
     Scores that are counts of problems stand on a grid: equal differences in every seed show no spread, and yet are no
     proof. The error therefore counts at least as that of rounding two scores to multiples of `resolution`
@@ -211,7 +230,7 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
     error = max(difference.error, resolution / math.sqrt(6 * (difference.df + 1)))
     if error <= 1e-12 * abs(difference.estimate):  # no spread but that of the computer's own rounding
         return math.nan
-    return float(2 * special.stdtr(difference.df, -abs(difference.estimate) / error))
+    return min(float(2 * special.stdtr(difference.df, -abs(difference.estimate) / error)) / difference.share, 1.0)
 
 
 def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, resamples: int = 9999) -> float:
@@ -292,16 +311,23 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA)
     return _root(excess, 0.0, high) * error
 
 
-def seeds_needed(difference: float, variance: CrossedVariance, num_problems: int, alpha: float = ALPHA) -> int | None:
+def seeds_needed(
+    difference: float,
+    variance: CrossedVariance,
+    num_problems: int,
+    alpha: float = ALPHA,
+    share: Callable[[int], float] = lambda _: 1.0,
+) -> int | None:
     """Seeds per arm with which a paired t test finds `difference` with probability `POWER`; None if 200 are too few.
 
     More seeds cannot average out the choice of test problems: below that floor only more problems help.
-    Uses S - 1 degrees of freedom, which is cautious if problems carry most of the variance.
+    Uses S - 1 degrees of freedom, which is cautious if problems carry most of the variance. S seeds may spend their
+    `share` of alpha.
     """
     for num_seeds in range(2, 201):
         error = math.sqrt(variance.of_mean(num_seeds, num_problems))
-        critical = _t_quantile(alpha / 2, num_seeds - 1)
-        if error == 0 or _power(abs(difference) / error, critical, num_seeds - 1) >= POWER:
+        critical = _t_quantile(alpha * share(num_seeds) / 2, num_seeds - 1)
+        if share(num_seeds) and (error == 0 or _power(abs(difference) / error, critical, num_seeds - 1) >= POWER):
             return num_seeds
     return None
 
@@ -323,9 +349,9 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(optimize.root_scalar(function, bracket=(low, high), method="brentq", xtol=1e-15).root)
 
 
-def _t_interval(estimate: float, error: float, df: float) -> Interval:
-    half = _t_quantile((1 - LEVEL) / 2, df) * error
-    return Interval(estimate, estimate - half, estimate + half, error, df)
+def _t_interval(estimate: float, error: float, df: float, share: float = 1.0) -> Interval:
+    half = _t_quantile((1 - LEVEL) * share / 2, df) * error
+    return Interval(estimate, estimate - half, estimate + half, error, df, share)
 
 
 def _t_quantile(tail: float, df: float) -> float:

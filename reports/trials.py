@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from ..harness.data import FINAL
 from ..harness.record.study import StudyRecord, TrialRecord
 from . import statistics
 from .join import JoinedStudy
@@ -67,6 +68,24 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
 def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
     """The number of these seeds (ascending) that decided the number of seeds; None if the study lists its seeds."""
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
+
+
+def awaits_seeds(record: StudyRecord, seeds: Collection[int]) -> bool:
+    """Whether planned seeds beside these are still to come, so that what these show may stop them: no test yet."""
+    if record.any_time or search_of(record) is not None:
+        return False
+    states = {(trial.arm, trial.seed): trial.state for trial in record.trials}
+    return any(seed not in seeds and states.get((arm, seed)) not in FINAL for arm, seed in wanted_pairs(record))
+
+
+def share_of_alpha(record: StudyRecord, seeds: Collection[int]) -> float:
+    """The part of ALPHA that a statement over these seeds may spend: all of it over the seeds that were planned.
+
+    The part of `any_time_share` if their number may follow from results: the study says so, some of them were added
+    after a report was written, or others are still to come. A search, which tests nothing, spends all.
+    """
+    is_open = record.any_time or not set(record.added).isdisjoint(seeds) or awaits_seeds(record, seeds)
+    return statistics.any_time_share(len(seeds)) if is_open and search_of(record) is None else 1.0
 
 
 def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
@@ -169,13 +188,14 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
     if outcome.per_problem and mine:
         problems = sorted(mine[0].per_problem)
         cells = np.array([[trial.per_problem[problem] for problem in problems] for trial in mine], dtype=float)
-    values, count, first = list(scores.values()), num_problems(mine, outcome), num_first(record, scores)
+    values, count = list(scores.values()), num_problems(mine, outcome)
+    first, share = num_first(record, scores), share_of_alpha(record, scores)
     gains = []
     for trial in mine:
         series, last = trial.history.get(record.metric, ()), score(trial, record.metric)
         if last is not None and len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1]):
             gains.append(last - float(series[0][1]))
-    gained = statistics.t_interval(gains, first) if len(gains) == len(mine) else None
+    gained = statistics.t_interval(gains, first, share) if len(gains) == len(mine) else None
     judged = num_problems(mine, Outcome(record.metric, per_problem=False))
     keys = dict.fromkeys(key for trial in mine for key in trial.summary)
     spent = {key: [t.summary[key] for t in mine if math.isfinite(t.summary.get(key, math.nan))] for key in keys}
@@ -186,8 +206,8 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         scores=scores,
         cells=cells,
         num_problems=count,
-        interval=bounded(stated(values, cells, first), outcome, num_problems=count),
-        student=bounded(statistics.t_interval(values, first), outcome),
+        interval=bounded(stated(values, cells, first, share), outcome, num_problems=count),
+        student=bounded(statistics.t_interval(values, first, share), outcome),
         gain=bounded(gained, outcome, least=-1.0),
         gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
         rng_seed=int(rng.integers(2**32)),
@@ -195,9 +215,11 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
     )
 
 
-def stated(values: Sequence[float], cells: Floats | None, first: int | None) -> Interval | None:
+def stated(values: Sequence[float], cells: Floats | None, first: int | None, share: float = 1.0) -> Interval | None:
     """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
-    return statistics.t_interval(values, first) if cells is None else statistics.cautious_interval(cells, first)
+    if cells is None:
+        return statistics.t_interval(values, first, share)
+    return statistics.cautious_interval(cells, first, share)
 
 
 def bounded(

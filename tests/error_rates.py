@@ -6,19 +6,26 @@ design and number of seeds; `test_error_rates.py` runs fewer of the same.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from cohort.harness.record.study import StudyRecord, TrialRecord
+from cohort.harness.study.two_stage import decide
+from cohort.reports.analysis import Analysis
 from cohort.reports.claims import check_claims
+from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
+from factories import make_study
 from fake_study import FakeArm, factor_grid, fake_study, random_scores, wanted_studies, with_trials
 from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
+LOOKS = (3, 5, 7, 10)  # numbers of complete seeds at which the reports of one study are written
+AT_MOST = 16
+LUCK = ("usual", "heavy tails", "collapses")
 PROBLEMS = 64
 UNEQUAL = (0.05, 0.16, 0.6)  # logits: a stable, a usual and an unstable arm
 GRID = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}
@@ -92,12 +99,87 @@ def claims(rng: Generator, num_seeds: int) -> bool:
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
 
 
+def components(rng: Generator, num_seeds: int) -> bool:
+    """Four components, each left out of all: any p below 0.05, and any interval, in the sentence that ranks them."""
+    record = _scored(_record(_components, 5, num_seeds), random_scores(rng, 5, num_seeds, PROBLEMS))
+    text = answer(analysed(record))
+    return claims_a_difference(text) or "[" in text.partition("ranked by contribution")[2]
+
+
+def missing_problems(rng: Generator, num_seeds: int) -> bool:
+    """Each trial has lost the scores of about a tenth of the problems, of other ones than the others."""
+    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS))
+
+    def some(trial: TrialRecord) -> dict[str, Any]:
+        kept = {name: value for name, value in trial.per_problem.items() if rng.random() > 0.1}
+        return {"per_problem": kept, "summary": {**trial.summary, "test_accuracy": float(np.mean([*kept.values()]))}}
+
+    return _answered(with_trials(record, some))
+
+
+def joined(rng: Generator, num_seeds: int) -> bool:
+    """Two studies that share their seeds, and with them a part of their luck; the second has more of them."""
+    counts = (num_seeds, num_seeds + 3)
+    scores = _luck(rng, "usual", 6, counts[1]) + rng.normal(0, 0.01, counts[1])
+    studies = [
+        dataclasses.replace(_curved(_record(_arms, 3, count), scores[3 * i : 3 * i + 3, :count]), name=f"study {i}")
+        for i, count in enumerate(counts)
+    ]
+    return _answered(join(studies))
+
+
+def two_stages(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
+    """Three arms and a baseline whose first seeds decide how many they are; half width 2 points."""
+    scores = _luck(rng, luck, 4, AT_MOST)
+    stage = {"first": num_seeds, "half_width": 0.02, "at_most": AT_MOST}
+    study = make_study(factors={"optimizer.learning_rate": [1e-5, 2e-5, 3e-5, 4e-5]}, seeds=stage)
+    values = {
+        (label, seed): {"validation/accuracy": float(scores[arm, seed])}
+        for arm, label in enumerate(study.arm_labels())
+        for seed in range(num_seeds)
+    }
+    decided = decide(study, values)
+    count = len(decided["seeds"])
+    yield analysed(dataclasses.replace(_curved(_record(_arms, 4, count), scores), two_stage={**stage, **decided}))
+
+
+def extended(rng: Generator, num_seeds: int, luck: str, any_time: bool = False) -> Iterator[Analysis]:
+    """Three seeds, to which more are added until something shows; a page at each of LOOKS up to that number."""
+    scores = _luck(rng, luck, 4, num_seeds)
+    for count in (look for look in LOOKS if look <= num_seeds):
+        record = _curved(_record(_arms, 4, count), scores)
+        added = list(range(LOOKS[0], count))
+        yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
+
+
+def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
+    """As many seeds as planned, unless a page before the last one shows something."""
+    whole = _curved(_record(_arms, 4, num_seeds), _luck(rng, luck, 4, num_seeds))
+    for count in (look for look in LOOKS if look <= num_seeds):
+        yield analysed(dataclasses.replace(whole, trials=[one for one in whole.trials if one.seed < count]))
+
+
+def read_until(pages: Iterator[Analysis]) -> tuple[bool, Analysis]:
+    """Whether a page claims a difference, and the page at which a reader stops: that one, or else the last."""
+    page = None
+    for page in pages:
+        if claims_a_difference(answer(page)):
+            return True, page
+    assert page is not None
+    return False, page
+
+
 def _answered(record: StudyRecord) -> bool:
     return claims_a_difference(answer(analysed(record)))
 
 
 def _arms(count: int) -> list[FakeArm]:
     return [FakeArm(f"arm {number}", "grpo", 0.5, {}, {}) for number in range(count)]
+
+
+def _components(count: int) -> list[FakeArm]:
+    labels = ("all", *(f"without part {number}" for number in range(1, count)))
+    return [FakeArm(label, "grpo", 0.5, {}, {"arm": label}) for label in labels]
 
 
 def _grid(_: int) -> list[FakeArm]:
@@ -116,7 +198,28 @@ def _claimed(_: int) -> list[FakeArm]:
 
 @cache
 def _record(build: Callable[[int], list[FakeArm]], num_arms: int, num_seeds: int) -> StudyRecord:
-    return fake_study(build(num_arms), seeds=range(num_seeds), num_problems=2, num_steps=10)
+    record = fake_study(build(num_arms), seeds=range(num_seeds), num_problems=2, num_steps=10)
+    if build is not _components:
+        return record
+    parts = {label.removeprefix("without "): {} for label in record.arms[1:]}
+    return dataclasses.replace(record, spec={**record.spec, "design": "leave_one_out", "components": parts})
+
+
+def _luck(rng: Generator, kind: str, num_arms: int, num_seeds: int) -> np.ndarray:
+    """Scores [arm, seed] of equal arms: normal, with 2 degrees of freedom, or 12.7 points lower in a tenth of them."""
+    shape = num_arms, num_seeds
+    noise = rng.standard_t(2, shape) if kind == "heavy tails" else rng.normal(0, 1, shape)
+    return 0.6 + 0.01 * noise - (0.127 * (rng.random(shape) < 0.1) if kind == "collapses" else 0)
+
+
+def _curved(record: StudyRecord, scores: np.ndarray) -> StudyRecord:
+    """The record with these scores [arm, seed], which stand on no grid of problems."""
+
+    def scored(trial: TrialRecord) -> dict[str, Any]:
+        last = [(10, float(scores[record.arms.index(trial.arm), trial.seed]))]
+        return {"history": {"validation/accuracy": last}, "summary": {}, "per_problem": {}}
+
+    return with_trials(record, scored)
 
 
 def _scored(record: StudyRecord, scores: np.ndarray) -> StudyRecord:
@@ -153,6 +256,16 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "5 arms, pass@k": pass_at_k,
     "search of 12 arms": search,
     "6 claims": claims,
+    "4 components": components,
+    "5 arms, missing problems": missing_problems,
+    "2 studies, shared seeds, unequal numbers": joined,
+}
+# Studies that are read more than once, or choose their number of seeds: also how often intervals hold where one stops.
+READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[Analysis]]]] = {
+    **{f"two stages, {luck}": ((3, 4, 6, 8), partial(two_stages, luck=luck)) for luck in LUCK},
+    **{f"seeds added at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck)) for luck in LUCK},
+    **{f"read at 3, 5, 7 of 10 planned, {luck}": ((10,), partial(interim, luck=luck)) for luck in LUCK},
+    **{f"any_time, read at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck, any_time=True)) for luck in LUCK},
 }
 
 
@@ -162,9 +275,23 @@ def error_rate(design: str, num_seeds: int, studies: int) -> float:
     return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
 
 
+def reading_rates(design: str, num_seeds: int, studies: int) -> tuple[float, float]:
+    """The share of studies in which a page claims a difference, and of the last page's intervals that hold 0."""
+    rng = np.random.default_rng([num_seeds, list(READINGS).index(design), 1])
+    read = [read_until(READINGS[design][1](rng, num_seeds)) for _ in range(studies)]
+    intervals = [one.interval for _, page in read for one in page.comparisons if one.interval is not None]
+    held = [interval.low <= 0 <= interval.high for interval in intervals]
+    return float(np.mean([claimed for claimed, _ in read])), float(np.mean(held))
+
+
 if __name__ == "__main__":
     studies = wanted_studies(__doc__, 2000)
     print(f"| design | {' | '.join(f'{number} seeds' for number in SEEDS)} |\n| --- |{' --: |' * len(SEEDS)}")
     for design in DESIGNS:
         rates = [f"{100 * error_rate(design, number, studies):.1f}" for number in SEEDS]
         print(f"| {design} | {' | '.join(rates)} |", flush=True)
+    print("\n| first, or last, seeds: claimed, intervals that hold | | | | |\n| --- | --: | --: | --: | --: |")
+    for design, (numbers, _) in READINGS.items():
+        found = [(number, *reading_rates(design, number, studies)) for number in numbers]
+        cells = [f"{number}: {100 * wrong:.1f}, {100 * held:.1f}" for number, wrong, held in found]
+        print(f"| {design} | {' | '.join(cells)} |", flush=True)

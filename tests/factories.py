@@ -56,17 +56,22 @@ def real_scale(name: str, folder: Path) -> Study:
     return study_of(name, real_sets(name, folder), folder / "runs")
 
 
-def real_sets(name: str, folder: Path) -> list[str]:
-    """Problems of the tests, and a model folder of the right shape that has no weights in it, as overrides."""
+def real_sets(name: str, folder: Path, small: Mapping[str, Any] | None = None) -> list[str]:
+    """Problems of the tests, and a model folder of the right shape that has no weights in it, as overrides. With
+    `small`, sizes that differ from that shape, it has weights."""
     import torch
     from cohort.harness.policy.tiny import tiny_tokenizer
     from safetensors.torch import save_file
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    model = folder / f"{name}-model"
-    Qwen2Config(**SHAPES[name]).save_pretrained(model)
-    tiny_tokenizer().save_pretrained(str(model))
+    model, tokenizer = folder / f"{name}-model", tiny_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen2Config(**SHAPES[name] | ({} if small is None else {**small, **ends}))
+    config.save_pretrained(model)
+    tokenizer.save_pretrained(str(model))
     save_file({"none": torch.zeros(1)}, model / "model.safetensors")
+    if small is not None:
+        Qwen2ForCausalLM(config).save_pretrained(model)
     data = Path(__file__).parent / "fixtures" / name.partition("_")[0]
     return [f"model={model}", f"task.path={data}", "task.validation_fraction=0.5"]
 

@@ -142,6 +142,14 @@ def begin_study(runs: Path, study: StudySpec, command: str = "cohort study run s
     return folder
 
 
+def of_study(runs: Path, name: str, trial: str, **tags: str) -> dict[str, str]:
+    """Tags of a trial of a study that has begun; `tags` without their prefix."""
+    file = runs / "studies" / name / "study.json"
+    design = read_json(file)["digest"] if file.exists() else ""
+    known = {"study": name, "design": design, "trial": trial, "kind": "trial", "seed": "0", "factors": "{}", **tags}
+    return {f"cohort.{key}": value for key, value in known.items()}
+
+
 def in_mlflow(runs: Path, folder: Path) -> str:
     """The id of the MLflow run of the record in a folder, after all that it has was copied."""
     root = next(one for one in (folder, *folder.parents) if one.parent.parent == runs)

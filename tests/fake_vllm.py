@@ -162,7 +162,7 @@ def install(monkeypatch: Any, cache: Any) -> type[LLM]:
         "vllm.envs": {"VLLM_CACHE_ROOT": str(cache)},
         "vllm.device_allocator.cumem": {"CuMemAllocator": Pool},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
-        "vllm.config.lora": {"MaxLoRARanks": Literal[8, 16]},
+        "vllm.config.lora": {"MaxLoRARanks": Literal[8, 16, 32]},
     }
     for name, content in modules.items():
         module = ModuleType(name)

@@ -31,6 +31,13 @@ def real(*args: Any, **kwargs: Any) -> Any:
     return _deadly_run(train, *args, **kwargs)
 
 
+def steered(*args: Any, **kwargs: Any) -> Any:
+    """As `test_storm.train`."""
+    from test_storm import train
+
+    return _deadly_run(train, *args, **kwargs)
+
+
 def _deadly_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = run(*args, **kwargs)
     (Path(os.environ[KILLS]) / f"ended {args[1].name}").touch()

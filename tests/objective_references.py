@@ -207,7 +207,9 @@ def advantages_of(s, given):
 
     def normal(values):
         if name == "maxrl":
-            return [a / mean(values) for a in centred(values)] if values and mean(values) > 0 else [0.0] * len(values)
+            right = any(value > 0 for value in values)
+            least = max(map(abs, values), default=0.0) / max(len(values), 1)
+            return [a / max(mean(values), least) if right else 0.0 for a in centred(values)]
         return centred(values) if name in SUMMED else standardised(values, s["std_floor"], spread)
 
     if given["steps"] is None:

@@ -43,6 +43,7 @@ def pretend_cuda(gib: float = 80, free: float | None = None) -> Iterator["Preten
     memory = (int(2**30 * (gib if free is None else free)), int(2**30 * gib))
     old = {name: getattr(torch.cuda, name) for name in ("is_available", "mem_get_info", *ANSWERS)}
     autocast, is_autocast, new = torch.autocast, torch.is_autocast_enabled, torch.nn.Parameter.__new__
+    noise = torch.Generator
 
     def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         return _tag(new(cls, data, requires_grad)) if on_cuda(data) else new(cls, data, requires_grad)
@@ -51,6 +52,7 @@ def pretend_cuda(gib: float = 80, free: float | None = None) -> Iterator["Preten
         vars(torch.cuda).update({name: lambda *_: 0 for name in ANSWERS})
         vars(torch.cuda).update(is_available=lambda: True, mem_get_info=lambda *_: memory)
         torch.autocast = lambda kind, **settings: autocast("cpu", **settings)  # pyright: ignore
+        torch.Generator = lambda device="cpu": noise("cpu")  # pyright: ignore
         torch.is_autocast_enabled = lambda kind: is_autocast("cpu")  # pyright: ignore
         torch.nn.Parameter.__new__ = parameter  # pyright: ignore
         with PretendCuda() as mode:
@@ -58,6 +60,7 @@ def pretend_cuda(gib: float = 80, free: float | None = None) -> Iterator["Preten
     finally:
         vars(torch.cuda).update(old)
         torch.autocast, torch.is_autocast_enabled, torch.nn.Parameter.__new__ = autocast, is_autocast, new
+        torch.Generator = noise
 
 
 def on_cuda(x: Any) -> bool:

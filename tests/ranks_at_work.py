@@ -17,12 +17,17 @@ import torch
 import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
+from cohort.harness.devices.sharding import layers, shard, total_bytes
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.run import state
+from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 RUN = {
     "task": "arithmetic",
@@ -105,8 +110,14 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
         (folder / name / "log.json").write_text(json.dumps(document))
 
 
+def refused(*_: Any) -> None:
+    raise AssertionError("one process reads for all")
+
+
 def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    if rank:  # reads no weights and no moments
+        state.start_policy = Checkpoint.policy_weights = Checkpoint.learner_state = refused  # pyright: ignore
     run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
     if rank == 0:  # which has written the checkpoint
         (folder / "one's turn").touch()
@@ -114,6 +125,35 @@ def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
         run(folder / "2", name, changes)
     until((folder / "two's turn").exists)
     run(folder / "2", RESUMED, {"steps": 3})
+
+
+def gathers(rank: int, folder: Path) -> None:
+    """Shard a model with and without autocast's gathers in bfloat16; FOLDER/gathers.json gets the bytes that both
+    gathered in a pass and its backward pass, those of all layers, and which of log-probs and gradients differ."""
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    config = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "pad_token_id": 0}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens, gather = torch.randint(1, 64, (4, 12)), dist.all_gather_single
+    found, counted = [], [0, 0]
+    for autocast in (False, True):
+
+        def counting(output: Any, *given: Any, place: int = int(autocast), **named: Any) -> Any:
+            counted[place] += output.nbytes
+            return gather(output, *given, **named)
+
+        dist.all_gather_single = counting  # pyright: ignore
+        torch.manual_seed(0)
+        policy = Qwen2ForCausalLM(Qwen2Config(**config))
+        size = total_bytes(p for layer in layers(policy) for p in layer.parameters())
+        shard(policy, torch.device("cpu"), autocast=autocast)
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs, _ = token_logprobs(policy, tokens, torch.ones(4, 12).bool().triu(1), 1.0)
+        logprobs.sum().backward()
+        gradients = {name: p.grad.to_local() for name, p in policy.named_parameters()}  # pyright: ignore
+        found.append({"log-probs": logprobs.detach(), **gradients})
+    if rank == 0:
+        different = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+        (folder / "gathers.json").write_text(json.dumps([*counted, size, different]))
 
 
 # A group whose trials end in several ways -----------------------------------------------------------------------------

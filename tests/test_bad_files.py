@@ -33,8 +33,8 @@ BAD_FILES = {  # one for each trial but the first: file -> content
     ("group_size=4", 0): ("events.jsonl", b"\xff\xfe\n" * 3),
     ("group_size=4", 1): ("events.jsonl", START + b'{"type":"metrics","step":"two","values":[1],"time":1}\n'),
     ("group_size=8", 0): ("run.json", b""),
-    ("group_size=8", 1): ("run.json", b'{"format": 2, "colour": "blue"}'),
-    ("group_size=16", 0): ("result.json", b'{"format": 2, "state": "complete"}'),
+    ("group_size=8", 1): ("run.json", b'{"format": 3, "colour": "blue"}'),
+    ("group_size=16", 0): ("result.json", b'{"format": 3, "state": "complete"}'),
     ("group_size=16", 1): ("result.json", b"[]"),
 }
 
@@ -162,15 +162,19 @@ def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [('{"format": 1}', r"must have format 2, got 1.*another version"), ('{"format": 2', "not valid JSON")]
+    [('{"format": 2}', r"must have format 3, got 2.*another version"), ('{"format": 3', "not valid JSON"),
+     ('{"format": 3}', "result.json was changed after it was written")]
     + [
-        (json.dumps({"format": 2, "state": "complete", "reason": None, "summary": {}, "metrics": {}, **changes}),
+        ({"state": "complete", "reason": None, "summary": {}, "metrics": {}, **changes},
          "result.json holds no result of a run")
         for changes in ({"summary": None}, {"metrics": {"a": "b"}}, {"summary": [1]}, {"state": None, "metrics": 3})
     ],
 )  # fmt: skip
-def test_a_result_of_another_version_or_shape_or_half_of_one_is_refused(tmp_path: Path, text: str, words: str):
-    (tmp_path / "result.json").write_text(text)
+def test_a_result_of_another_version_or_shape_or_half_of_one_is_refused(
+    tmp_path: Path, text: str | dict[str, Any], words: str
+):
+    file = tmp_path / "result.json"
+    file.write_text(text) if isinstance(text, str) else write_json(file, text)
     with pytest.raises(ValueError, match=words):
         read_result(tmp_path)
 

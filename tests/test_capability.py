@@ -80,6 +80,40 @@ def test_an_interval_of_fractions_stays_between_0_and_1_and_never_ends_at_a_cert
     assert fraction_interval(np.ones((1, 1))) is None
 
 
+def test_problems_count_as_more_than_there_are_only_where_five_are_wrong_and_five_right():
+    # 40 problems that are all but alike: error sqrt(s^2 / 40) with s^2 = 0.01^2 * 40 / 39, so 0.2 * 0.8 / error^2 would
+    # be 62,400 problems; half width t(39) * 0.0016 = 0.0032
+    for mean, is_narrow in ((0.2, True), (0.125, True), (0.12, False), (0.875, True), (0.88, False)):
+        interval = fraction_interval(np.resize([mean - 0.01, mean + 0.01], (1, 40)))
+        width = interval.high - interval.low
+        assert width == pytest.approx(2 * 2.0227 * 0.01 / np.sqrt(39), rel=0.01) if is_narrow else width > 0.1
+
+
+def lead(difference: float, most: int = 64) -> list[Capability]:
+    """`difference` problems of 100 more for the first at a single sample; the second is ahead with many."""
+    ahead, counts = np.zeros(100, int), np.zeros(100, int)
+    ahead[:20] = most  # solved for certain
+    counts[:20] = most - round(most * (difference + 0.5) / 20)
+    counts[20:70] = 1  # found by many samples, and worth 50 / 64 problems at one
+    return [Capability(name, (0,), c[None], most) for name, c in (("one", ahead), ("many", counts))]
+
+
+def test_a_lead_of_fewer_than_five_problems_is_not_shown():
+    for rows, is_shown in ((lead(9.0), True), (lead(4.0), False)):
+        apart = 100 * (rows[0].passes(1) - rows[1].passes(1)).mean()
+        found = crossover(*rows)
+        assert found.leader == "one" and (apart >= 5) == is_shown == (found.low is not None)
+
+
+def test_the_seeds_that_decided_their_number_are_counted_among_the_shared_ones():
+    ahead, many = (np.stack([one.counts_SN[0]] * 5) for one in lead(11.0))
+    many[:, :20] += np.array([[0], [6], [-6], [6], [-6]])  # seeds differ
+    two = Capability("b", (1, 2, 3, 4), many[1:], 64)
+    by_first = [crossover(Capability("a", (1, 2, 3, 4), ahead[1:], 64, first=n), two) for n in (2, 3, None)]
+    assert len({one.low for one in by_first}) == 3  # one degree of freedom shows no lead, more show a longer one
+    assert crossover(Capability("a", (0, 1, 2, 3, 4), ahead, 64, first=3), two) == by_first[0]
+
+
 # Beta's a and b, seeds, deviation of seeds in logits, problems, samples
 DESIGNS = [
     (0.5, 1.0, 1, 0.0, 500, 1024),

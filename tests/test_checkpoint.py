@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from cohort.harness.devices.ranks import without_storage
 from cohort.harness.policy.model import write_safetensors
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -110,3 +111,13 @@ def test_one_checkpoint_is_written_at_a_time_and_its_error_is_raised_by_whatever
         writer.begin(lambda: done.append(9))
     writer.check(wait=True)  # it is told once
     assert done == [0, 1]
+
+
+def test_a_process_that_does_not_read_gets_a_models_shape_its_ties_and_its_buffers():
+    policy = tiny_model(0)
+    empty = without_storage(policy)
+    assert all(p.is_meta for p in empty.parameters()) and empty.lm_head.weight is empty.model.embed_tokens.weight
+    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in policy.named_parameters()}
+    assert_same_weights(dict(policy.named_buffers()), dict(empty.named_buffers()))
+    tree = without_storage({"moments": [{"step": torch.tensor(3.0), "mean": torch.ones(2)}]})["moments"][0]
+    assert tree["step"] == 3 and tree["mean"].is_meta

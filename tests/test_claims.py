@@ -191,3 +191,24 @@ def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None
     assert claims(untagged)[HARD_TASKS].measured == "The task has no difficulty tags."
     overlapping = with_history(tagged(0.2), "test/accuracy_level_2", lambda t: [0.1 + 0.01 * t.seed])
     assert "to tell how many problems are hard" in claims(overlapping)[HARD_TASKS].measured
+    # both tags alike in every trial: any shares fit, so none is known
+    alike = with_trials(tagged(0.2), lambda t: {
+        "history": {**t.history, "test/accuracy_level_2": t.history["test/accuracy_level_1"]},
+        "summary": {**t.summary, "test_accuracy": t.history["test/accuracy_level_1"][-1][1]},
+    })  # fmt: skip
+    assert "to tell how many problems are hard" in claims(alike)[HARD_TASKS].measured
+
+    # no two shares give the whole in every trial, or one of them would be negative
+    for seed, weights in ((0.01, (0.5, 0.5)), (0.0, (1.5, -0.5))):
+
+        def whole(trial: TrialRecord, seed: float = seed, weights: tuple[float, float] = weights) -> Mapping[str, Any]:
+            levels = [trial.history[f"test/accuracy_level_{n}"][-1][1] for n in (1, 2)]
+            score = weights[0] * levels[0] + weights[1] * levels[1] + seed * (trial.seed - 1)
+            return {"summary": {**trial.summary, "test_accuracy": score}}
+
+        assert "to tell how many problems are hard" in claims(with_trials(tagged(0.2), whole))[HARD_TASKS].measured
+
+
+def test_a_single_evaluation_is_no_learning_curve() -> None:
+    record = with_history(group_sizes({4: 0.3, 8: 0.02}), "validation/accuracy", lambda t: [0.5])
+    assert claims(record)[GROUP_SIZE].measured == "No seed shared by such arms has a learning curve."

@@ -10,6 +10,7 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components
+from cohort.reports.prose.wording import p_equals
 from cohort.reports.render import write_report
 from fake_study import FakeArm, fake_study
 
@@ -125,7 +126,16 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     added = ranked_components(analysed(record_of("add_one_in", alone)))
     assert [(one.name, one.effect > 0) for one in added] == [("large", True), ("small", True), ("harmful", False)]
     files = write_report(record_of("leave_one_out", out), tmp_path, formats=())
-    assert "components ranked by contribution (points): large +" in files.answer
+    ranks = files.answer.partition("components ranked by contribution (points, Holm-adjusted p): ")[2]
+    stated = {one.name: one for one in ranked_components(analysed(record_of("leave_one_out", out)))}
+    assert (
+        ranks
+        == ", ".join(
+            f"{name} {100 * stated[name].effect:+.1f} ({p_equals(stated[name].comparison.p_adjusted)})"
+            for name in ("large", "small", "harmful")
+        )
+        + "."
+    )
     page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
     assert page.index("large") < page.index("small") < page.index("harmful")
     assert "## Components" in files.markdown.read_text()

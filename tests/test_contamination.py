@@ -36,7 +36,7 @@ from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test
 from factories import make_spec
 from fake_study import HOSTILE, fake_study
-from fake_trials import begin_study
+from fake_trials import begin_study, of_study
 from test_cli import Shell
 from test_report import read_page
 from torch import nn
@@ -185,8 +185,7 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
         raw = {"task": "arithmetic", "algorithm": "grpo", **changes}
         study = StudySpec(name=name, question="?", run=raw, seeds=[0])
         begin_study(runs, study)
-        tags = {"cohort.kind": "trial", "cohort.seed": "0", "cohort.factors": "{}"}
-        tags["cohort.arm"] = next(iter(study.arm_labels()))
+        tags = of_study(runs, name, "one", arm=next(iter(study.arm_labels())))
         folder = runs / "studies" / name / "trials" / "one"
         with RunLog(runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", tags=tags) as log:
             log.resume(-1)

@@ -24,7 +24,7 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
-from ranks_at_work import RESUMED, RUN, begun, command, ends, group_of_two, side_by_side, until
+from ranks_at_work import RESUMED, RUN, begun, command, ends, gathers, group_of_two, side_by_side, until
 from transformers import Qwen2Config
 
 
@@ -56,6 +56,15 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
     alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
     assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
     assert largest_difference(tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED) <= 1e-5
+
+
+def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
+    torch.manual_seed(1)
+    assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    whole, half, layers, different = json.loads((tmp_path / "gathers.json").read_text())
+    assert whole - half == 2 * layers / 2  # once for the pass and once for its backward pass, the last layer too
+    # Norms begin at 1, which bfloat16 holds; the gradient of their weights alone is rounded.
+    assert [name for name in different if "norm" not in name] == []
 
 
 def check_equal(name: str, one: Path, two: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
-from error_rates import DESIGNS, SEEDS, claims_a_difference, error_rate
+from error_rates import DESIGNS, READINGS, SEEDS, claims_a_difference, error_rate, reading_rates
 from fake_study import fake_study
 from scipy import stats
 
@@ -16,6 +16,18 @@ def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design: 
     counts = [round(error_rate(design, num_seeds, STUDIES) * STUDIES) for num_seeds in SEEDS]
     assert max(counts) <= stats.binom.ppf(0.999, STUDIES, 0.05), dict(zip(SEEDS, counts, strict=True))
     assert sum(counts) <= stats.binom.ppf(0.999, STUDIES * len(SEEDS), 0.05), dict(zip(SEEDS, counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "design", [name for name in READINGS if name.endswith(("stages, collapses", "7, usual", "planned, usual"))]
+)
+def test_studies_that_choose_their_number_of_seeds_or_are_read_before_the_end_do_so_too(design: str) -> None:
+    numbers = READINGS[design][0]
+    rates = [reading_rates(design, number, STUDIES) for number in numbers]
+    count, most = STUDIES * len(rates), stats.binom.ppf(0.999, STUDIES * len(rates), 0.05)
+    assert sum(round(claimed * STUDIES) for claimed, _ in rates) <= most, dict(zip(numbers, rates, strict=True))
+    # the three intervals of a study share a baseline: as if there was one interval a study
+    assert sum(held for _, held in rates) * STUDIES >= stats.binom.ppf(0.001, count, 0.95)
 
 
 def test_a_difference_that_is_there_is_read_in_the_answer() -> None:

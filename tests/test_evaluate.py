@@ -1,6 +1,7 @@
 """Accuracy, pass@k and maj@k, with a scripted engine whose answers are known."""
 
 import itertools
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -61,6 +62,30 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     assert set(result.correct_counts.values()) == {1}
     assert len(result.samples) > 0
     assert list(result.metrics) == metric_names(spec.evaluation)
+
+
+class NotingEngine(ScriptedEngine):
+    """Notes the size, the seed and the temperature of each call."""
+
+    calls: ClassVar[list[tuple[int, int, float]]] = []
+
+    def generate(self, prompts, group_size, sampling, *, seed, step):
+        self.calls.append((group_size, seed, sampling.temperature))
+        return super().generate(prompts, group_size, sampling, seed=seed, step=step)
+
+
+def test_many_samples_are_drawn_in_calls_with_a_seed_of_their_own(monkeypatch):
+    settings = {"evaluation": {"num_prompts": 2, "num_samples": 130, "temperature": 0.7}, "sampling": {"max_tokens": 8}}
+    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": 3, **settings}, "test")
+    engine = NotingEngine(NotingEngine.Settings(), tiny_model(0), tiny_codec())
+    for plans, sizes in ((False, [64, 64, 2]), (True, [130])):
+        monkeypatch.setattr(NotingEngine, "plans_batches", plans)
+        engine.calls.clear()
+        assert evaluate_run(spec, engine, "validation", step=0).metrics["num_samples"] == 130
+        *drawn, greedy = engine.calls
+        assert [size for size, _, _ in drawn] == sizes and {t for _, _, t in drawn} == {0.7}
+        assert drawn[0][1] == 3 and len({seed for _, seed, _ in drawn}) == len(sizes)  # or the samples repeat
+        assert greedy == (1, 3, 0.0)
 
 
 def test_pass_at_k_is_unbiased():

@@ -12,7 +12,7 @@ from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.queue import Outcome
-from fake_trials import begin_study, in_mlflow
+from fake_trials import begin_study, in_mlflow, of_study
 from queues import a_queue, claimed
 from test_storage import a_study as a_queued_study
 from test_tracking import a_spec, a_study
@@ -29,10 +29,10 @@ def check_store(runs: Path) -> None:
     study = a_study().model_copy(update={"question": HOSTILE})
     folder = begin_study(runs, study, f"cohort study run {HOSTILE}")
     arm = study.arm_labels()[0]
-    tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": "0", "odd": HOSTILE}
+    tags = {**of_study(runs, "sizes", "one", arm=arm), "odd": HOSTILE}
     log = RunLog(
         runs, folder / "trials" / "one", a_spec(seed=0), experiment="sizes", run_name="t",
-        tags={**tags, "cohort.factors": "{}"},
+        tags=tags,
     )  # fmt: skip
     log.metrics(0, {"validation/accuracy": 0.5})
     log.finish("failed", HOSTILE + "x" * 1_000_000, {})

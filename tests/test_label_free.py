@@ -65,6 +65,11 @@ def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_ent
     assert AnswerEntropy(max_entropy=1.0).score(group) == [0.0] * 4
     assert AnswerEntropy(min_entropy=1.0, max_entropy=1.1).score(group) == scores
     assert AnswerEntropy().score(graded_group([0, 0])) == [0.0, 0.0]
+    # the bounds themselves are within: two answers have an entropy of ln 2
+    for bounds in ({"min_entropy": math.log(2)}, {"max_entropy": math.log(2)}):
+        assert AnswerEntropy(**bounds).score(graded_group([0, 1])) == [-math.log(2)] * 2
+    unpaid = AnswerEntropy(min_entropy=1.1)  # whose metric is still the entropy
+    assert unpaid.metrics(group, unpaid.score(group)) == {"vote/entropy": pytest.approx(1.5 * math.log(2))}
 
 
 def confident_run(tmp_path, rewards, **changes):

@@ -4,6 +4,7 @@ import factories
 import numpy as np
 import pytest
 import torch
+from cohort.harness import plugins
 from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
 from cohort.harness.policy.forward import hidden_states, prompt_states, token_logprobs
@@ -308,3 +309,70 @@ def test_a_shared_trunk_needs_no_memory_for_a_second_one():
     assert separate["critic"] == 2 * 4 * (166_592 + 64 + 1)  # with rearranged copies
     assert shared["activations"] == plain["activations"] < separate["activations"]
     assert shared["gradients"] == plain["gradients"] + 4 * 65
+
+
+def everything(learner):
+    """Copies of all that an update may move."""
+    modules = [learner.policy, *([learner.critic] if learner.critic else [])]
+    moments = [m for o in learner.optimizers.values() for state in o.state.values() for m in state.values()]
+    return [t.clone() for t in (*(p for module in modules for p in module.parameters()), *moments)]
+
+
+def differs(one, other):
+    return len(one) != len(other) or any(not torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
+def test_a_batch_without_a_signal_leaves_weights_and_moments_as_they_are(algorithm):
+    """Before the first update and after one that has left momentum, with weight decay; rewards are equal."""
+    policy = tiny_model(0)
+    changes = {"weight_decay": 0.1, "num_minibatches": 2, "learning_rate": 1e-3}
+    learner = Learner(make_spec({"name": algorithm, "group_size": 4}, **changes), policy)
+    batch = make_batch(policy).replace(group_size=4)
+    if learner.reference is not None:  # the reference's log-probs differ by rounding, as an engine's do
+        with torch.no_grad():
+            next(learner.reference.parameters()).mul_(1 + 1e-7)
+
+    def updated(batch, step):
+        batch = learner.annotate(batch)
+        if batch.values_BT is not None:  # what a critic expects differs, and is a signal; here it expects nothing
+            batch = batch.replace(values_BT=0 * batch.values_BT)
+        return learner.update(learner.spec.algorithm.advantages(batch), step)
+
+    equal = batch.replace(rewards_B=torch.zeros(8), greedy_rewards_B=torch.zeros(8))
+    before = everything(learner)
+    found = updated(equal, 0)
+    assert not differs(before, everything(learner)) and found["policy/no_signal"] == 1
+    assert found.get("critic/no_signal", 1) == 1
+    assert updated(batch.replace(rewards_B=torch.tensor([1.0, 0, 0, 0.5] * 2)), 1)["policy/no_signal"] < 1
+    moved = everything(learner)
+    assert differs(before, moved)
+    if learner.reference is None and learner.critic is None:  # else the reference and the critic's error pull
+        assert updated(equal, 2)["policy/no_signal"] == 1
+        assert not differs(moved, everything(learner))
+
+
+def test_a_divergence_an_entropy_bonus_and_a_value_error_are_signals():
+    equal = make_batch().replace(rewards_B=torch.zeros(8))
+    apart = equal.replace(sampler_logprobs_BT=make_batch(tiny_model(0)).sampler_logprobs_BT)
+    for algorithm, seen, critic in (
+        ({"name": "grpo", "kl_beta": 0.04}, True, None),  # beside a reference that has moved
+        ({"name": "ppo", "kl_beta": 0.01}, True, 0),  # whose divergence is also an error of the critic
+        ({"name": "ppo", "kl_beta": 0, "entropy_bonus": 0.01}, True, 1),
+        ({"name": "ppo", "kl_beta": 0}, False, 1),
+    ):
+        learner = Learner(make_spec({"group_size": 2, **algorithm}), tiny_model(0))
+        if learner.reference is not None:
+            with torch.no_grad():
+                for parameter in learner.reference.parameters():
+                    parameter.mul_(1.02)
+        found = learner.update(learner.spec.algorithm.advantages(learner.annotate(apart)), 0)
+        assert (found["policy/no_signal"] == 0) == seen, algorithm
+        assert found.get("critic/no_signal") == critic, algorithm
+    # a return of 1 where 0 was expected is an error of the critic; through a shared head the policy's trunk sees it too
+    for critic, unseen in ((SEPARATE, 1), (SHARED, 0)):
+        learner = learner_for(make_spec({**critic, "kl_beta": 0}))
+        batch = learner.annotate(equal)
+        paid = batch.completion_mask_BT.double()
+        found = learner.update(batch.replace(advantages_BT=0 * paid, returns_BT=paid), 0)
+        assert (found["policy/no_signal"], found["critic/no_signal"]) == (unseen, 0)

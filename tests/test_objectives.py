@@ -8,6 +8,7 @@ from cohort.algorithms._advantages import group_centred, group_standardised, lea
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
+from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.harness.data import PolicyOutput
@@ -39,6 +40,12 @@ def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
     advantages = GRPO().advantages(batch).advantages_BT
     assert advantages is not None
     assert (advantages == 0).all()
+
+
+def test_rewards_outside_the_mask_do_not_make_equal_ones_differ():
+    mask = torch.tensor([[True] * 7 + [False]])
+    for value in (0.1, -0.1):  # the float32 means of sevens are not exact, and the 0 that does not count lies beside
+        assert torch.equal(group_centred(value * mask, mask), torch.zeros(1, 8))
 
 
 def test_groups_of_equal_rewards_earn_nothing_with_the_baseline_of_reinforce_plus_plus():
@@ -113,3 +120,40 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
 def test_settings_that_contradict_each_other_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        # the mean is 0 but for rounding: the largest counts as the only one that is right, so A = (r - 0) / (1 / 6)
+        ([1.0] + [-0.2] * 5, [6.0] + [-1.2] * 5),
+        ([0.3] + [-0.1] * 3, [4.0] + [-4 / 3] * 3),  # 0.3 / (0.3 / 4)
+        # mean 0.02 below 1 / 5; mean -0.4 below 0: (1 - 0.02) * 5, and (1 + 0.4) * 5
+        ([1.0] + [-0.225] * 4, [4.9] + [-1.225] * 4),
+        ([1.0] + [-0.75] * 4, [7.0] + [-1.75] * 4),
+        # a penalty larger than any reward: mean 0.125, max |r| / 4 = 0.25
+        ([0.75, 0.75, -1.0, 0.0], [2.5, 2.5, -4.5, -0.5]),
+        # without rewards below 0 the mean is all that counts: 1 / 4, 3 / 8
+        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
+        ([1.0, 0.5, 0.0, 0.0], [5 / 3, 1 / 3, -1.0, -1.0]),
+        # nothing is right, the last up to the rounding of 0.1 + 0.2 - 0.3
+        ([0.0, -0.5, -1.0], [0.0] * 3),
+        ([0.0] * 3, [0.0] * 3),
+        ([5.6e-17, -0.5, -1.0], [0.0] * 3),
+    ],
+)
+def test_maxrl_divides_by_the_mean_and_never_by_its_rounding(rewards, expected):
+    batch = batch_of([[1]] * len(rewards), rewards, len(rewards))
+    advantages = MaxRL().advantages(batch).advantages_BT
+    assert advantages is not None
+    assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_maxrl_counts_the_steps_of_a_group_alone():
+    # two rows of two tokens, a step at the end of three: rewards 1, -0.5, -0.5 with a mean of 0, so 1 / (1 / 3)
+    steps = torch.tensor([[1.0, -0.5], [9.0, -0.5]])
+    ends = torch.tensor([[True, True], [False, True]])
+    batch = batch_of([[1, 1]] * 2, [0.5, -0.5], 2, step_rewards_BT=steps, step_ends_BT=ends)
+    advantages = MaxRL().advantages(batch).advantages_BT
+    assert advantages is not None  # 3 at the first end, -1.5 at each later one, summed from each token on
+    assert advantages.tolist() == [pytest.approx([1.5, -1.5], abs=1e-6), pytest.approx([-1.5, -1.5], abs=1e-6)]

@@ -227,13 +227,37 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing() -> 
     assert (comparison.interval.low, comparison.interval.high, comparison.p) == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.parametrize("baseline", [0.0, 0.5])
+def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(baseline: float) -> None:
+    scores = {"ppo": baseline, "grpo": 1.0}  # of every problem, in every seed
+
+    def alike(trial: TrialRecord) -> dict[str, Any]:
+        score = scores[trial.arm]
+        return {
+            "summary": {**trial.summary, "test_accuracy": score},
+            "per_problem": dict.fromkeys(trial.per_problem, score),
+        }
+
+    analysis = analysed(with_trials(fake_study(three_algorithms()[:2], num_problems=64, num_steps=10), alike))
+    interval = analysis.comparisons[0].interval
+    assert interval is not None
+    # Clopper-Pearson: 64 of 64 right is above 0.025^(1/64) = 0.94400, none right below 0.056: from 0.944 - 0.056 on.
+    # A score between 0 and 1 could have varied and did not.
+    assert interval.low == pytest.approx(0.888 if baseline == 0 else 0.5, abs=1e-4)
+    assert (interval.estimate, interval.high) == (1 - baseline, 1 - baseline)
+
+
 def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path: Path) -> None:
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("b", 3): "invalid"})
     broken = dataclasses.replace(record.trials[-1], summary={"test_accuracy": 0.0}, per_problem={"p": 0.0})
     with_broken = analysed(dataclasses.replace(record, trials=[*record.trials[:-1], broken]))
     without = analysed(dataclasses.replace(record, trials=record.trials[:-1]))
-    assert with_broken.arm("b").interval == without.arm("b").interval
-    assert with_broken.comparisons == without.comparisons
+    assert with_broken.arm("b").values == without.arm("b").values
+    (one,), (other,) = with_broken.comparisons, without.comparisons
+    assert one.differences == other.differences and one.interval is not None and other.interval is not None
+    assert (
+        one.interval.error == other.interval.error
+    )  # a trial that is still to come widens the limits, an invalid one not
     assert [(gap.arm, gap.seed, gap.state) for gap in with_broken.gaps] == [("b", 3, "invalid")]
     no_value = dataclasses.replace(record.trials[0], summary={"accuracy_final": math.nan}, history={}, per_problem={})
     found = analysed(dataclasses.replace(record, trials=[no_value, *record.trials[1:]])).gaps

@@ -189,6 +189,14 @@ def test_a_token_of_several_characters_earns_what_ends_inside_it():
     assert places == [0, 0, 1, 1, 2, 2, 2]
 
 
+def test_what_ends_in_one_token_is_added_up():
+    group = Group(Prompt("p", "p?", "8"), (5,), (Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop"),))
+    # characters 1 and 2 end in token 0: 1 + 2; character 5 in token 2, which is the last and has the outcome too: 4 + 8
+    both = Score([15.0], [8.0], [[(1, 1.0), (2, 2.0), (5, 4.0)]], {})
+    batch = rewarded(collate([group]), [group], [both], PairTokenizer())  # pyright: ignore
+    assert batch.step_rewards_BT is not None and batch.step_rewards_BT.tolist() == [[0, 3, 0, 12]]
+
+
 def run(**changes):
     return parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
+from cohort.reports import scaling
 from cohort.reports.render import analysed, write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study, with_trials
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
+from scipy import stats
 
 
 def test_the_curve_starts_at_r0_is_halfway_at_the_midpoint_and_ends_at_its_ceiling():
@@ -144,3 +146,25 @@ def test_an_arm_whose_policy_collapsed_has_no_curve():
     other = dataclasses.replace(trial, history={**trial.history, "validation/accuracy": fallen})
     trials = [record.trials[0], other, record.trials[2]]
     assert "seed 1 collapsed" in scaled(dataclasses.replace(record, trials=trials)).refused["base"]
+
+
+def test_the_first_half_of_compute_predicts_the_rest():
+    costs, scores = draw(Design(points=25, middle=0.1, noise=0.005), np.random.default_rng(4))
+    costs = np.broadcast_to(np.linspace(0, 1, 25), costs.shape)  # the point at one half, 12, belongs to the first half
+    whole, early = fit_curve("a", range(5), costs, scores), fit_curve("a", range(5), costs[:, :13], scores[:, :13])
+    assert isinstance(whole, Scaling) and whole.prediction is not None and isinstance(early, Scaling)
+    misses = curve(early.parameters, costs[:, 13:]) - scores[:, 13:]
+    assert whole.prediction.estimate == pytest.approx(misses.mean(), abs=2e-5)
+
+
+def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_leave():
+    costs, scores = (values[:1] for values in draw(Design(points=9, noise=0.01), np.random.default_rng(0)))
+    with_ceiling = scaling._least_squares(costs / costs.max(), scores)[1]
+    power = min(
+        float(np.linalg.lstsq(np.stack([np.ones(9), (costs[0] / costs.max()) ** p], axis=1), scores[0])[1].sum())
+        for p in np.geomspace(0.02, 10, 120)
+    )
+    # F of one more parameter than the power law's three, with 9 - 4 = 5 degrees of freedom
+    expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
+    assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
+    assert 1e-4 < expected < 0.5

@@ -88,14 +88,14 @@ def test_a_refreshed_reference_is_the_policy_of_that_step():
         learner.update(spec.algorithm.advantages(annotated), step)
 
 
-def corrected(**settings):
-    """Weights of two rows: log-ratios 1, -1 and 0.5 (learner minus engine), the last column outside the first row."""
+def corrected(scale=1, **settings):
+    """Weights of two rows: log-ratios 1, -1 and 0.5 times `scale` (learner minus engine), in 2 and 1 of 3 columns."""
     batch = make_batch().rows(torch.tensor([0, 1]))
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = batch.replace(
         completion_mask_BT=mask,
         sampler_logprobs_BT=torch.zeros(2, 3),
-        old_logprobs_BT=torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]),
+        old_logprobs_BT=scale * torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]),
         advantages_BT=mask.float(),
     )
     weighed, metrics = correct_mismatch(batch, Mismatch(**settings))
@@ -115,8 +115,25 @@ def test_importance_weights_are_cut_at_the_bound_or_masked_outside_it():
 
 
 def test_the_weight_of_a_completion_is_the_product_over_its_tokens():
-    weights, _ = corrected(correction="truncated", level="sequence", bound=2)
+    weights, metrics = corrected(correction="truncated", level="sequence", bound=2)
     assert weights == pytest.approx([1, 1, 1.648721], abs=1e-6)  # e * 1/e = 1 for the first
+    assert metrics["mismatch/outside"] == 0
+    # 1.65 is outside [1/1.5, 1.5]: one of the three tokens of completions, though its row has three columns
+    for correction, cut in (("truncated", 1.5), ("masked", 0)):
+        weights, metrics = corrected(correction=correction, level="sequence", bound=1.5)
+        assert weights == pytest.approx([1, 1, cut], abs=1e-6)
+        assert metrics["mismatch/outside"] == pytest.approx(1 / 3)
+        assert metrics["mismatch/weight"] == pytest.approx((2 + cut) / 3, abs=1e-6)
+    # turned around, 1/1.65 = 0.61 is below 1/1.5
+    weights, metrics = corrected(-1, correction="masked", level="sequence", bound=1.5)
+    assert weights == pytest.approx([1, 1, 0]) and metrics["mismatch/outside"] == pytest.approx(1 / 3)
+
+
+def test_large_weights_are_what_they_are_up_to_exp_20():
+    weights, _ = corrected(5, correction="truncated", bound=1e9)
+    assert weights == pytest.approx([math.exp(5), math.exp(-5), math.exp(2.5)], rel=1e-5)
+    weights, _ = corrected(40, correction="truncated", bound=1e12)
+    assert weights == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -323,3 +323,19 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
             assert "behind the other arms with validation/accuracy" in trial.reason
             assert trial.arm not in kept
     assert run(study, runs, workers=1) == status
+
+
+def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path: Path):
+    queue = a_queue(a_search(pruner="median", trials=4, startup=1, sampler="random"), tmp_path)
+    reasons = []
+    for arm in range(4):
+        for seed in (0, 1):
+            claim = claimed(queue)
+            assert claim.key[1] == seed
+            final = 0.9 - 0.1 * arm
+            for step in range(1, 8):  # each arm is worse than all before it, as its last validation alone shows
+                value = final if (seed, step) == (1, 7) else 0.5
+                reasons.append(queue.report(claim.key, step, value))
+            queue.finish(claim, Outcome("complete", metrics={METRIC: final}))
+    assert reasons == [None] * 4 * 14
+    assert [trial.state for trial in searched(queue)] == [TrialState.COMPLETE] * 4

@@ -1,9 +1,13 @@
 """Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
 
 import dataclasses
+import functools
 import io
+import itertools
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,10 @@ from typing import Any
 import fake_trials
 import pytest
 from cohort.harness.console.progress import Page, spark, watch
-from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.ground.files import read_json, whole_manifest, write_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
-from cohort.harness.record.run import CHECKPOINTS
+from cohort.harness.record.run import CHECKPOINTS, STATE
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
@@ -29,6 +33,7 @@ from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_study import fake_study
 from fake_trials import a_study
+from filelock import FileLock
 from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, open_queue, run
 from rich.console import Console
 from safetensors.torch import load_file
@@ -266,6 +271,115 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
     assert [record.message for record in caplog.records] == [
         f"a checkpoint must be as it was saved, but '{torn}' is torn, altered or missing; the run starts from step 1"
     ]
+
+
+# Clones that are asked for twice, and commands that are killed --------------------------------------------------------
+
+
+def test_a_clone_never_takes_the_label_of_another_arm(tmp_path: Path):
+    label = "clone 1 of a: algorithm.group_size=8"
+    arms = {"a": {"algorithm.group_size": 2}, label: {"algorithm.group_size": 4}}
+    study = a_study(factors={}, arms=arms, seeds=[0])
+    a_queue(study, tmp_path)
+    for size, number in ((8, 2), (16, 3)):
+        clone = clone_arm("sizes", tmp_path, "a", {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
+        assert clone.label == f"clone {number} of a: algorithm.group_size={size}"
+    queue = open_queue(study, tmp_path)
+    found = {trial.arm: queue.plan.spec((trial.arm, 0)).algorithm.group_size for trial in queue.status().trials}
+    assert list(found.values()) == [2, 4, 8, 16] and found[label] == 4
+
+
+def test_a_clone_that_is_asked_for_twice_is_there_once(tmp_path: Path):
+    queue = a_queue(a_study(), tmp_path)
+    save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
+    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], execute=fake_trials.EXECUTE)
+    for changes, warm in (({}, False), ({}, True), ({"algorithm.kl_beta": 0.5}, True)):
+        one, before = ask(changes, warm=warm), files_of(tmp_path)
+        assert ask(changes, warm=warm) == one and files_of(tmp_path) == before
+    assert [list(clone.steps) for clone in open_queue(a_study(), tmp_path).clones()] == [[0, 0], [3, 0], [3, 0]]
+
+
+def killed_at(moment: int, command: Callable[[], object]) -> bool:
+    """Whether a process that does `command` got killed: at the given place among those that flush, rename, delete, make
+    a folder or lock, before or after it."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] != 0
+    count = itertools.count()
+
+    def deadly(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = operation(*args, **kwargs)
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, deadly(getattr(os, name)))
+    FileLock.acquire = deadly(FileLock.acquire)  # pyright: ignore[reportAttributeAccessIssue]
+    status = 1
+    try:
+        command()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+@pytest.mark.attack("A kill at every write of a command that stops, resumes or clones an arm")
+@pytest.mark.parametrize("what", ["stop", "resume", "clone", pytest.param("warm clone", marks=pytest.mark.long)])
+def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_when_asked_again(
+    tmp_path: Path, what: str, record_property: Callable[[str, object], None]
+):
+    ways: dict[str, Callable[[Path], object]] = {
+        "stop": lambda runs: stop_arm("sizes", runs, ARMS[0]),
+        "resume": lambda runs: resume_arm("sizes", runs, ARMS[0]),
+        "clone": lambda runs: clone_arm("sizes", runs, ARMS[0], {}, execute=fake_trials.EXECUTE),
+        "warm clone": lambda runs: clone_arm("sizes", runs, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE),
+    }
+    for moment in itertools.count():
+        runs = tmp_path / str(moment)
+        queue = a_queue(a_study(), runs)
+        save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
+        if what == "resume":
+            stop_arm("sizes", runs, ARMS[0])
+        if not killed_at(moment, functools.partial(ways[what], runs)):
+            break
+        first = open_queue(a_study(), runs)
+        first.status()
+        assert len(first.clones()) in (0, 1)
+        ways[what](runs)
+        queue = open_queue(a_study(), runs)
+        trials = queue.status().trials
+        assert {trial.held for trial in trials if trial.arm == ARMS[0]} == {what == "stop"}
+        assert [list(clone.steps) for clone in queue.clones()] == {"clone": [[0, 0]], "warm clone": [[3, 0]]}.get(
+            what, []
+        )
+        for clone in queue.clones():
+            folder = queue.plan.directory((clone.label, 0)) / CHECKPOINTS
+            assert [one.name for one in folder.glob("*")] == (["step-00000003"] if what == "warm clone" else [])
+            assert what == "clone" or whole_manifest(folder / "step-00000003", STATE)["step"] == 3
+    assert moment >= 4
+    record_property("tried", moment)
+
+
+def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    queue = a_queue(a_study(), tmp_path)
+    save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
+    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], {}, execute=fake_trials.EXECUTE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "add_clone", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert killed_at(-1, functools.partial(ask, warm=True))
+    assert list(tmp_path.rglob("clone-1*/checkpoints/step-*"))
+    clone = ask()
+    queue = open_queue(a_study(), tmp_path)
+    queue.status()
+    assert list(clone.steps) == [0, 0] and not queue.plan.directory((clone.label, 0)).exists()
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

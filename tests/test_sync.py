@@ -1,5 +1,6 @@
 """Stale weights are noticed: engines that hold the learner's weights, the last step's, or all but one tensor."""
 
+import contextlib
 import copy
 
 import pytest
@@ -194,3 +195,25 @@ def test_the_learner_is_scored_without_tf32_whatever_the_run_uses():
     finally:
         matmul.fp32_precision = before
     assert seen[-1] == "ieee"
+
+
+class LaggingEngine(EngineWithACopy):
+    """Its scores move `share` of the way that its weights do."""
+
+    share, since = 1.0, None
+
+    def score(self, rows):
+        now = super().score(rows)
+        self.since = self.since or now
+        return [
+            [b + self.share * (a - b) for a, b in zip(*both, strict=True)] for both in zip(now, self.since, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("share", "is_stale"), [(0.05, True), (0.2, False)])  # a tenth of the way is asked for
+def test_an_engine_that_hardly_moves_with_the_learner_is_stale(share, is_stale):
+    policy = tiny_model(0)
+    engine = LaggingEngine(policy, **LOOSE)
+    engine.share = share
+    with pytest.raises(InvalidRun, match="the update moved") if is_stale else contextlib.nullcontext():
+        update_and_check(engine, policy, 1e-3)

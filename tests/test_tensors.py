@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cohort.harness.ground.tensors import checksum, pad_left, pad_right, whiten
+from cohort.harness.ground.tensors import checksum, pad_left, pad_right, rounded_on_average, whiten
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
@@ -16,6 +16,19 @@ def test_padding_is_on_the_left_or_the_right_and_an_empty_mask_whitens_to_zero()
     assert mask.tolist() == [[True, True], [False, True]]
     assert pad_right([(5, 6), (7,)], torch.int64).tolist() == [[5, 6], [7, 0]]
     assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+def test_what_rounding_tells_apart_is_equal_when_whitened():
+    mask = torch.tensor([True, True, True, False])  # the last value is far away and outside
+
+    def whitened(apart, around=0.0):
+        return whiten(torch.tensor([around, around + apart, around, 9e9], dtype=torch.float64), mask).tolist()
+
+    # three values 0, d, 0 have the mean d / 3 and the variance 2 d^2 / 9, to which 1e-8 is added: 4e-6 / 3 / 1e-4
+    assert whitened(0.9e-6) == whitened(-0.9e-6) == whitened(90.0, 1e8) == [0.0] * 4
+    assert whitened(4e-6) == pytest.approx([-0.013333, 0.026667, -0.013333, 0], rel=1e-3)
+    assert whitened(3.0) == pytest.approx([-(2**-0.5), 2**0.5, -(2**-0.5), 0], abs=1e-6)
+    assert whitened(300.0, 1e8)[1] == -whitened(-300.0, -1e8)[1] == pytest.approx(2**0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
@@ -123,3 +136,16 @@ def test_entropy_carries_a_gradient_only_when_asked():
     mask = torch.tensor([[False, True, True]])
     assert not token_logprobs(model, tokens, mask, 1.0)[1].requires_grad
     assert token_logprobs(model, tokens, mask, 1.0, entropy_gradient=True)[1].requires_grad
+
+
+def test_rounding_to_bfloat16_keeps_the_mean_and_what_bfloat16_holds():
+    held = torch.tensor([1.0, -0.02, 0.0, 3e38, -torch.inf]).bfloat16().float()
+    assert torch.equal(rounded_on_average(held).float(), held)
+    # Between 1 and the next number, 1 + 1/128, a quarter of the way: a quarter goes up. Standard error: 0.0007.
+    for sign in (1, -1):
+        values = torch.full((400_000,), sign * (1 + 0.25 / 128))
+        rounded = rounded_on_average(values)
+        assert {sign * value for value in rounded.tolist()} == {1.0, 1 + 1 / 128}
+        assert float((rounded.float().abs() - 1).mean() * 128) == pytest.approx(0.25, abs=0.004)
+        assert torch.equal(rounded, rounded_on_average(values))
+    assert not torch.equal(rounded[1:], rounded_on_average(values[1:]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cohort.harness.checks.memory import estimate
 from cohort.harness.cli.views import show_dry_run
-from cohort.harness.data import Call, Prompt, Sampling
+from cohort.harness.data import Call, Group, Prompt, Rollout, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.files import read_json
 from cohort.harness.policy.lora import adapter_weights, policies_on
@@ -192,6 +192,28 @@ def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_ste
     # every batch takes 0.01 s, which those in it share: the one that was alone in one has most
     assert together._seconds[2] > together._seconds[0] > 0.005
     assert engine.threads == {threading.current_thread()}
+
+
+class Writer(Recorder):
+    """Writes a completion of so many tokens for each run."""
+
+    def generate_each(self, calls, sampling):
+        super().generate_each(calls, sampling)
+        ends = [Rollout("", (5,) * n, (0.0,) * n, "stop") for n in (2, 14)]
+        return [[Group(PROMPTS[0], (5,), (ends[call.policy],))] for call in calls]
+
+
+def test_the_seconds_of_a_common_batch_are_shared_by_tokens():
+    together = turns([make_spec()] * 2, [], Writer())
+    for seat in range(2):
+        together._waiting[seat] = (Call(PROMPTS[:1], 1, 0, 0, seat), Sampling(max_tokens=16))
+    together._sample()
+    # one more than their tokens: 3 and 15
+    assert together._seconds[1] == pytest.approx(5 * together._seconds[0]) and together._seconds[0] > 0
+    failing = turns([make_spec()] * 2, [], Recorder(failing=[0]))
+    failing._waiting.update({seat: (Call(PROMPTS[:1], 1, 0, 0, seat), Sampling(max_tokens=16)) for seat in range(2)})
+    failing._sample()
+    assert failing._seconds[1] == pytest.approx(failing._seconds[0]) and failing._seconds[0] > 0
 
 
 def test_an_error_in_a_run_or_a_batch_leaves_nobody_waiting():

@@ -295,9 +295,9 @@ def test_of_two_processes_one_copies_a_record_and_another_goes_on_when_it_ends(r
 def log_trial(
     runs: Path, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = (), **spec: Any
 ) -> RunLog:
-    tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": str(seed)}
-    tags |= {"cohort.trial": f"{arm}-{seed}{folder}"}
-    tags |= {"cohort.factors": json.dumps({"algorithm.group_size": int(arm[-1])}), "cohort.group": arm}
+    factors = json.dumps({"algorithm.group_size": int(arm[-1])})
+    own = {"arm": arm, "seed": str(seed), "factors": factors, "group": arm}
+    tags = fake_trials.of_study(runs, "sizes", f"{arm}-{seed}{folder}", **own)
     place, title = f"studies/sizes/trials/{arm}-{seed}{folder}", f"{arm} | seed {seed}"
     log = open_log(runs, place, a_spec(seed=seed, **spec), experiment="sizes", run_name=title, tags=tags)
     log.metrics(0, {COLUMN: 0.25})

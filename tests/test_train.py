@@ -3,12 +3,12 @@
 import copy
 import errno
 import functools
+import json
 import shutil
 
 import pytest
 from cohort.harness import plugins
 from cohort.harness.data import Prompt
-from cohort.harness.ground.files import read_json
 from cohort.harness.run import state
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
@@ -140,7 +140,7 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_pa
     monkeypatch.setattr(state, "Writer", LateWriter)
     train(SPECS[name], tmp_path, MemoryLog(), cache=cache)
     folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
-    late, own = ([read_json(file) for file in sorted(folder.glob("*/state.json"))] for folder in folders)
+    late, own = ([json.loads(file.read_text()) for file in sorted(folder.glob("*/state.json"))] for folder in folders)
     assert [one["step"] for one in late] == [4, 5]
     assert [one["files"] for one in late] == [one["files"] for one in own]
     assert [one["progress"]["totals"]["rollouts"] for one in late] == [64, 80]

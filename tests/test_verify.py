@@ -8,15 +8,16 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
-from cohort.harness.api.verification import Findings, verify_study
-from cohort.harness.ground.files import sha256
+from cohort.harness.api.verification import Findings, Place, verify_study
+from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
-from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
+from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.loop import train
@@ -41,9 +42,12 @@ def a_study() -> StudySpec:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_study(tmp_path_factory.mktemp("made") / "runs", seeds=[0])
+
+
+def made_study(runs: Path, seeds: list[int]) -> Path:
     """The runs folder of a finished study, without an MLflow store."""
-    runs = tmp_path_factory.mktemp("made") / "runs"
-    study = a_study()
+    study = a_study().model_copy(update={"seeds": seeds})
     plan = Plan(study, runs)
     begin_study(runs, study)
     for key in plan.keys:
@@ -157,6 +161,28 @@ def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_a
     assert {"test/accuracy at step 2", f"per_problem/{row['id']}"} <= places
 
 
+def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder: Path):
+    file = events_files(folder)[0]
+
+    def forge(event: dict[str, Any], initial: float) -> None:
+        if "validation/accuracy" in event.get("values", {}):
+            event["values"]["validation/accuracy"] = 0.25 if event["step"] == 0 else 0.75
+        if event["type"] == "finish":
+            event["summary"]["accuracy_initial"] = initial
+
+    for initial, is_found in ((0.25, False), (0.75, True)):
+        rewrite(file, partial(forge, initial=initial))
+        reseal(folder)
+        assert ("finish/accuracy_initial" in {one.place for one in verified(folder).mismatches}) == is_found
+
+
+def test_numbers_agree_to_the_rounding_of_another_machine_and_no_further():
+    for derived, differ in ((0.5 * (1 + 1e-12), 0), (0.5 * (1 + 1e-7), 1), (0.5 + 1e-3, 1)):
+        findings = Findings()
+        Place(findings).compare("events", "file", "loss", 0.5, derived)
+        assert len(findings.mismatches) == differ
+
+
 # One digit ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +228,26 @@ def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folde
     assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
 
 
+WRONG = [None, True, 1, "x", [1], {"a": 1}, {"a": [1]}, [{"a": 1}], [{"findings": 1}]]
+
+
+@pytest.mark.attack("A study or capsule that cannot be verified")
+def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder: Path, record_property: Any):
+    """A stranger's file, whose sum is right."""
+    known = {key: value for key, value in read_json(folder / EVIDENCE).items() if key != "format"}
+    right = [("answer", "x"), ("versions", {"a": "x"}), ("colors", {"a": "x"})]
+    wrong = [{**known, key: value} for key in known for value in WRONG if (key, value) != ("answer", "x")]
+    wrong += [{**known, "more": 1}, *({k: v for k, v in known.items() if k != key} for key in known)]
+    for document in wrong:
+        write_json(folder / EVIDENCE, document)
+        with pytest.raises(ValueError, match="is not what Cohort wrote there"):
+            read_evidence(folder)
+    for key, value in right:
+        write_json(folder / EVIDENCE, {**known, key: value})
+        assert getattr(read_evidence(folder), key) == value
+    record_property("tried", len(wrong))
+
+
 # What is lacking ---------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +281,8 @@ def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
         (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
         (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
         (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
-        (lambda folder: (folder / EVIDENCE).write_text('{"format": 2}'), "is not what Cohort wrote"),
+        (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
@@ -371,11 +418,10 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda document: None) -> None:
     """Make the hashes of a folder anew, as one who forges it would."""
-    document = json.loads((folder / EVIDENCE).read_text())
-    del document["sum"]
+    document = read_json(folder / EVIDENCE)
     document["files"] = {name: sha256(folder / name) for name in document["files"]}
     change(document)
-    (folder / EVIDENCE).write_text(json.dumps({**document, "sum": content_sum(document)}))
+    write_json(folder / EVIDENCE, document)
 
 
 def name_file(folder: Path, name: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
     from .contamination import probe
+    from .gpu import run_book
     from .machine import check_machine
     from .planner import plan
     from .regrade import grade

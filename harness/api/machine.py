@@ -55,7 +55,7 @@ def check_machine(runs: Path) -> list[Check]:
         Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default"),
         place,
         disk,
-        *([_driver()] if gpus or usable_gpus() or shutil.which("nvidia-smi") else ()),
+        *([check_driver()] if gpus or usable_gpus() or shutil.which("nvidia-smi") else ()),
         *(_helpers() if gpus or usable_gpus() or find_spec("vllm") else ()),
         _vllm(),
     ]
@@ -72,7 +72,7 @@ def _package(name: str) -> Check:
     return Check(name, "ok", found)
 
 
-def _driver() -> Check:
+def check_driver() -> Check:
     """The check that torch can use the driver of the GPUs. Its absence is no problem without usable GPUs."""
     import torch
 

@@ -16,13 +16,18 @@ def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
     from ...reports.render import write_report as render
     from ..console.progress import phase_bar
     from ..mirror.store import check_server
+    from ..record.study import keep_look
 
     folder = runs_folder(runs)
     with phase_bar(f"report of {' and '.join(names)}", REPORTING):
         check_server()
         if len(names) == 1:
             return write_report(names[0], folder)[1]
-        return render(join([read_record(name, folder) for name in names]), folder / "reports" / "+".join(names))
+        records = [read_record(name, folder) for name in names]
+        joined = join(records)
+        for record in records:
+            keep_look(folder / "studies" / record.name, record)
+        return render(joined, folder / "reports" / "+".join(names))
 
 
 def write_report(name: str, runs: Path) -> "tuple[StudyRecord, ReportFiles]":
@@ -45,8 +50,10 @@ def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
     from ...reports.render import write_report
     from ..mirror.follow import catch_up
     from ..record.evidence import write_evidence
+    from ..record.study import keep_look
 
     folder = runs / "studies" / record.name
+    keep_look(folder, record)
     files = write_report(record, folder / "report")
     write_evidence(folder, record, files.answer, files.means, files.colors)
     catch_up(runs, folder)

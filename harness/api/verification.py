@@ -25,7 +25,7 @@ from ..data import GradedGroup, Split
 from ..ground.files import sha256
 from ..interfaces import Task
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
-from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
+from ..record.evidence import Evidence, read_evidence, sealed_files, writing_versions
 from ..record.run import RESULT, SYSTEM, RunInfo, read_result
 from ..record.study import STUDY, StudyRecord, TrialRecord, read_folder
 from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
@@ -135,12 +135,14 @@ def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[Study
         raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
     evidence, findings = read_evidence(folder), Findings()
     everywhere = Place(findings)
-    if not evidence.is_as_written:
-        everywhere.differs(EVIDENCE, "sum", "the sum of another content", "its own sum")
     for name, digest in evidence.files.items():
         everywhere.has_file(folder, name, digest)
+    for name in sorted({*sealed_files(folder)} - {*evidence.files}):
+        everywhere.differs(name, "", "a file of the study", None)
     record = read_folder(folder, evidence.probes)
-    if all(trial.state != "complete" for trial in record.trials):
+    for name, words in record.strange.items():
+        everywhere.differs(f"trials/{name}", "", words, "a run of this study")
+    if not record.strange and all(trial.state != "complete" for trial in record.trials):
         raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
         place = Place(findings, trial.arm, trial.seed, f"trials/{trial.trial}/")
@@ -256,7 +258,9 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
     """Compare `result.json` with the events, and their summary with the metrics."""
     end = history.finish[0] if history.finish else None
     if end is None or result is None:
-        return place.differs(RESULT, "state", trial.state, None) if trial.state == "complete" else None
+        if end is not result:
+            place.differs(RESULT, "state", *(one and one["state"] for one in (result, end)))
+        return None
     summary = {key: float(value) for key, value in end["summary"].items()}
     metrics = {key: value for key, value in history.latest().items() if not key.startswith(SYSTEM)}
     for name, derived in (("summary", summary), ("metrics", metrics)):

@@ -1,8 +1,10 @@
 """`cohort study plan` and `doctor`: what a study costs, and what this machine can do."""
 
 import shlex
+from collections import Counter
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -83,10 +85,28 @@ def _difference(value: float, metric: str) -> str:
     return f"{100 * value:.2g} points" if "accuracy" in metric else f"{value:.3g}"
 
 
+def _run_book(runs: Path, model: str | None, only: str | None, as_json: bool) -> None:
+    def say(one: Any) -> None:
+        terminal.say(f"{one.state:8}{one.claim} ({one.seconds:.0f} s)", stderr=True)
+
+    found, is_whole = api.run_book(runs, model, options.words(only), say)
+    if as_json:
+        terminal.print_json({"claims": found, "is_whole": is_whole})
+    else:
+        rows = [(one.claim, terminal.state_text(one.state), str(one), f"{one.seconds:.0f}") for one in found]
+        terminal.show_table("", ["claim", "state", "found", "seconds"], rows, numeric=["seconds"])
+        counts = Counter(one.state for one in found)
+        terminal.say(", ".join(f"{count} {state}" for state, count in counts.items()))
+    failed = any(one.state == "FAIL" for one in found)
+    raise typer.Exit(1 if failed else 0 if is_whole else 130)
+
+
 @command(
     "doctor",
     "cohort doctor",
     "cohort doctor --json",
+    "cohort doctor --gpu",
+    "cohort doctor --gpu --model Qwen/Qwen2.5-0.5B --only float32,bfloat16,sleep --json",
     "cohort doctor --run my_run.yaml --set model=Qwen/Qwen2.5-0.5B --set optimizer.tokens_per_microbatch=4096",
 )
 def doctor(
@@ -94,6 +114,13 @@ def doctor(
         str | None,
         typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or of a study's arms."),
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure what is claimed of runs on a GPU: 30 minutes at most.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="With --gpu: a Hub id or folder; by default made-up weights.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="CLAIMS", help="With --gpu: these claims alone.")] = None,
     sets: options.Sets = None,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
@@ -102,7 +129,14 @@ def doctor(
 
     With --run, instead estimate memory and disk of that run, or of one trial of each arm of that study; exit code 2 if
     one cannot fit. `cohort study run --dry-run` estimates the disk of a whole study.
+
+    With --gpu, instead measure what Cohort claims of a GPU and say PASS, FAIL or SKIPPED for each claim; exit code 1 if
+    one fails. Paste its table into an issue. It runs without a GPU too, and skips what needs one.
     """
+    if (gpu and (run or sets)) or (not gpu and (model or only)):
+        raise ValueError("--gpu goes with --model and --only, and without --run and --set")
+    if gpu:
+        return _run_book(runs, model, only, as_json)
     if run is not None:
         documents = api.estimate_runs(run, sets or (), runs=runs)
         told = [d for d in documents if d["components"] is not None]

@@ -13,7 +13,8 @@ from ..ground.words import duration
 
 LOG_WIDTH = 120
 _STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan", "invalid": "red", "failed": "red",
-          "problem": "red", "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
+          "problem": "red", "stopped": "yellow", "pruned": "yellow", "advice": "yellow", "PASS": "green", "FAIL": "red",
+          "SKIPPED": "yellow"}  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -4,13 +4,15 @@ A single process is rank 0 of 1, and every function here is then the identity. A
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..spec.errors import SpecError
 
@@ -69,18 +71,27 @@ def gathered(value: T, group: Any) -> list[T]:
     return values
 
 
-def one_by_one(work: Callable[[], T]) -> T:
-    """The rank's own result; rank 0 works first, however long it takes, so that the others can use what it
-    leaves in a cache."""
+def from_first(work: Callable[[], T]) -> T:
+    """The result of rank 0, a model or a tree of tensors, on every rank; only rank 0 works, however long it takes.
+
+    On the others parameters, and tensors of a tree that have axes, have no storage (`meta`): `sharding` fills them.
+    """
     if world_size() == 1:
         return work()
     patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    if rank() > 0:
-        dist.barrier(patient)
-    result = work()
-    if rank() == 0:
-        dist.barrier(patient)
-    return result
+    result: Any = work() if rank() == 0 else None
+    told = [without_storage(result)]
+    dist.broadcast_object_list(told, src=0, group=patient)
+    return result if rank() == 0 else told[0]
+
+
+def without_storage(value: Any) -> Any:
+    """A copy of a model or a tree whose parameters, or tensors with axes, are on `meta`."""
+    if isinstance(value, nn.Module):
+        empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in value.parameters()}
+    else:
+        empty = {id(x): x.to("meta") for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim()}
+    return deepcopy(value, empty)
 
 
 def check_same(directory: Path, **seen: object) -> None:

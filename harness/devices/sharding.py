@@ -20,22 +20,43 @@ from . import ranks
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(module: nn.Module, device: torch.device) -> None:
-    """Shard a module's parameters over the devices of all processes, in place, one group at a time.
+def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) -> None:
+    """Shard a module's parameters over the devices of all processes, in place: those of the first process, which alone
+    need a storage, one tensor at a time.
 
-    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch.
+    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch. With `autocast`,
+    under which all passes then run, layers of products and norms are gathered in bfloat16, in which autocast computes
+    products; norms' weights are rounded too. The root's group stays: with it the residual stream.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for part in (*layers(module), module):
-        fully_shard(part, mesh=mesh)
+    first = dict(module.named_parameters())
+    metas = {p: nn.Parameter(p.to("meta"), p.requires_grad) for p in first.values()}
+    for part in module.modules():
+        part._parameters.update({name: metas[p] for name, p in part._parameters.items() if p is not None})
+    del metas
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in layers(module):
+        fully_shard(part, mesh=mesh, mp_policy=half if autocast and _is_plain(part) else MixedPrecisionPolicy())
+    fully_shard(module, mesh=mesh)
+    names = {p: name for name, p in module.named_parameters()}
+    own = {p: nn.Parameter(spread_like(p, first.pop(name), device), p.requires_grad) for p, name in names.items()}
+    tied = {name: own[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    module.load_state_dict(tied, strict=False, assign=True)
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
+    vars(module)["needs_autocast"] = autocast
     run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
     module.run = run
     register_fsdp_forward_method(module, "run")
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether only products and norms have parameters; those of a recurrent layer would not bear rounding."""
+    owners = [part for part in layer.modules() if any(True for _ in part.parameters(recurse=False))]
+    return all(type(part) is nn.Linear or "norm" in type(part).__name__.lower() for part in owners)
 
 
 def layers(module: nn.Module) -> Iterable[nn.Module]:
@@ -95,14 +116,18 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if is_spread(value) else value  # pyright: ignore
 
 
-def spread_like(own: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor placed like `own`: with the same sharding and device."""
+def spread_like(own: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy of the whole tensor that the first process has, sharded like `own`, on `device` (by default its)."""
+    device = own.device if device is None else device
+    if ranks.world_size() == 1:
+        return value.to(device, copy=True)
+    whole = torch.empty_like(value, device=device) if value.is_meta else value.detach().to(device)
     if not is_spread(own):
-        return value
+        dist.broadcast(whole, src=0)
+        return whole
     from torch.distributed.tensor import distribute_tensor
 
-    mesh: Any = own.device_mesh  # pyright: ignore
-    return distribute_tensor(value.to(own.device), mesh, own.placements)  # pyright: ignore
+    return distribute_tensor(whole, own.device_mesh, own.placements)  # pyright: ignore
 
 
 def is_spread(value: Any) -> bool:
@@ -112,7 +137,9 @@ def is_spread(value: Any) -> bool:
 
 
 def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights placed like the module's own state."""
+    """The first process's whole weights placed like the module's own state."""
+    if ranks.world_size() == 1:
+        return dict(weights)
     own = module.state_dict()
     return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
 

@@ -41,7 +41,7 @@ from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..ground.files import write_text
 from ..ground.machine import compiler
-from ..ground.tensors import checksum
+from ..ground.tensors import checksum, rounded_on_average
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
@@ -202,7 +202,8 @@ class VLLMEngine(RolloutEngine):
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
 
-        vLLM rounds each weight to its own precision as it copies it. A slept engine takes back the memory of the cache
+        float32 weights become bfloat16 by stochastic rounding: to nearest, small updates would not arrive for many
+        steps. Otherwise vLLM rounds each weight as it copies it. A slept engine takes back the memory of the cache
         only after that of the weights is filled, so both and what copying needs are never there at once.
         """
         return self.load_adapter(0) if self.adapters else self._reload(weights)
@@ -213,15 +214,22 @@ class VLLMEngine(RolloutEngine):
 
         def whole() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights.items():
-                yield name, (tensor := full(value))
+                tensor = full(value)
+                if tensor.dtype == torch.float32 and self.dtype == "bfloat16":
+                    tensor = rounded_on_average(tensor)
+                yield name, tensor
                 given[name] = checksum(tensor.to(getattr(torch, self.dtype)))
 
         with _process_state_kept():
             reload = {"weights_iterator": whole(), "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
-        self._compare(given, _weights)
+        self.check_weights()
         self._wake(["kv_cache"])
         self._begin_anew()
+
+    def check_weights(self) -> None:
+        """InvalidRun if vLLM's weights, adapters apart, are not those that it was given, as far as the two compare."""
+        self._compare(self._base, _weights)
 
     def _compare(self, given: Mapping[str, int], held: Callable[..., Mapping[str, int]], *args: Any) -> None:
         """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were.
@@ -242,7 +250,7 @@ class VLLMEngine(RolloutEngine):
         slept = self.asleep
         self._wake()
         if slept:
-            self._compare(self._base, _weights)
+            self.check_weights()
         model: Any = self.adapters[policy]
         weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():

@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-FORMAT = 2  # of every JSON file of a runs folder: see docs/record.md
+FORMAT = 3  # of every JSON file of a runs folder: see docs/record.md
 MANIFEST = "manifest.json"
+_SUM = ',\n "sum": "'
 LARGE = 2**26  # bytes from which a file's hash is kept on disk
 SETTLED_SECONDS = 2.0  # a file that changed less long ago could change again within one tick of its clock
 _hashes: dict[tuple[str, int, int, int, int], str] = {}
@@ -32,14 +33,15 @@ def file_lock(path: Path) -> FileLock:
 
 
 def write_json(file: Path, document: Mapping[str, Any], *, sync: bool = True) -> None:
-    """Replace a JSON file as a whole, so that a reader or a crash never sees half of it; adds `format`."""
-    write_text(file, json.dumps(strict({"format": FORMAT, **document}), indent=1), sync=sync)
+    """Replace a JSON file as a whole, so that a reader or a crash never sees half of it; adds `format` and `sum`."""
+    content = json.dumps(strict({"format": FORMAT, **document}), indent=1).removesuffix("\n}")
+    write_text(file, f'{content}{_SUM}{text_sum(content.encode())}"\n}}', sync=sync)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The document in a file that `write_json` wrote. ValueError for another format."""
+    """The document in a file that `write_json` wrote, without its sum. ValueError for another format or content."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(text := file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another --runs"
@@ -50,7 +52,15 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} must have format {FORMAT}, got {found!r}: it was written by another version of Cohort; "
             "use that version, or another folder with --runs"
         )
+    content = text.rpartition(_SUM)[0]
+    if document.pop("sum", None) is None or text != f'{content}{_SUM}{text_sum(content.encode())}"\n}}':
+        raise ValueError(f"{file} was changed after it was written, its sum is another one; restore it from a copy")
     return document
+
+
+def text_sum(content: bytes) -> str:
+    """The first 16 hex digits of the SHA-256: it shows damage, not forgery."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def strict(value: Any) -> Any:

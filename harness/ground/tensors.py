@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+ROUNDING = 1e-6  # differences of rewards, and of log-probs times a KL weight, that float32 cannot tell from none
+
 
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[B, T] with each row from column 0 and zeros after it; T is `width` or the longest row."""
@@ -34,12 +36,14 @@ def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
 
-    In float64, and exact zeros for equal values: the rounding of their mean would be scaled up to advantages.
+    In float64, and exact zeros for values that differ by `ROUNDING` at most (times the largest, if that is above 1):
+    their rounding would be scaled up to advantages.
     """
     exact, count = values.double(), mask.sum().clamp(min=1)
     centred = exact - (exact * mask).sum() / count
     variance = (centred**2 * mask).sum() / count
-    varies = values.masked_fill(~mask, math.inf).amin() < values.masked_fill(~mask, -math.inf).amax()
+    lowest, highest = values.masked_fill(~mask, math.inf).amin(), values.masked_fill(~mask, -math.inf).amax()
+    varies = highest - lowest > ROUNDING * highest.abs().clamp(min=1)
     return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
 
@@ -56,6 +60,18 @@ def checksum(values: Tensor) -> int:
         mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47
         total += int((mixed ^ (mixed >> 32)).sum())
     return (total + 2**63) % 2**64 - 2**63
+
+
+def rounded_on_average(values: Tensor) -> Tensor:
+    """float32 values in bfloat16, each up or down so that its mean is the value (stochastic rounding): what bfloat16
+    holds stays, and of moves smaller than its steps their share arrives. All values together seed the noise, so equal
+    tensors are rounded alike on one kind of device."""
+    import torch
+
+    noise = torch.Generator(values.device).manual_seed(checksum(values))
+    bits = torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32, device=values.device)
+    bits += values.detach().contiguous().view(torch.int32)
+    return bits.bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

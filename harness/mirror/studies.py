@@ -18,7 +18,7 @@ from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
 from ..record.run import read_result
-from ..record.study import SEARCH, SEEDS, STATUS, STUDY, study_settings
+from ..record.study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, study_settings
 from . import store
 from .address import is_outage, remote_uri
 from .traces import storable
@@ -54,8 +54,8 @@ class StudyMirror:
         run_id = self.place.run_id
         assert run_id is not None
         for name, stamp in self._changed().items():
-            if name in (SEARCH, SEEDS):
-                client.log_dict(run_id, read_json(self.folder / name), name)
+            if name in (SEARCH, SEEDS, LOOKS):
+                client.log_artifact(run_id, str(self.folder / name))
             elif name == STATUS:
                 status = read_json(self.folder / STATUS)
                 self._show_failures(client, run_id, status["failed"])
@@ -69,7 +69,7 @@ class StudyMirror:
 
     def _changed(self) -> dict[str, list[int]]:
         """The files that the run does not have as they are now, with their stamps."""
-        files = [self.folder / name for name in (STUDY, SEARCH, SEEDS, STATUS, EVIDENCE)]
+        files = [self.folder / name for name in (STUDY, SEARCH, SEEDS, LOOKS, STATUS, EVIDENCE)]
         stats = {file.name: file.stat() for file in files if file.exists()}
         stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
         return {name: stamp for name, stamp in stamps.items() if self.place.copied.get(name) != stamp}
@@ -91,7 +91,7 @@ class StudyMirror:
         if STUDY not in changed:
             return
         run_id, experiment_id = run.info.run_id, run.info.experiment_id
-        client.log_dict(run_id, document, STUDY)
+        client.log_artifact(run_id, str(self.folder / STUDY))
         if (self.folder / DIFF).exists():
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
@@ -166,7 +166,7 @@ def _fetch(runs: Path, name: str) -> None:
     if not (folder / STUDY).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         here = {file.path for file in client.list_artifacts(parent.info.run_id)}
-        for file in here & {STUDY, SEARCH, SEEDS, DIFF}:
+        for file in here & {STUDY, SEARCH, SEEDS, LOOKS, DIFF}:
             client.download_artifacts(parent.info.run_id, file, str(folder))
         Place(uuid.uuid4().hex, parent.info.run_id).save(folder)
     for run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).values():
@@ -202,7 +202,7 @@ def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
         return ""
     cells: dict[str, dict[str, str]] = {}
     for row in means:
-        interval = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
+        interval = "" if row["low"] is None or row["high"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
         cells.setdefault(row["arm"], {})[row["metric"]] = f"{row['mean']:.4g}{interval}"
     columns = list(dict.fromkeys(row["metric"] for row in means))
     lines = [["arm", *columns], ["---"] * (len(columns) + 1)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ..devices.sharding import under_hooks
 from ..spec.run import Optimizer
 from . import fused_llama
+from .lora import around_frozen
 
 if TYPE_CHECKING:
     from .fused_llama import Fused
@@ -369,13 +369,12 @@ class Critic(nn.Module):
     def __init__(self, policy: nn.Module, *, shared: bool = False):
         super().__init__()
         body = backbone(policy)
-        frozen = {id(p): p for p in body.parameters() if not p.requires_grad}  # under an adapter: shared, not copied
-        self.backbone = None if shared else deepcopy(body, frozen)
+        self.backbone = None if shared else around_frozen(body)
         self.head = nn.Linear(policy.config.hidden_size, 1)  # pyright: ignore
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        first = next(policy.parameters())
-        self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
+        first, adapted = next(policy.parameters()), any(not p.requires_grad for p in body.parameters())
+        self.head.to(device=first.device, dtype=torch.float32 if adapted else first.dtype)
 
     def forward(self, mask_BT: Tensor, hidden_NH: Tensor) -> Tensor:
         """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere.

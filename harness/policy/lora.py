@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..devices.ranks import world_size
 from .sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
 
 
 def holds_products(policy: nn.Module) -> bool:
-    """Whether `hold_frozen_products` has changed the model, which then runs under autocast only."""
-    return len({p.dtype for p in policy.parameters() if not p.requires_grad}) > 1
+    """Whether `hold_frozen_products` or sharding has changed the model, which then runs under autocast only."""
+    frozen = {p.dtype for p in policy.parameters() if not p.requires_grad}
+    return len(frozen) > 1 or getattr(policy, "needs_autocast", False)
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -144,9 +146,14 @@ def _linear_layers(policy: nn.Module) -> list[str]:
 
 
 def around_frozen(model: M) -> M:
-    """A copy of the model that shares its frozen weights and its buffers."""
-    shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
-    return deepcopy(model, {id(tensor): tensor for tensor in shared})
+    """A copy of the model that shares its frozen weights and its buffers.
+
+    Of several processes, which shard it next, the weights are others on the same storage.
+    """
+    shared = {id(x): x for x in [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]}
+    if world_size() > 1:
+        shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    return deepcopy(model, shared)
 
 
 def policies_on(base: nn.Module, adapters: Sequence[tuple[LoRA, int]]) -> list[nn.Module]:

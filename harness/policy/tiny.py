@@ -57,11 +57,13 @@ def tiny_config() -> LlamaConfig:
     )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character: padding, end of sequence, unknown, newline, tab and printable ASCII."""
+def tiny_tokenizer(size: int = 0) -> PreTrainedTokenizerFast:
+    """One token per character: padding, end of sequence, unknown, newline, tab and printable ASCII; and characters of
+    the higher planes of Unicode until there are `size` tokens."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *CHARACTERS))}
+    vocabulary |= {chr(0x10000 + i): i for i in range(len(vocabulary), size)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     spellings = [normalizers.Replace(old, new) for old, new in _SPELLINGS.items()]
     inner.normalizer = normalizers.Sequence([*spellings, normalizers.NFKD(), normalizers.StripAccents()])  # pyright: ignore

@@ -6,14 +6,13 @@ Non-finite numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of t
 digit is found. It detects damage, not forgery.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..ground.files import strict
+from ..ground.files import strict, text_sum
 
 EVENTS = "events.jsonl"
 
@@ -132,14 +131,10 @@ def event_line(event: Mapping[str, Any]) -> str:
 
 def summed(event: Mapping[str, Any]) -> dict[str, Any]:
     """The event with the `sum` of its line."""
-    return {**event, "sum": _sum(event_line(event)[:-2].encode())}
+    return {**event, "sum": text_sum(event_line(event)[:-2].encode())}
 
 
 def is_as_written(line: bytes) -> bool:
     """Whether a line (without its newline) fits its sum."""
     content, _, end = line.rpartition(b',"sum":"')
-    return end == f'{_sum(content)}"}}'.encode()
-
-
-def _sum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return end == f'{text_sum(content)}"}}'.encode()

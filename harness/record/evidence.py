@@ -5,23 +5,35 @@ With it the study's folder is whole: `cohort verify` derives the report again wh
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ..ground.files import FORMAT, read_json, sha256, strict, write_text
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
+
+from ..ground.files import read_json, sha256, write_json
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT
-from .study import SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
+from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
 
 EVIDENCE = "evidence.json"
 _DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
+
+
+class Mean(TypedDict):
+    """The mean of an arm over its seeds, with its interval."""
+
+    arm: str
+    metric: str
+    seeds: int
+    mean: float
+    low: float | None
+    high: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,32 +46,34 @@ class Evidence:
     answer, means, colors  of the report: its sentence, its numbers by arm and metric, its arms' colours
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     files: Mapping[str, str]
     versions: Mapping[str, str]
     probes: Sequence[Mapping[str, Any]]
     answer: str
-    means: Sequence[Mapping[str, Any]]
+    means: Sequence[Mean]
     colors: Mapping[str, str]
-    is_as_written: bool = True
 
 
 def write_evidence(
     folder: Path,
     record: StudyRecord,
     answer: str = "",
-    means: Sequence[Mapping[str, Any]] = (),
+    means: Sequence[Any] = (),
     colors: Mapping[str, str] = {},
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
-    trials = [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]
-    names = [STUDY, STATUS, SEARCH, SEEDS, DIFF]
-    names += [f"trials/{trial.trial}/{name}" for trial in trials for name in (EVENTS, INFO, RESULT)]
-    names += [file.relative_to(folder).as_posix() for file in (folder / "report").rglob("*") if file.is_file()]
-    files = {name: sha256(folder / name) for name in sorted(names) if (folder / name).is_file()}
+    files = {name: sha256(folder / name) for name in sealed_files(folder)}
     evidence = Evidence(files, writing_versions(), record.probes, answer, means, colors)
-    content = strict({"format": FORMAT, **dataclasses.asdict(evidence)})
-    del content["is_as_written"]
-    write_text(folder / EVIDENCE, json.dumps({**content, "sum": content_sum(content)}, indent=1))
+    write_json(folder / EVIDENCE, dataclasses.asdict(evidence))
+
+
+def sealed_files(folder: Path) -> list[str]:
+    """The files of a study that a report is made from, whether they can be read or not, and those of the report."""
+    patterns = [STUDY, STATUS, SEARCH, SEEDS, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
+    found = (file for pattern in [*patterns, "report/**/*"] for file in folder.glob(pattern) if file.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in found)
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -71,14 +85,13 @@ def read_evidence(folder: Path) -> Evidence:
             f"cohort report {folder.name}"
         )
     content = read_json(file)
+    del content["format"]
     try:
-        found, _ = content.pop("sum"), content.pop("format")
-        evidence = Evidence(**content, is_as_written=found == content_sum({"format": FORMAT, **content}))
+        evidence = TypeAdapter(Evidence).validate_python(content)
         evidence = dataclasses.replace(evidence, probes=[probe_numbers(one) for one in evidence.probes])
-        names = [str(name) for name in evidence.files if evidence.files[name] + ""]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not what Cohort wrote there ({error!r:.200}); restore it from a copy") from None
-    for name in names:
+    for name in evidence.files:
         if not is_inside(name):
             raise ValueError(f"{file} must name files of the study alone, got {name!r:.80}")
     return evidence
@@ -92,7 +105,3 @@ def is_inside(name: str) -> bool:
 def writing_versions() -> dict[str, str]:
     """The versions that decide how a report is written."""
     return {**versions(), **{package: importlib.metadata.version(package) for package in _DRAWN_WITH}}
-
-
-def content_sum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

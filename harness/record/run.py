@@ -24,7 +24,7 @@ import psutil
 
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
-from ..ground.inputs import Inputs
+from ..ground.inputs import Inputs, digest
 from ..spec.errors import SpecError
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
 from .provenance import versions, write_diff
@@ -72,6 +72,12 @@ class RunInfo:
         except TypeError as error:
             raise ValueError(f"{file} describes no run ({error}); restore it from a copy, or move its folder away: the "
                              "run then starts again from the beginning") from None  # fmt: skip
+
+    def identity(self) -> dict[str, Any]:
+        """What each attempt's `start` says of the run, so that a file of another one shows: trial, arm, seed, digest of
+        the settings and tags."""
+        known = {key: self.tags.get(f"cohort.{key}", "") for key in ("trial", "arm", "seed")}
+        return {**known, "settings": digest([self.spec, self.tags])}
 
 
 def final_result(directory: Path) -> dict[str, Any] | None:
@@ -187,7 +193,8 @@ class RunLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._num_events = _num_events(kept)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        self._append({"type": "start", "host": platform.node(), "pid": os.getpid(), "threads": threads})
+        attempt = {"host": platform.node(), "pid": os.getpid(), "threads": threads}
+        self._append({"type": "start", **self._info.identity(), **attempt})
         latest = read_history(self._path).latest()
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self.latest, step)

@@ -1,7 +1,8 @@
 """The files of a study, and the plain data that reports read: a function of its folder, at any time.
 
 `study.json` is its document, written at each start; `status.json` has what the trials cannot know; `search.json` and
-`seeds.json` have the findings of its searches and of its first seeds; `trials/` has its trials' folders (`run.py`).
+`seeds.json` have the findings of its searches and of its first seeds; `looks.json` has when reports were written,
+`trials/` its trials' folders (`run.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,14 @@ from ..ground.inputs import NO_INPUTS, Inputs, short
 from ..spec.errors import did_you_mean
 from .events import EVENTS, read_history
 from .provenance import versions
-from .run import SYSTEM, RunInfo
+from .run import INFO, SYSTEM, RunInfo
 from .status import StudyStatus
 
 if TYPE_CHECKING:
     from ..spec.study import StudySpec
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
+LOOKS = "looks.json"
 _ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown")  # what is no setting of a study
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class TrialRecord:
     samples: Sequence[SampleRow]
     threads: Sequence[str] = ()
     start_per_problem: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of its last attempt
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,13 @@ class StudyRecord:
     two_stage the rule for the number of seeds, None if they were listed: first (the seeds below it are those of the
               first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
               comparisons, each with arm, seeds, deviation and asks; asked; seeds
+    any_time  whether its intervals and tests must hold however seeds are added
+    added     listed seeds that the study did not ask for when a report was written that could compare seeds
+    looks     with how many complete seeds such reports were written
     stopped   labels of the arms that a user has stopped
     exploratory  clones; neither `arms` nor `trials` has them
+    strange   folder of a trial that cannot be read, or is not of this study -> why; neither `trials` nor `exploratory`
+              has its numbers
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
     """
@@ -109,6 +118,10 @@ class StudyRecord:
     exploratory: Sequence[ExploratoryArm] = ()
     two_stage: Mapping[str, Any] | None = None
     probes: Sequence[Mapping[str, Any]] = ()
+    any_time: bool = False
+    added: Sequence[int] = ()
+    looks: Sequence[int] = ()
+    strange: Mapping[str, str] = field(default_factory=dict)
 
 
 def study_document(
@@ -166,6 +179,18 @@ def write_status(folder: Path, status: StudyStatus, failed: Sequence[Mapping[str
         write_json(folder / STATUS, document)
 
 
+def keep_look(folder: Path, record: StudyRecord) -> None:
+    """Keep that a report of this record is written: which seeds it asks for, and how many are complete in some arm.
+
+    Before the report is, so that no kill hides that it was read.
+    """
+    complete = len({trial.seed for trial in record.trials if trial.state == "complete"})
+    look, known = {"seeds": list(record.seeds), "complete": complete}, _looks(folder)
+    if record.two_stage is None and all(look != {key: one[key] for key in look} for one in known):
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(folder / LOOKS, {"looks": [*known, {"time": now, **look}]})
+
+
 def read_study(runs: Path, name: str) -> StudyRecord:
     """The record of a study in a runs folder. ValueError for one that is not there."""
     folder = runs / "studies" / name
@@ -179,18 +204,33 @@ def read_study(runs: Path, name: str) -> StudyRecord:
 def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None) -> StudyRecord:
     """The record of the study in a folder: one trial for each (arm, seed) that has begun.
 
-    `probes` are those of the runs folder around it, unless they are given.
+    `probes` are those of the runs folder around it, unless they are given. ValueError for documents of another kind.
     """
+    try:
+        return _read_folder(folder, probes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{folder}' does not hold the documents of a study ({error!r:.200}); restore them from a "
+                         "copy") from None  # fmt: skip
+
+
+def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> StudyRecord:
     document = read_json(folder / STUDY)
     spec = study_settings(document)
     status = _optional(folder / STATUS) or {"stopped": [], "failed": []}
     search = _optional(folder / SEARCH)
-    trials, clones = _trials(folder, status["failed"])
-    arms = document["labels"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
     seeds, two_stage = spec["seeds"], None
-    if isinstance(seeds, Mapping):
+    looks = [one for one in _looks(folder) if one["complete"] > 1]
+    if not isinstance(seeds, Mapping):  # a seed that a report has shown stays, or else the good ones could be chosen
+        seeds = list(dict.fromkeys([*seeds, *(seed for one in looks for seed in one["seeds"])]))
+        looks = [one for one in looks if not set(seeds) <= set(one["seeds"])]
+    else:
         two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
-        seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
+        seeds = two_stage.get("seeds")
+    trials, clones, strange = _trials(folder, document, status["failed"], seeds)
+    arms = document["labels"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
+    if seeds is None:
+        assert two_stage is not None
+        seeds = sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
     wanted = [(arm, seed) for arm in arms for seed in seeds]
     found = {key: trials[key] for key in wanted if key in trials}
     for arm in (search or {}).get("arms", []):
@@ -218,15 +258,25 @@ def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None)
         exploratory=clones,
         two_stage=two_stage,
         probes=probes,
+        any_time=spec.get("any_time", False),
+        added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
+        looks=sorted({one["complete"] for one in looks}),
+        strange=strange,
     )
 
 
 def read_trial(directory: Path) -> TrialRecord | None:
     """A trial as its folder records it; None if it has not begun. ValueError for files that a run cannot have
-    written."""
+    written, or that are of several runs."""
     info, history = RunInfo.load(directory), read_history(directory / EVENTS)
     if info is None or not history.attempts:
         return None
+    own = info.identity()
+    said = [{key: attempt.get(key) for key in own} for attempt in history.attempts]
+    if own["trial"] != directory.name or any(one != own for one in said):
+        other = next((one for one in said if one != own), own)
+        raise ValueError(f"'{directory}' must hold its own run, but {INFO} is of {_words(own)} and {EVENTS} of "
+                         f"{_words(other)}; restore it from a copy")  # fmt: skip
     end = history.finish[0] if history.finish else {"state": "running", "reason": None, "summary": {}}
     try:
         return TrialRecord(
@@ -247,11 +297,16 @@ def read_trial(directory: Path) -> TrialRecord | None:
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
             start_per_problem=dict(history.start_per_problem),
+            versions=info.versions,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"'{directory}' does not hold a trial of a study ({error!r:.200}); restore it from a copy"
         ) from None
+
+
+def _words(identity: Mapping[str, Any]) -> str:
+    return "'{trial}' (seed {seed} of '{arm}', settings {settings})".format(**identity)
 
 
 def sample_row(row: Mapping[str, Any]) -> SampleRow:
@@ -261,19 +316,26 @@ def sample_row(row: Mapping[str, Any]) -> SampleRow:
 
 
 def _trials(
-    folder: Path, failed: Sequence[Mapping[str, Any]]
-) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm]]:
-    """The trials of the study by arm and seed, and its clones with theirs. What cannot be read counts as failed."""
+    folder: Path, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None
+) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm], dict[str, str]]:
+    """The trials of the study by arm and seed, its clones with theirs, and what is wrong with other folders of trials.
+
+    `seeds` are those of its arms, if they are decided. What cannot be read counts as failed.
+    """
     unknown: dict[str, Any] = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
     trials = {(one["arm"], one["seed"]): TrialRecord(**unknown, **one, state="failed") for one in failed}
     clones: dict[str, list[tuple[TrialRecord, dict[str, str]]]] = defaultdict(list)
+    strange: dict[str, str] = {}
     for directory in sorted((folder / "trials").glob("[!.]*/")):
         tags = {}
         try:
             trial = read_trial(directory)
             tags = (RunInfo.load(directory) or RunInfo("", "")).tags
+            if trial is not None and (lack := _unasked(trial, tags, document, seeds)):
+                raise ValueError(f"'{directory}' is no trial of this study: {lack}; restore the one or the other")
         except ValueError as error:
             log.warning("a trial cannot be read: %s", error)
+            strange[directory.name] = str(error)
             trial = next((one for one in trials.values() if one.trial == directory.name), None)
         if trial is None:
             continue
@@ -289,7 +351,20 @@ def _trials(
         parent, changes = members[0][1]["cohort.parent"], json.loads(members[0][1]["cohort.changes"])
         left_at = {trial.seed: int(tags["cohort.left_at"]) for trial, tags in members}
         exploratory.append(ExploratoryArm(label, parent, changes, left_at, [trial for trial, _ in members]))
-    return trials, exploratory
+    return trials, exploratory, strange
+
+
+def _unasked(
+    trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Sequence[int] | None
+) -> str:
+    """Why a study does not ask for a trial; empty if it does."""
+    if (tags.get("cohort.study"), tags.get("cohort.design")) != (document["name"], document["digest"]):
+        return f"it ran for '{tags.get('cohort.study')}', or with other settings than {STUDY} has"
+    if tags.get("cohort.phase") != "final":
+        return ""
+    if document["labels"] and trial.arm not in document["labels"]:
+        return f"{STUDY} has no arm '{trial.arm}'"
+    return f"{STUDY} has no seed {trial.seed}" if seeds is not None and trial.seed not in seeds else ""
 
 
 def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
@@ -317,6 +392,10 @@ def _start(spec: Mapping[str, Any]) -> list[Any]:
     task."""
     cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
     return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
+
+
+def _looks(folder: Path) -> list[dict[str, Any]]:
+    return (_optional(folder / LOOKS) or {"looks": []})["looks"]
 
 
 def _optional(file: Path) -> dict[str, Any] | None:

@@ -43,8 +43,9 @@ class Checkpoint:
     progress: Mapping[str, Any]
 
     def learner_state(self) -> dict[str, Any]:
+        """The saved state; its tensors are read where they are used."""
         files = sorted(self.folder.glob(LEARNERS))
-        return joined([torch.load(file, map_location="cpu", weights_only=True) for file in files])
+        return joined([torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files])
 
     def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
         """The saved weights under every name that the policy's state has (tied weights are stored once)."""

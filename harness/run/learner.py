@@ -9,7 +9,6 @@ import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..policy.forward import (
     token_logprobs,
     token_uniform_kls,
 )
-from ..policy.lora import adapter_off, adapter_weights, has_adapter, hold_frozen_products, load_adapter
+from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
 from ..spec.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 
@@ -56,13 +55,13 @@ class Learner:
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
-        self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
+        self.reference = around_frozen(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
             for part in (policy, self.reference, *critic):
                 if part is not None:
-                    shard(part, resolve_device(spec.device))
+                    shard(part, resolve_device(spec.device), autocast=spec.autocast)
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
         rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
         self.rates = {"policy": rate, "critic": spec.optimizer.critic_learning_rate}
@@ -152,6 +151,8 @@ class Learner:
 
         Metrics are means over the optimiser steps, except that `mismatch/` is from the first step (the policy is still
         the sampler's) and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per token.
+        A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
+        `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
@@ -192,7 +193,8 @@ class Learner:
         return kept(state)
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue from a saved policy and `state()`; ValueError if they do not fit this model."""
+        """Continue from a saved policy and `state()`, whose tensors the first process has; ValueError if they do not
+        fit this model."""
         try:
             if self.adapted:
                 load_adapter(self.policy, spread(self.policy, state["adapter"]))
@@ -203,7 +205,8 @@ class Learner:
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
             device = next(self.policy.parameters()).device
-            self.older.extend({k: v.to(device) for k, v in weights.items()} for weights in state.get("older", ()))
+            for weights in state.get("older", ()):
+                self.older.append({name: value.to(device, copy=True) for name, value in weights.items()})
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
@@ -256,7 +259,10 @@ class Learner:
                 setting = "learning_rate" if name == "policy" else "critic_learning_rate"
                 raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
             totals[f"{name}/grad_norm"] = norm
-            optimizer.step()
+            has_signal = norm > LEAST_GRADIENT
+            totals[f"{name}/no_signal"] = float(not has_signal)
+            if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
+                optimizer.step()
         return totals
 
     def _train_mode(self, on: bool) -> None:
@@ -407,7 +413,7 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
     def moved(place: int, value: Tensor) -> Tensor:
         like = parameters[place]
-        return spread_like(like, value) if value.shape == like.shape else value  # else a count of steps
+        return spread_like(like, value) if value.dim() else value  # else a count of steps
 
     moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}

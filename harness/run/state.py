@@ -70,11 +70,14 @@ class Models:
         self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
         """The policy to train (on its device, in its precision, with its adapter) and the codec."""
-        policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, on_progress))
-        policy = placed(policy, spec)
-        if spec.lora is not None:
-            add_adapter(policy, spec.lora, spec.seed)
-        return policy, codec
+
+        def start() -> nn.Module:
+            policy = placed(start_policy(spec, cache, on_progress)[0], spec)
+            if spec.lora is not None:
+                add_adapter(policy, spec.lora, spec.seed)
+            return policy
+
+        return ranks.from_first(start), load_codec(spec.model, spec.prompt)
 
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return build_engine(spec, policy, codec)
@@ -248,8 +251,12 @@ def prepare(
     run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
     if checkpoint is None:
         return run, 0
-    weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
-    learner.load_state(weights, checkpoint.learner_state())
+
+    def saved() -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
+        return weights, checkpoint.learner_state()
+
+    learner.load_state(*ranks.from_first(saved))
     engine.load_weights(learner.weights(), checkpoint.step)
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])

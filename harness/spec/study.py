@@ -138,6 +138,9 @@ class StudySpec(Section):
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="label -> settings by full path")
     components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings by full path")
     seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or first, half_width and at_most, decided on the way")
+    any_time: bool = Field(
+        default=False, description="intervals and tests that hold whenever results are read and seeds added, but wider"
+    )
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
@@ -184,6 +187,8 @@ class StudySpec(Section):
     def _seeds_replicate(self) -> Self:
         if len(set(self.first_seeds)) != len(self.first_seeds):
             raise ValueError(f"seeds must be distinct, got {self.first_seeds}")
+        if self.any_time and (self.design == "search" or isinstance(self.seeds, TwoStage)):
+            raise ValueError("any_time must be false in a search and where the first seeds decide; leave it out")
         if isinstance(self.seeds, TwoStage):
             if self.search is not None:
                 raise ValueError("seeds must be a list in a study that searches; use seeds such as [0, 1, 2]")
@@ -302,7 +307,7 @@ class StudySpec(Section):
         """A stable hash of the runs of every arm: it must not change between resumes.
 
         A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials. The
-        settings that decide the number of seeds may not change either.
+        settings that decide the number of seeds, or how they may grow, may not change either.
         """
         known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
@@ -311,6 +316,8 @@ class StudySpec(Section):
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
         if isinstance(self.seeds, TwoStage):
             known["seeds"] = self.seeds.model_dump(mode="json")
+        if self.any_time:
+            known["seeds"] = {"any_time": True}
         return digest(known)
 
     @cached_property

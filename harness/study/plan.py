@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,10 @@ class Plan:
         self.take(study.first_seeds)
         self._searched: dict[str, list[int]] = {}  # arm label, of a search or a clone -> seeds
 
+    @cached_property
+    def _digest(self) -> str:
+        return self.study.digest()
+
     def take(self, seeds: Sequence[int]) -> None:
         """Also run the arms of the design with these seeds."""
         new = [seed for seed in seeds if seed not in self.seeds]
@@ -96,7 +101,7 @@ class Plan:
             **origin,
             "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
             "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
-            "cohort.trial": self.directory(key).name,
+            "cohort.trial": self.directory(key).name, "cohort.design": self._digest,
             "cohort.group": arm.short_label, "mlflow.runColor": self.study.arm_colors().get(key[0], GREY),
         }  # fmt: skip
 

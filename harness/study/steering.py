@@ -4,6 +4,7 @@ A request is stored in the queue's record, so it reaches every worker within a s
 holds when the study is started again. Everything is checked before anything is written.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ def clone_arm(
     storage: str | None = None,
     execute: str = EXECUTE,
 ) -> Clone:
-    """Add an exploratory arm: an existing arm with other settings, and all its seeds.
+    """Add an exploratory arm: an existing arm with other settings, and all its seeds. The same request again, perhaps
+    of a user who got no answer, returns the clone that is there.
 
     `warm`: each trial starts from its parent's newest intact checkpoint instead of the beginning, if the parent has
     written one; a warning names each that is passed over.
@@ -56,7 +58,8 @@ def clone_arm(
     queue = _queue(name, runs, parent, storage)
     plan = queue.plan
     with queue.storage.lock():
-        number = len(queue.clones()) + 1
+        clones, arms = queue.clones(), " ".join(plan.arms)
+        number = next(n for n in itertools.count(len(clones) + 1) if f"clone {n} of " not in arms)
         shown = ", ".join(f"{path}={json.dumps(value)}" for path, value in changes.items()) or "unchanged"
         label = f"clone {number} of {parent}: {shown}"
         seeds = [seed for arm, seed in plan.keys if arm == parent]
@@ -70,10 +73,21 @@ def clone_arm(
         if execute == EXECUTE:
             check_metrics(plan.study, [spec])
         clone = Clone(label, parent, dict(changes), seeds, [0] * len(seeds))
+        plan.add_clones([clone])
+        targets = {seed: plan.directory((label, seed)) for seed in seeds}
+        _clear(targets)  # left by a command that was killed
         if warm:
-            clone = replace(clone, steps=_forked(queue, clone, spec))
-        queue.add_clone(clone)
-    return clone
+            clone = replace(clone, steps=_forked(queue, clone, spec, targets))
+        if (known := next((one for one in clones if replace(one, label=label) == clone), None)) is None:
+            queue.add_clone(clone)
+        else:
+            _clear(targets)
+    return known or clone
+
+
+def _clear(targets: Mapping[int, Path]) -> None:
+    for target in targets.values():
+        shutil.rmtree(target, ignore_errors=True)
 
 
 def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
@@ -89,7 +103,7 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
     return queue
 
 
-def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
+def _forked(queue: Queue, clone: Clone, spec: RunSpec, targets: Mapping[int, Path]) -> list[int]:
     """The step of each trial's first checkpoint, which is now copied from its parent; 0 if the parent has none yet.
 
     SpecError if a checkpoint is missing, torn without an older one, or does not fit; then nothing is left behind.
@@ -104,13 +118,10 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
         raise SpecError(f"a warm clone must fit its parent's checkpoint, so it cannot change {fixed[0]}; leave --warm "
                         "out to start from the beginning")  # fmt: skip
     trials = {trial.seed: trial for trial in queue.status().trials if trial.arm == clone.parent}
-    plan.add_clones([clone])
     steps: list[int] = []
-    targets = {seed: plan.directory((clone.label, seed)) for seed in clone.seeds}
     try:
         for seed, target in targets.items():
             source = plan.directory((clone.parent, seed))
-            shutil.rmtree(target, ignore_errors=True)  # left by a command that was killed
             step, passed = fork_run(source, target, plan.spec((clone.label, seed)), parent)
             why = " and ".join(passed) + ": wait for the next one" if passed else ""
             if trials[seed].state in FINAL or read_result(source) is not None:
@@ -128,7 +139,6 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
             why = "a trial writes one every checkpoints.every steps and when it is stopped"
             raise SpecError(NO_CHECKPOINT.format(clone.parent, clone.seeds[0], why))
     except BaseException:
-        for target in targets.values():
-            shutil.rmtree(target, ignore_errors=True)
+        _clear(targets)
         raise
     return steps

@@ -7,7 +7,8 @@ exactly Student's t distribution with n0 - 1 degrees of freedom, and mean +- t s
 (Stein 1945, doi:10.1214/aoms/1177731088): a normal sample's mean does not depend on its variance. For the same reason
 any number that follows from the first deviations alone will do. Here it is the largest that a comparison asks for, and
 `at_most` at most: the mean of normal vectors does not depend on their covariance matrix, so the interval and the p of
-every comparison stay exact (Healy 1956, Ann. Math. Statist. 27:687-702). Where `at_most` binds, the width is not kept.
+every comparison stay exact (Healy 1956, Ann. Math. Statist. 27:687-702). Where `at_most` binds, the width is
+not kept. Nor is it where all seeds turn out more spread than the first: reports then use that spread.
 
 The score is that which a report compares: the study's metric on the test split if every trial has it. A comparison is
 judged by the first seeds that both arms completed; one with fewer than two of them asks for nothing. Invalid trials

@@ -35,6 +35,7 @@ EXECUTE = "cohort.harness.run.loop:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
+SLOW_SECONDS = 0.2  # an answer of a storage that takes longer
 UNREACHED_SECONDS = 60.0  # how long a run continues before it asks a storage again that did not answer
 STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
 R = TypeVar("R")
@@ -81,6 +82,9 @@ def worker_main(
             threading.Thread(target=_watch_parent, args=(parent, stop.set), name="parent", daemon=True).start()
         try:
             queue = _patiently(lambda: open_queue(name, runs, storage), stop)
+            if (_patiently(queue.storage.read_document, stop) or {}).get("digest") != queue.plan.study.digest():
+                raise Unfit(f"study '{name}' was started by another version of Cohort, which reads its settings "
+                            "otherwise than the one here; install the same on all hosts")  # fmt: skip
             run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
             if run_trial is not None and execute == EXECUTE and not checked:
                 together = _checked(queue, together)
@@ -220,6 +224,7 @@ class _TrialLog(RunLog):
         self._least = 0 if clone is None else clone.left_at(key[1])
         self._validation: tuple[int, float] | None = None  # after training has begun, not yet shown to the search
         self._unreached = -math.inf  # when the storage last gave no answer
+        self._rests_until = -math.inf  # after a slow answer, so that a run waits for it at most 5 % of its time
         self.state: TrialState = "stopped"
         self.reason: str | None = None
 
@@ -255,14 +260,18 @@ class _TrialLog(RunLog):
 
     def _asks(self, question: Callable[[], bool]) -> bool:
         """The storage's answer; False while it gives none, because a run never waits for it."""
-        if time.monotonic() - self._unreached < UNREACHED_SECONDS:
+        if time.monotonic() < max(self._unreached + UNREACHED_SECONDS, self._rests_until):
             return False
+        asked = time.monotonic()
         try:
             return question()
         except StorageUnavailable as error:
             log.warning("%s; the run continues", error)
             self._unreached = time.monotonic()
             return False
+        finally:
+            if (waited := time.monotonic() - asked) > SLOW_SECONDS:
+                self._rests_until = time.monotonic() + 19 * waited
 
 
 def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:

@@ -25,7 +25,7 @@ def answer(analysis: Analysis) -> str:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
         candidates = [_grid_finding(analysis), _finding(analysis), _detectable(analysis), _components(analysis)]
-        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis)]
+        candidates += [_unexplained(analysis), _tuned(analysis), _left_out(analysis), _added(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
@@ -87,11 +87,12 @@ def _tuned(analysis: Analysis) -> str:
 def _components(analysis: Analysis) -> str:
     """The contribution of each component, the largest first; empty for other designs."""
     ranked = [
-        f"{one.name} {wording.with_limits(one.effect, one.interval, analysis.outcome.name, signed=True)}"
+        f"{one.name} {wording.number(one.effect, analysis.outcome.name, signed=True)} "
+        f"({wording.p_equals(one.comparison.p_adjusted)})"
         for one in ranked_components(analysis)
     ]
-    unit = " (points)" if analysis.outcome.is_fraction else ""
-    return f"components ranked by contribution{unit}: {', '.join(ranked)}" if ranked else ""
+    unit = "points, " if analysis.outcome.is_fraction else ""
+    return f"components ranked by contribution ({unit}Holm-adjusted p): {', '.join(ranked)}" if ranked else ""
 
 
 def _unexplained(analysis: Analysis) -> str:
@@ -207,7 +208,8 @@ def _apart(comparison: Comparison) -> str:
 
 
 def _evidence(comparison: Comparison) -> str:
-    return f"{wording.plural(len(comparison.differences), 'seed')}, {_holm(comparison.p_adjusted)}"
+    yet = " yet" if math.isnan(comparison.p) and comparison.share < 1 else ""
+    return f"{wording.plural(len(comparison.differences), 'seed')}, {_holm(comparison.p_adjusted)}{yet}"
 
 
 def _holm(p: float) -> str:
@@ -220,3 +222,9 @@ def _left_out(analysis: Analysis) -> str:
     counts = [wording.plural(count, kind) for count, kind in ((invalid, "invalid trial"), (pruned, "pruned arm"))]
     shown = [text for text in counts if not text.startswith("0 ")]
     return f"{' and '.join(shown)} {'is' if invalid + pruned == 1 else 'are'} left out" if shown else ""
+
+
+def _added(analysis: Analysis) -> str:
+    """That the number of seeds may follow from results."""
+    read = wording.listed([str(count) for count in analysis.record.looks], len(analysis.record.looks))
+    return f"seeds were added after a report over {read} of them, which makes intervals and p larger" if read else ""

@@ -1,13 +1,14 @@
 """Writes the notes on comparability: how intervals are computed, what the runs share, what limits a comparison."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
-from ..statistics import ALPHA
-from ..trials import arm_specs, search_of, setting
+from ..statistics import ALPHA, any_time_width
+from ..trials import arm_specs, search_of, setting, share_of_alpha
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -25,10 +26,12 @@ def interval_method(analysis: Analysis) -> str:
             "could give another result."
         )
     reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
-    text = f"Each interval by itself covers {reach} at 95 %"
+    text = f"Each interval by itself covers the mean over {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(counts) < 2:
         text += " An arm with one complete seed has no interval."
+    if any(share_of_alpha(analysis.record, arm.scores) < 1 for arm in analysis.finished_arms):
+        text += " Intervals and p are larger than for planned seeds, as their number may follow from results."
     if most < 5:
         seeds = wording.plural(most, "seed")
         text += f" With {seeds} they are wide and assume normality: add seeds before you decide a close comparison."
@@ -38,7 +41,12 @@ def interval_method(analysis: Analysis) -> str:
 def interval_reading(analysis: Analysis) -> str:
     """The method of the stated interval, and its limits."""
     stage = analysis.record.two_stage
-    seeds = "" if stage is None else f" The spread between seeds is that of the first {stage['first']} (Stein 1945)."
+    seeds = (
+        " All speak of a mean over seeds: arms of equal means whose seeds collapse more or less often are told apart "
+        "before one collapses, so look at the single seeds too."
+    )
+    if stage is not None:
+        seeds += f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
     if analysis.outcome.per_problem:
         return (
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
@@ -75,9 +83,17 @@ def notes(analysis: Analysis) -> list[_Note]:
     blind = [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
     least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
     tokens = f"Completions differ in length: {least} tokens per run, {most}."
+    strange = "; ".join(analysis.record.strange.values())
+    told = [trial.versions for trial in analysis.record.trials if trial.versions]
+    seen = {key: sorted({one.get(key, "none") for one in told}) for key in sorted({key for one in told for key in one})}
+    mixed = "; ".join(f"{key} {' or '.join(found)}" for key, found in seen.items() if len(found) > 1)
     found = [
+        ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
+        ("Trials ran with different versions", f"{mixed}.") if mixed else None,
         _join_note(analysis),
         _seeds_note(analysis),
+        _looks_note(analysis),
+        _invalid_note(analysis),
         _clip_note(specs),
         _reward_note(paid, blind),
         _collapse_note(analysis, blind),
@@ -148,12 +164,69 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
     elif reached:
         text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
     text += (
-        f" Intervals and p use the spread between the first {first} seeds only, so they are as valid as with a "
-        "number of seeds fixed beforehand. Invalid trials are not replaced."
+        f" Intervals and p use the spread between the first {first} seeds or between all, whichever is larger, and t "
+        "for the first, so they are at least as cautious as with a number of seeds fixed beforehand. Invalid trials "
+        "are not replaced."
     )
     if analysis.outcome.per_problem:
         text += " The stated intervals hold for new problems too and may be wider; more seeds do not change that."
     return f"Why {wording.plural(len(stage['seeds']), 'seed')}", text
+
+
+def _looks_note(analysis: Analysis) -> _Note | None:
+    """What it costs that the number of seeds may follow from results; None if it cannot."""
+    record = analysis.record
+    counts = [len(arm.scores) for arm in analysis.finished_arms if share_of_alpha(record, arm.scores) < 1]
+    if not counts:
+        return None
+    text = (
+        "If their number may follow from results, a statement over S seeds may spend 1 / (S (S - 1) / 2) of "
+        f"{100 * ALPHA:g} %, none before 3 seeds: it then holds however the number was chosen. P(higher), bootstraps "
+        "and fitted curves are for a number fixed beforehand."
+    )
+    if max(counts) > 2:
+        width = any_time_width(max(counts))
+        text += f" With {max(counts)} seeds an interval is {width:.1f} times as wide as with a number fixed beforehand."
+    if record.any_time:
+        return "Read at any time", f"The study says that seeds may be added at any time. {text}"
+    if record.added:
+        read = wording.listed([str(count) for count in record.looks], len(record.looks))
+        return "Seeds were added after results were read", (
+            "A reading counts if a report was written with 2 complete seeds or more and seeds were added later: here "
+            f"with {read} complete seeds. {text} As the first reading had spent {100 * ALPHA:g} %, all pages of this "
+            f"study together call equal arms different in up to {200 * ALPHA:g} % of studies, in 5 to 6 % of simulated "
+            f"ones; any_time, set before the first reading, keeps {100 * ALPHA:g} %."
+        )
+    return "Seeds are still to come", (
+        "No difference is tested before all planned seeds have ended, for a study may be stopped by what it shows. "
+        f"{text}"
+    )
+
+
+def _invalid_note(analysis: Analysis) -> _Note | None:
+    """The differences again with invalid trials as outcomes: as 0, and as anything between 0 and 1."""
+    lost: dict[str, set[int]] = {}
+    for gap in analysis.gaps:
+        if gap.state in ("invalid", "no value"):
+            lost.setdefault(gap.arm, set()).add(gap.seed)
+    if not lost:
+        return None
+    text, shown = "Trials that are invalid because they went badly bias what remains; no interval here covers that.", []
+    for one in analysis.comparisons if analysis.outcome.is_fraction else ():
+        pair = [(summary.scores, lost.get(summary.label, set())) for summary in (one.summary, one.baseline)]
+        seeds = set.intersection(*(scores.keys() | missing for scores, missing in pair))
+        if seeds.isdisjoint(pair[0][1] | pair[1][1]):
+            continue
+        at_0, at_1 = ([fmean(scores.get(seed, end) for seed in seeds) for scores, _ in pair] for end in (0.0, 1.0))
+        ends = (at_0[0] - at_0[1], at_0[0] - at_1[1], at_1[0] - at_0[1])
+        found = [wording.number(end, analysis.outcome.name, signed=True) for end in ends]
+        shown.append(f"{one.arm} {found[0]} ({found[1]} to {found[2]})")
+    if shown:
+        text += (
+            f" Differences to {analysis.record.baseline} in points if invalid trials count as 0, and in brackets if "
+            f"they may be anything from 0 to 100 %: {', '.join(shown)}."
+        )
+    return "Invalid trials are outcomes too", text
 
 
 def _clip_note(specs: _Specs) -> _Note:

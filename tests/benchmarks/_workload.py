@@ -9,7 +9,7 @@ a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from cohort.harness.data import Demonstration, Prompt, Split
@@ -22,6 +22,10 @@ LEARNING_RATE = 1e-6
 GROUP_SIZE = 8
 NUM_PROMPTS = 512  # distinct, read in turn
 _CONSTANT = 0.5  # the coordinate that all embeddings share
+QWEN = {
+    "vocab_size": 151_936, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Setting:
     """One row of the comparison."""
 
     name: str
-    shape: Literal["168k", "3.4M"]
+    shape: Literal["168k", "3.4M", "100M"]
     prompts_per_step: int
     prompt_tokens: int
     max_tokens: int
@@ -50,6 +54,7 @@ SETTINGS = [
         for stops in ("natural", "suppressed")
         for beta in (0.04, 0.0)
     ),
+    Setting("c: Qwen's shape, 100M, vocabulary 151,936, beta 0, mu 1", "100M", 2, 128, 64, False, 0.0),
 ]
 
 
@@ -95,6 +100,8 @@ def write_model(setting: Setting, folder: Path) -> None:
 
     tokenizer = tiny_tokenizer()
     config = tiny_config()
+    if setting.shape == "100M":
+        return _write_qwen(folder, tokenizer)
     if setting.shape == "3.4M":
         config.update(
             {
@@ -116,6 +123,20 @@ def write_model(setting: Setting, folder: Path) -> None:
         model.model.embed_tokens.weight[:, 0] = _CONSTANT
         _set_end_probability(model, END_PROBABILITY if setting.natural_stops else 1e-9)
     save_model(folder, model, tokenizer)
+
+
+def _write_qwen(folder: Path, tokenizer: Any) -> None:
+    """A Qwen2 with the vocabulary of the large ones, whose further tokens are the texts `<103>` and so on. One token in
+    151,936 ends a text."""
+    from tokenizers import models
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    ids = tokenizer.get_vocab()
+    ids |= {f"<{number}>": number for number in range(len(ids), QWEN["vocab_size"])}
+    tokenizer.backend_tokenizer.model = models.WordLevel(ids, unk_token="<unk>")
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    save_model(folder, Qwen2ForCausalLM(Qwen2Config(**QWEN, **ends)).eval(), tokenizer)
 
 
 def _set_end_probability(model: torch.nn.Module, wanted: float) -> None:

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 FASTEST = {
     "168k": {"attention": "eager", "cache": "static", "micro_batch": 128},
     "3.4M": {"attention": "sdpa", "cache": "static", "micro_batch": 128},
+    "100M": {"attention": "sdpa", "cache": "static", "micro_batch": 8},
 }  # of TRL's settings, tried one after another: sdpa or eager, dynamic or static cache, 128 or 64 rows
 
 

