@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -173,3 +174,27 @@ def test_every_words_for_a_full_disk_become_one_sentence(
 def test_other_errors_do_not_tell_of_a_full_disk(tmp_path: Path):
     assert disk_full(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
     assert disk_full(ValueError("28"), tmp_path) is None
+
+
+@pytest.mark.attack("A full disk")
+def test_a_limit_of_a_files_size_is_named(tmp_path: Path):
+    """In a process of its own, whose limit of 10,000 bytes ends with it."""
+    code = """if True:
+        import resource, sys
+        from pathlib import Path
+        from cohort.harness.ground.disk import disk_full
+        from cohort.harness.ground.files import write_text
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        try:
+            write_text(Path("file"), "x" * 20_000)
+        except OSError as error:
+            print(disk_full(error, Path()))"""
+    here = os.fspath(Path(__file__).resolve().parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+    )
+    assert "a file has at most 10,000 bytes by `ulimit -f`" in ended.stdout, ended.stderr

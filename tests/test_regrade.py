@@ -76,6 +76,7 @@ def test_labels_are_read_in_every_usual_spelling(tmp_path):
     ("row", "grader", "message"),
     [
         ("nonsense", "strict", "line 1: not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "strict", "line 1: not valid JSON: maximum recursion"),
         ("[1]", "strict", r"line 1: Input should be .*, got \[1\]"),
         ({"completion": "x"}, "strict", "line 1: gold: is required"),
         ({"gold": "1", "completion": ["x"]}, "strict", r"line 1: completion: .* valid string.*, got \['x'\]"),

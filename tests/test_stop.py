@@ -1,8 +1,11 @@
-"""Ctrl-C at the start of a command; test_cli.py has what it does to a study."""
+"""Ctrl-C at the start of a command, and processes in which none can run; test_cli.py has what it does to a study."""
 
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +32,35 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(module: str, t
     assert ended.returncode == 130, ended.stderr
     assert "Traceback" not in ended.stderr
     assert not any(os.scandir(tmp_path))
+
+
+def remove_folder() -> None:
+    os.rmdir(os.getcwd())
+
+
+def limit_addresses() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+
+
+@pytest.mark.attack("A process in which no command can run")
+@pytest.mark.parametrize(
+    ("change", "optimize", "words"),
+    [
+        (None, "2", "PYTHONOPTIMIZE must be below 2, got 2"),
+        (remove_folder, "", "the working folder does not exist any more"),
+        (limit_addresses, "", "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
+    ],
+)
+def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(
+    change: Callable[[], None] | None, optimize: str, words: str, tmp_path: Path
+):
+    here = os.fspath(Path(__file__).resolve().parents[1])
+    (folder := tmp_path / "here").mkdir()
+    environment = {**os.environ, "PYTHONOPTIMIZE": optimize, "PYTHONPATH": here}
+    ended = subprocess.run(
+        [sys.executable, "-m", "cohort", "study", "list"],
+        capture_output=True, text=True, check=False, cwd=folder, preexec_fn=change, env=environment,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"Error: {words}")
+    assert len(ended.stderr.splitlines()) == 1

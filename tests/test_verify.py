@@ -17,7 +17,7 @@ from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.verification import Findings, Place, verify_study
 from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
-from cohort.harness.record.evidence import EVIDENCE, write_evidence
+from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.loop import train
@@ -228,6 +228,26 @@ def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folde
     assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
 
 
+WRONG = [None, True, 1, "x", [1], {"a": 1}, {"a": [1]}, [{"a": 1}], [{"findings": 1}]]
+
+
+@pytest.mark.attack("A study or capsule that cannot be verified")
+def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder: Path, record_property: Any):
+    """A stranger's file, whose sum is right."""
+    known = {key: value for key, value in read_json(folder / EVIDENCE).items() if key != "format"}
+    right = [("answer", "x"), ("versions", {"a": "x"}), ("colors", {"a": "x"})]
+    wrong = [{**known, key: value} for key in known for value in WRONG if (key, value) != ("answer", "x")]
+    wrong += [{**known, "more": 1}, *({k: v for k, v in known.items() if k != key} for key in known)]
+    for document in wrong:
+        write_json(folder / EVIDENCE, document)
+        with pytest.raises(ValueError, match="is not what Cohort wrote there"):
+            read_evidence(folder)
+    for key, value in right:
+        write_json(folder / EVIDENCE, {**known, key: value})
+        assert getattr(read_evidence(folder), key) == value
+    record_property("tried", len(wrong))
+
+
 # What is lacking ---------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +351,7 @@ def linked(capsule: Path) -> None:
         (lambda c: rezipped(c, lambda files: files.pop("manifest.json")), "it has no manifest.json"),
         (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[]"})), "no readable manifest.json"),
         (lambda c: rezipped(c, lambda files: files.update({"bomb": b"0" * 2**26})), "nothing was unpacked"),
+        (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[" + b"{}," * 2**20})), "more than its"),
         (linked, "must hold plain files"),
         (lambda c: c.write_bytes(c.read_bytes()[:-200]), "is not a capsule, or it is damaged"),
         (lambda c: c.write_bytes(damaged(c.read_bytes())), "is not a capsule, or it is damaged"),

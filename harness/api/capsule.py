@@ -25,7 +25,7 @@ from .verification import Findings, Place, verify_study
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
-ALLOWANCE = 2**24
+ALLOWANCE = 2**22
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
 
 
@@ -126,8 +126,15 @@ def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
         if member.filename.casefold() in seen:
             raise ValueError(f"capsule '{file}' has '{member.filename}' twice; nothing was unpacked")
         seen.add(member.filename.casefold())
-    if MANIFEST not in seen:
+    manifest = next((member for member in members if member.filename == MANIFEST), None)
+    if manifest is None:
         raise ValueError(f"'{file}' is not a capsule: it has no {MANIFEST}")
+    # for each file a line with its name, whose characters take at most 6 bytes each in JSON, and a hash of 64 digits
+    if manifest.file_size > (most := 1000 + sum(6 * len(member.filename) + 100 for member in members)):
+        raise ValueError(
+            f"capsule '{file}' has a {MANIFEST} of {manifest.file_size:,} bytes, more than its {len(members)} files "
+            f"need ({most:,}); nothing was unpacked"
+        )
     return members
 
 

@@ -93,7 +93,7 @@ def read_cases(file: Path) -> list[Case]:
             where = f"{file}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not valid JSON: {error}") from None
             cases.append(parsed(Case, row, where))
     if not cases:

@@ -12,6 +12,8 @@ from io import TextIOWrapper
 
 # Each module registers its commands; `cohort --help` lists them in this order.
 try:
+    from ..checks.process import unfit_process
+    from ..console import terminal
     from .commands import app
 
     # isort: off
@@ -25,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="backslashreplace")  # so that Greek letters do not fail on an ASCII terminal
+    if (reason := unfit_process()) is not None:
+        terminal.fail(reason)
+        raise SystemExit(2)
     try:
         app(args=None if arguments is None else list(arguments), prog_name="cohort")
     except KeyboardInterrupt:  # before a command began

@@ -1,15 +1,17 @@
 """Recognises errors of a full disk or a damaged MLflow store, and writes the message for them."""
 
 import errno
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 EXIT_STATUS = errno.ENOSPC  # of a worker process that met a full disk
 UNFIT = 2  # of one whose machine cannot run the study
-_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Libraries that write below Python (SQLite, safetensors, torch) have words instead of a number.
-_WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file")
+_WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file",
+          "File too large")  # fmt: skip
 _DAMAGED = ("file is not a database", "database disk image is malformed")
 
 
@@ -55,8 +57,9 @@ def full(folder: Path) -> DiskFull:
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free, most = shutil.disk_usage(folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limit = "" if most == resource.RLIM_INFINITY else f", and a file has at most {most:,} bytes by `ulimit -f`"
     return DiskFull(
-        f"a disk is full, or a quota used up ('{folder}' has {free:,} bytes free); free some space, then the same "
-        "command continues from the last checkpoints; no finished result is lost"
+        f"a disk is full, or a quota used up ('{folder}' has {free:,} bytes free{limit}); free some space, then the "
+        "same command continues from the last checkpoints; no finished result is lost"
     )

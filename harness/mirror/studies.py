@@ -202,7 +202,7 @@ def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
         return ""
     cells: dict[str, dict[str, str]] = {}
     for row in means:
-        interval = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
+        interval = "" if row["low"] is None or row["high"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
         cells.setdefault(row["arm"], {})[row["metric"]] = f"{row['mean']:.4g}{interval}"
     columns = list(dict.fromkeys(row["metric"] for row in means))
     lines = [["arm", *columns], ["---"] * (len(columns) + 1)]

@@ -9,7 +9,10 @@ import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
 
 from ..ground.files import read_json, sha256, write_json
 from .events import EVENTS
@@ -22,6 +25,17 @@ _DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
 
 
+class Mean(TypedDict):
+    """The mean of an arm over its seeds, with its interval."""
+
+    arm: str
+    metric: str
+    seeds: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """`evidence.json`.
@@ -32,11 +46,13 @@ class Evidence:
     answer, means, colors  of the report: its sentence, its numbers by arm and metric, its arms' colours
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     files: Mapping[str, str]
     versions: Mapping[str, str]
     probes: Sequence[Mapping[str, Any]]
     answer: str
-    means: Sequence[Mapping[str, Any]]
+    means: Sequence[Mean]
     colors: Mapping[str, str]
 
 
@@ -44,7 +60,7 @@ def write_evidence(
     folder: Path,
     record: StudyRecord,
     answer: str = "",
-    means: Sequence[Mapping[str, Any]] = (),
+    means: Sequence[Any] = (),
     colors: Mapping[str, str] = {},
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
@@ -69,14 +85,13 @@ def read_evidence(folder: Path) -> Evidence:
             f"cohort report {folder.name}"
         )
     content = read_json(file)
+    del content["format"]
     try:
-        del content["format"]
-        evidence = Evidence(**content)
+        evidence = TypeAdapter(Evidence).validate_python(content)
         evidence = dataclasses.replace(evidence, probes=[probe_numbers(one) for one in evidence.probes])
-        names = [str(name) for name in evidence.files if evidence.files[name] + ""]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not what Cohort wrote there ({error!r:.200}); restore it from a copy") from None
-    for name in names:
+    for name in evidence.files:
         if not is_inside(name):
             raise ValueError(f"{file} must name files of the study alone, got {name!r:.80}")
     return evidence
