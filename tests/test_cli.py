@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from io import StringIO
@@ -452,6 +453,9 @@ def test_ui_prints_its_address_serves_it_to_this_machine_alone_and_ends_with_ctr
     assert f"http://127.0.0.1:{port}" in line
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
         assert answer.status == 200
+    for header in ({"Host": f"10.evil.example:{port}"}, {"Origin": "http://localhost:1"}):  # test_browser.py has more
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/", headers=header), timeout=30)
     ours = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in ours]
     assert {c.laddr.ip for c in listening if c.laddr} == {"127.0.0.1"}
