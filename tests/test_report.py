@@ -647,6 +647,7 @@ def test_numbers_read_as_a_reader_expects() -> None:
     assert wording.number(-0.0001, "test/accuracy", signed=True) == "0.0"
     assert wording.number(0.081, "kl/reference") == "0.081"
     assert [wording.p_value(p) for p in (0.04969, 0.0004, 0.0496)] == ["0.04969", "< 0.001", "0.04960"]
+    assert [wording.p_equals(p) for p in (0.0499999, 0.049995, 0.05)] == ["p = 0.04999", "p = 0.04999", "p = 0.050"]
     assert (wording.quantity(812), wording.quantity(12_345), wording.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
     assert (wording.size(611 * 2**20), wording.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
     apart = [(0.0, "level with"), (0.0004, "0.04 points above"), (-0.051, "5.1 points below")]
