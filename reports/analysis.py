@@ -245,7 +245,7 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first = num_first(analysis.record, found.differences)
-    p = _p_value(found.differences, summed, first, 1 / summed.shape[1])
+    p = _p_value(found.differences, summed, first, 1 / analysis.arm(next(iter(weights))).num_problems)
     interval = bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
@@ -327,7 +327,7 @@ def _p_value(seeds: Mapping[int, float], cells: Floats | None, first: int | None
     """
     tests = [statistics.t_interval(list(seeds.values()), first)]
     if cells is not None:
-        tests.append(statistics.crossed_interval(cells, first))
+        tests += statistics.cautious_intervals(cells, first)[1:]
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]
     return float(np.max(found)) if found else math.nan
 

@@ -44,6 +44,7 @@ class TrialRecord:
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had; the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
+    families    test prompt id -> family, of the problems that have one
     """
 
     trial: str
@@ -59,6 +60,7 @@ class TrialRecord:
     samples: Sequence[SampleRow]
     threads: Sequence[str] = ()
     start_per_problem: Mapping[str, float] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,7 @@ def read_trial(directory: Path) -> TrialRecord | None:
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
             start_per_problem=dict(history.start_per_problem),
+            families={str(problem): str(family) for problem, family in history.families.items()},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
