@@ -188,7 +188,7 @@ def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_proble
     Wilson's score interval (1927), with the effective number of problems, m (1 - m) / error^2, for their number and
     Student's t for z, as Korn and Graubard (1998) adapt another interval to clustered samples. Where fewer than
     `RARE` problems are wrong, or right, the effective number is not above their number: the interval is then wide.
-    `num_problems` is the number of problems if `scores_SN` has blocks of them.
+    With blocks for problems, `num_problems` of them in all, fewer than `RARE` of the effective number count as rare.
     """
     scores = np.asarray(scores_SN, dtype=float)
     interval = paired_interval(scores, first)
@@ -197,7 +197,7 @@ def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_proble
     mean, columns, t = min(max(interval.estimate, 0.0), 1.0), scores.shape[1], _t_quantile(0.025, interval.df)
     spread = mean * (1 - mean)
     count = spread / interval.error**2 if interval.error > 1e-9 else float(columns)
-    if (num_problems or columns) * min(mean, 1 - mean) < RARE:
+    if min(count, num_problems or columns) * min(mean, 1 - mean) < RARE:
         count = min(count, columns)
     centre = (mean + t**2 / (2 * count)) / (1 + t**2 / count)
     half = t * math.sqrt(spread / count + t**2 / (4 * count**2)) / (1 + t**2 / count)

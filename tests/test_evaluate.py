@@ -1,17 +1,23 @@
 """Accuracy, pass@k and maj@k, with a scripted engine whose answers are known."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from cohort.harness.data import EvaluationResult, Prompt
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import read_trial
 from cohort.harness.rewards.majority_vote import majority_correct
 from cohort.harness.run.evaluate import (
     breakdown,
+    completions_file,
+    evaluate_again,
     evaluate_run,
     evaluation_metrics,
+    logged_evaluation,
     metric_names,
     pass_at_k,
     problem_score,
@@ -61,6 +67,23 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     assert set(result.correct_counts.values()) == {1}
     assert len(result.samples) > 0
     assert list(result.metrics) == metric_names(spec.evaluation)
+
+
+def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_completions(tmp_path):
+    settings = {"evaluation": {"num_test_prompts": 10, "num_samples": 1}, "sampling": {"max_tokens": 8}}
+    spec = parse_run({"task": "word_problems", "algorithm": "grpo", **settings}, "test")
+    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    engine.script = lambda prompt, sample: "#### 1"
+    prompts = spec.task.prompts("test")[:10]
+    wanted = {prompt.id: dict(prompt.tags)["family"] for prompt in prompts}
+    assert len(set(wanted.values())) > 2
+    tags = {"cohort.arm": "a", "cohort.seed": "0", "cohort.factors": "{}"}
+    with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:
+        result = logged_evaluation(spec, engine, tmp_path / "run", log, "test", 3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / completions_file("test", 3)).read_text().splitlines()]
+    assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
+    trial = read_trial(tmp_path / "run")
+    assert trial is not None and trial.families == wanted and trial.per_problem.keys() == wanted.keys()
 
 
 def test_pass_at_k_is_unbiased():

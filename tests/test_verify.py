@@ -157,6 +157,20 @@ def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_a
     assert {"test/accuracy at step 2", f"per_problem/{row['id']}"} <= places
 
 
+def test_a_family_that_the_completions_do_not_have_is_found(folder: Path):
+    file = events_files(folder)[0]
+    forged: list[str] = []
+
+    def forge(event: dict[str, Any]) -> None:
+        if event["type"] == "per_problem":
+            forged.append(min(event["fractions"]))
+            event["families"] = {forged[0]: "one"}
+
+    rewrite(file, forge)
+    reseal(folder)
+    assert f"families/{forged[0]}" in {one.place for one in verified(folder).mismatches}
+
+
 # One digit ---------------------------------------------------------------------------------------------------------
 
 
