@@ -87,8 +87,11 @@ def test_curves_count_blocks_of_families_for_problems(tmp_path: Path):
     twice = Capability("a", (0, 1, 2), np.repeat(counts, 2, axis=1), 16, blocks=pairs)
     for one, two in ((once.pass_at(1), twice.pass_at(1)), (once.cover_at(0.5), twice.cover_at(0.5))):
         assert (two.low, two.high) == (pytest.approx(one.low), pytest.approx(one.high))
-    others = [dataclasses.replace(one, counts_SN=np.maximum(one.counts_SN - 4, 0)) for one in (once, twice)]
-    assert crossover(once, others[0]) == crossover(twice, others[1])
+    pair = crossing_counts(np.random.default_rng(1), num_problems=128)
+    blocks = [[2 * i, 2 * i + 1] for i in range(128)]
+    both = [dataclasses.replace(one, counts_SN=np.repeat(one.counts_SN, 2, axis=1), blocks=blocks) for one in pair]
+    unaware = [dataclasses.replace(one, blocks=()) for one in both]
+    assert crossover(*both) == crossover(*pair) != crossover(*unaware)
     record = capability_study(num_problems=30, num_samples=32)
     named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
     assert {len(one.blocks) for one in found_in(named).after.values()} == {1}

@@ -289,6 +289,16 @@ def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes
     assert "Families of the 64 test problems: 8. 8 blocks of whole families stand for" in text(named(**whole))
     half = {name: family for name, family in whole.items() if int(family[3:]) < 4}
     assert "Families of the 64 test problems: 4; 32 name none and count as one each. 8 blocks" in text(named(**half))
+    two = named(**{name: str(place // 8 % 2) for place, name in enumerate(problems)})
+
+    def lucky(trial: TrialRecord) -> dict[str, Any]:  # seeds differ, so that the two-way test has more than one df
+        luck = 0.02 * (trial.seed - 3) * (trial.arm == "b")
+        cells = {name: score + luck for name, score in trial.per_problem.items()}
+        return {"per_problem": cells, "summary": {"test_accuracy": trial.summary["test_accuracy"] + luck}}
+
+    (one,) = analysed(with_trials(two, lucky)).comparisons
+    assert one.interval is not None and (one.interval.df, one.p) == (1, statistics.t_test(one.interval))
+    assert len(choose_outcome(named(**{problems[0]: problems[1]})).blocks) == 64  # no problem is a family's name
     most = dict.fromkeys(problems[:33], "one")
     (these,) = analysed(named(**most)).comparisons
     assert these.cells is None and these.interval == these.student
