@@ -22,7 +22,7 @@ from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_l
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
 from cohort.reports.prose.answer import answer
-from cohort.reports.prose.notes import interval_reading, notes
+from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms, with_trials
@@ -306,7 +306,13 @@ def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes
         named(**most)
     )
     page = write_report(named(**whole), tmp_path, ()).html.read_text()
-    assert "8 blocks of whole families" in page and "the same 64 test problems are" in page
+    for words in (
+        "8 blocks of whole families",
+        "the same 64 test problems are",
+        "covers seeds and families of test prob",
+    ):
+        assert words in page
+    assert "covers seeds and test problems, taken as independent, at 95 %" in interval_method(analysed(named()))
 
 
 def test_a_pair_completed_twice_is_an_error() -> None:

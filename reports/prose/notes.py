@@ -24,7 +24,10 @@ def interval_method(analysis: Analysis) -> str:
             "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
             "could give another result."
         )
-    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
+    reach = "seeds (for these test problems only)"
+    if analysis.outcome.per_problem:
+        related = bool(analysis.outcome.families)
+        reach = f"seeds and {'families of test problems' if related else 'test problems, taken as independent,'}"
     text = f"Each interval by itself covers {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(counts) < 2:
