@@ -309,7 +309,7 @@ def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes
     for words in (
         "8 blocks of whole families",
         "the same 64 test problems are",
-        "covers seeds and families of test prob",
+        "covers seeds and families of test",
     ):
         assert words in page
     assert "covers seeds and test problems, taken as independent, at 95 %" in interval_method(analysed(named()))
