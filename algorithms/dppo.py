@@ -30,7 +30,8 @@ class DPPO(SummedLoss):
     min_group_size = 2
     objective = {
         "advantage": "r - mean in the group",
-        "clip": "probability of each token, masked where it moved on by a divergence above divergence_bound",
+        "clip": "probability of each token, masked where it moved on by a divergence above divergence_bound; "
+        "the ratio, a weight without gradient, up to weight_max if set",
     }
 
     name: Literal["dppo"] = "dppo"

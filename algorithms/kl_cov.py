@@ -22,7 +22,10 @@ from ._surrogate import GroupStandardised, TokenMean
 class KLCov(GroupStandardised, TokenMean):
     """GRPO without clip, with a penalty on the moves of tokens of high covariance (KL-Cov)."""
 
-    objective = {"clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance"}
+    objective = {
+        "clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance, "
+        "positive covariance only",
+    }
 
     name: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(

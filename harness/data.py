@@ -101,13 +101,15 @@ class Prompt:
 
     `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
     `gold` is the reference answer, which only `harness.run.grading` may read. An evaluation is broken down by
-    `tags`, which are (name, value) pairs such as ("level", "3").
+    `tags`, which are (name, value) pairs such as ("level", "3"). Problems of one `family`, such as variants of one
+    template, do not count as independent; an empty one is not known.
     """
 
     id: str
     text: str
     gold: str = field(repr=False)
     tags: tuple[tuple[str, str], ...] = ()
+    family: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,7 @@ class EvaluationResult:
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
+    families        prompt id -> family, of the problems that have one
     drawn           tokens of each prompt and of its completions, k samples and the greedy one apart; without problems
                     that were read back
     """
@@ -323,4 +326,5 @@ class EvaluationResult:
     correct_counts: Mapping[str, int]
     samples: Sequence[SampleRow]
     breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
     drawn: Sequence[tuple[int, Sequence[int]]] = field(default=(), compare=False)

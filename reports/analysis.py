@@ -258,7 +258,11 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     summed = np.sum(weighted, axis=0)
     first, share = num_first(analysis.record, found.differences), found.interval.share
     waits = awaits_seeds(analysis.record, found.differences)
-    p = math.nan if waits else _p_value(found.differences, summed, first, share, 1 / summed.shape[1])
+    p = (
+        math.nan
+        if waits
+        else _p_value(found.differences, summed, first, share, 1 / analysis.arm(next(iter(weights))).num_problems)
+    )
     interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
@@ -344,7 +348,7 @@ def _p_value(
     """
     tests = [statistics.t_interval(list(seeds.values()), first, share)]
     if cells is not None:
-        tests.append(statistics.crossed_interval(cells, first, share))
+        tests += statistics.cautious_intervals(cells, first, share)[1:]
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]
     return float(np.max(found)) if found else math.nan
 

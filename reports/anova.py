@@ -157,6 +157,7 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
         count = (num_seeds - 1) * (num_problems - 1)
         rest = _covariance(y - seeds - problems - grand, count) / num_problems
         by_problem = _covariance(problems, num_problems - 1) * num_seeds / num_problems
+        found.append(against(by_problem, [(by_problem, num_problems - 1)]))
         by_seed, by_problem = (max(one, rest, key=np.trace) for one in (by_seed, by_problem))
         parts = [(by_seed, df_seed), (by_problem, num_problems - 1), (rest, count)]
         found.append(against(by_seed + by_problem - rest, parts))

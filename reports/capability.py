@@ -20,7 +20,7 @@ from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
 from .statistics import Floats, Interval
-from .trials import num_first
+from .trials import blocks_of, families_of, num_first
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -31,6 +31,7 @@ FEWEST_PROBLEMS = 5  # a smaller difference between two arms does not count as s
 class Capability:
     """The number of right samples of each test problem, seeds by problems.
 
+    blocks  places of the problems in blocks of whole families (`statistics.blocks`); empty if each is one by itself
     first  number of the seeds that decided the number of seeds; None if none did
     """
 
@@ -39,20 +40,27 @@ class Capability:
     counts_SN: NDArray[np.int64]
     num_samples: int
     first: int | None = None
+    blocks: Sequence[Sequence[int]] = ()
 
     def passes(self, k: int) -> Floats:
         """The unbiased pass@k of each problem."""
         return pass_table(self.num_samples)[self.counts_SN, k - 1]
 
     def pass_at(self, k: int) -> Interval | None:
-        return statistics.fraction_interval(self.passes(k), self.first)
+        return self._interval(self.passes(k))
 
     def covers(self, tau: float) -> Floats:
         """1 for each problem of which at least the fraction tau of the samples is right, else 0."""
         return (self.counts_SN >= tau * self.num_samples - 1e-9).astype(float)
 
     def cover_at(self, tau: float) -> Interval | None:
-        return statistics.fraction_interval(self.covers(tau), self.first)
+        return self._interval(self.covers(tau))
+
+    def _interval(self, scores_SN: Floats) -> Interval | None:
+        return statistics.fraction_interval(self.in_blocks(scores_SN), self.first, scores_SN.shape[1])
+
+    def in_blocks(self, scores_SN: Floats) -> Floats:
+        return statistics.in_blocks(scores_SN, self.blocks) if self.blocks else scores_SN
 
 
 @dataclass(frozen=True)
@@ -93,15 +101,15 @@ def pass_table(num_samples: int) -> Floats:
 
 def capabilities(analysis: Analysis) -> Capabilities | None:
     """The capabilities of a study; None unless an arm has enough samples of its test problems in all of its seeds."""
-    after, starts = {}, []
+    after, starts, families = {}, [], families_of(analysis.record.trials)
     for arm in analysis.finished_arms:
         trials, first = (
             [analysis.usable[arm.label, seed] for seed in arm.scores],
             num_first(analysis.record, arm.scores),
         )
-        if (found := _capability(arm.label, trials, "test", first)) is not None:
+        if (found := _capability(arm.label, trials, "test", first, families)) is not None:
             after[arm.label] = found
-        if (found := _capability(arm.label, trials, "start", first)) is not None:
+        if (found := _capability(arm.label, trials, "start", first, families)) is not None:
             starts.append(found)
     if not after:
         return None
@@ -144,7 +152,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     def shown(place: int) -> float:
         """The sign of the difference if its interval shows one, else 0."""
         cells = ones.passes(ks[place]) - twos.passes(ks[place])
-        interval = statistics.paired_interval(cells, first)
+        interval = statistics.paired_interval(ones.in_blocks(cells), first)
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
         return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
 
@@ -174,7 +182,9 @@ def table_sizes(num_samples: int) -> list[int]:
     return sorted({num_samples, *(4**j for j in range(10) if 4**j <= num_samples)})
 
 
-def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int | None) -> Capability | None:
+def _capability(
+    label: str, trials: Sequence[TrialRecord], area: str, first: int | None, families: Mapping[str, str]
+) -> Capability | None:
     fractions = [trial.start_per_problem if area == "start" else trial.per_problem for trial in trials]
     sizes = {series[-1][1] if (series := trial.history.get(f"{area}/num_samples")) else 0 for trial in trials}
     problems = {frozenset(one) for one in fractions}
@@ -182,4 +192,5 @@ def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int
         return None
     order = sorted(fractions[0])
     counts = [[round(one[problem] * size) for problem in order] for one in fractions]
-    return Capability(label, tuple(trial.seed for trial in trials), np.array(counts, dtype=np.int64), size, first)
+    seeds, blocks = tuple(trial.seed for trial in trials), blocks_of(order, families)
+    return Capability(label, seeds, np.array(counts, dtype=np.int64), size, first, blocks)

@@ -18,7 +18,7 @@ Student's over seeds. The bootstrap is shown in addition. The same holds for pai
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +93,47 @@ def any_time_width(num_seeds: int) -> float:
     return next(widths) / next(widths)
 
 
+def blocks(families_N: Sequence[Hashable]) -> list[list[int]]:
+    """The places of the problems in blocks, which are independent if families are; each problem alone if all differ.
+
+    Families are joined up to the size of the largest one (first fit, the largest first), so that no block weighs much
+    more than another. A family with more than half of the problems leaves none to compare it with: one block.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for place, family in enumerate(families_N):
+        members.setdefault(family, []).append(place)
+    families = sorted(members.values(), key=len, reverse=True)
+    most = max(map(len, families), default=0)
+    if 2 * most > len(families_N):
+        return [list(range(len(families_N)))]
+    full: list[list[int]] = []
+    open_: list[list[int]] = []
+    for family in families:
+        block = next((one for one in open_ if len(one) + len(family) <= most), [])
+        if not block:
+            open_.append(block)
+        block += family
+        if len(block) == most:
+            open_.remove(block)
+            full.append(block)
+    return sorted(full + open_)
+
+
+def in_blocks(scores_SN: ArrayLike, blocks: Sequence[Sequence[int]]) -> Floats:
+    """[S, B]: the scores with blocks for problems, and with the same mean of each seed.
+
+    A block that holds the share w of the problems has the score s + B w (b - s), where s is the mean over all problems
+    and b that over the block: the linear form of a ratio estimate for clusters of unequal size (Cochran 1977, chapter
+    9A). For equal sizes it is b, for single problems the score itself.
+    """
+    scores = np.asarray(scores_SN, dtype=float)
+    if len(blocks) == scores.shape[1]:
+        return scores
+    mean_S, share = scores.mean(axis=1), len(blocks) / scores.shape[1]
+    columns = [mean_S + share * len(one) * (scores[:, one].mean(axis=1) - mean_S) for one in blocks]
+    return np.stack(columns, axis=1)
+
+
 def t_interval(scores_S: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
     """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds or no share.
 
@@ -133,17 +174,26 @@ def crossed_interval(scores_SN: ArrayLike, first: int | None = None, share: floa
 
 
 def cautious_interval(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
-    """The wider of `crossed_interval` and `t_interval` over the seeds: what reports state; None without both.
+    """The widest of `cautious_intervals`: what reports state; None with fewer than 2 seeds, or no share.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
+    found = cautious_intervals(scores_SN, first, share)
+    return max(found, key=lambda interval: interval.high - interval.low, default=None)
+
+
+def cautious_intervals(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> list[Interval]:
+    """`t_interval` over the seeds, `crossed_interval`, and Student's over the problems given these seeds.
+
+    The last is the widest only with few blocks of problems, whose spread is as rough an estimate as that of few seeds.
+    A single block leaves the first; there are none with fewer than 2 seeds.
+    """
     scores = np.asarray(scores_SN, dtype=float)
+    student = t_interval(scores.mean(axis=1), first, share)
     crossed = crossed_interval(scores, first, share)
-    student = t_interval(scores.mean(axis=1), first, share) if crossed is not None else None
-    if crossed is None or student is None:
-        return None
-    return max(crossed, student, key=lambda interval: interval.high - interval.low)
+    over_problems = None if crossed is None else t_interval(scores.mean(axis=0), share=share)
+    return [one for one in (student, crossed, over_problems) if one is not None]
 
 
 def paired_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
@@ -152,22 +202,23 @@ def paired_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval 
     return t_interval(scores[0]) if len(scores) == 1 else cautious_interval(scores, first)
 
 
-def fraction_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_problems: int = 0) -> Interval | None:
     """The same for a mean of fractions that may be close to 0 or 1: it stays between them and holds there.
 
     Wilson's score interval (1927), with the effective number of problems, m (1 - m) / error^2, for their number and
     Student's t for z, as Korn and Graubard (1998) adapt another interval to clustered samples. Where fewer than
     `RARE` problems are wrong, or right, the effective number is not above their number: the interval is then wide.
+    With blocks for problems, `num_problems` of them in all, fewer than `RARE` of the effective number count as rare.
     """
     scores = np.asarray(scores_SN, dtype=float)
     interval = paired_interval(scores, first)
     if interval is None:
         return None
-    mean, num_problems, t = min(max(interval.estimate, 0.0), 1.0), scores.shape[1], _t_quantile(0.025, interval.df)
+    mean, columns, t = min(max(interval.estimate, 0.0), 1.0), scores.shape[1], _t_quantile(0.025, interval.df)
     spread = mean * (1 - mean)
-    count = spread / interval.error**2 if interval.error > 1e-9 else float(num_problems)
-    if num_problems * min(mean, 1 - mean) < RARE:
-        count = min(count, num_problems)
+    count = spread / interval.error**2 if interval.error > 1e-9 else float(columns)
+    if min(count, num_problems or columns) * min(mean, 1 - mean) < RARE:
+        count = min(count, columns)
     centre = (mean + t**2 / (2 * count)) / (1 + t**2 / count)
     half = t * math.sqrt(spread / count + t**2 / (4 * count**2)) / (1 + t**2 / count)
     return Interval(mean, max(centre - half, 0.0), min(centre + half, 1.0), interval.error, interval.df)

@@ -6,7 +6,7 @@ so it decides if it is known.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,16 @@ Trials = Mapping[tuple[str, int], TrialRecord]  # (arm, seed) -> its trial
 
 @dataclass(frozen=True)
 class Outcome:
-    """The number that the arms are compared by: the name of a metric, and whether each problem's score is known."""
+    """The number that the arms are compared by: the name of a metric, and whether each problem's score is known.
+
+    families  test problem -> its family, of the problems that have one
+    blocks    places of the sorted problems in blocks of whole families (`statistics.blocks`)
+    """
 
     name: str
     per_problem: bool
+    families: Mapping[str, str] = field(default_factory=dict, compare=False)
+    blocks: Sequence[Sequence[int]] = field(default=(), compare=False)
 
     @property
     def is_fraction(self) -> bool:
@@ -44,9 +50,23 @@ def choose_outcome(record: StudyRecord) -> Outcome:
     area, _, quantity = record.metric.partition("/")
     test = f"test/{quantity}"
     if area == "validation" and complete and all(score(trial, test) is not None for trial in complete):
-        problems = {frozenset(trial.per_problem) for trial in complete}
-        return Outcome(test, quantity == "accuracy" and len(problems) == 1 and len(problems.pop()) > 1)
+        tested = {frozenset(trial.per_problem) for trial in complete}
+        if quantity != "accuracy" or len(tested) > 1:
+            return Outcome(test, False)
+        problems, known = sorted(tested.pop()), families_of(record.trials)
+        blocks = blocks_of(problems, known)
+        return Outcome(test, len(blocks) > 1, {one: known[one] for one in problems if one in known}, blocks)
     return Outcome(record.metric, False)
+
+
+def families_of(trials: Iterable[TrialRecord]) -> dict[str, str]:
+    """Test problem -> its family, as far as a trial names one."""
+    return {problem: family for trial in trials for problem, family in trial.families.items()}
+
+
+def blocks_of(problems: Sequence[str], families: Mapping[str, str]) -> list[list[int]]:
+    """The places of these problems in blocks of whole families; one that names none is a family by itself."""
+    return statistics.blocks([(problem in families, families.get(problem, problem)) for problem in problems])
 
 
 def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int], TrialRecord]:
@@ -142,7 +162,7 @@ class ArmSummary:
     """One arm over its complete trials.
 
     scores    seed -> outcome; empty without a complete trial
-    cells     fraction right, seeds (in the order of `scores`) by problems, or None
+    cells     fraction right, seeds (in the order of `scores`) by problems or by blocks of them, or None
     num_problems  problems behind each score; 0 if they were not counted
     interval  the one that reports state; None with fewer than 2 seeds
     gain      of the study's metric from before the first step to the last, with Student's interval over seeds; `gain_p`
@@ -188,6 +208,7 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
     if outcome.per_problem and mine:
         problems = sorted(mine[0].per_problem)
         cells = np.array([[trial.per_problem[problem] for problem in problems] for trial in mine], dtype=float)
+        cells = statistics.in_blocks(cells, outcome.blocks)
     values, count = list(scores.values()), num_problems(mine, outcome)
     first, share = num_first(record, scores), share_of_alpha(record, scores)
     gains = []

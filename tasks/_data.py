@@ -17,7 +17,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -52,12 +52,14 @@ class MissingSplit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`answer` is canonical; the cold start learns `solution`, if the row has one; `tags` are the prompt's."""
+    """`answer` is canonical; the cold start learns `solution`, if the row has one; `tags` and `family` are the
+    prompt's."""
 
     question: str
     answer: str
     solution: str | None
     tags: tuple[tuple[str, str], ...] = ()
+    family: str = ""
 
 
 class DatasetTask(QuestionTask):
@@ -79,6 +81,9 @@ class DatasetTask(QuestionTask):
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
+    )
+    family_field: str | None = Field(
+        default=None, min_length=1, description="field of a row that names its problem's family, such as its template"
     )
     shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
 
@@ -102,7 +107,10 @@ class DatasetTask(QuestionTask):
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """All problems of the split. ValueError names path, split, row and field of one that cannot be had."""
         examples = self._examples()
-        return [Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags) for p in self._problems(split)]
+        return [
+            Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags, p.family)
+            for p in self._problems(split)
+        ]
 
     def questions(self, split: Split) -> Mapping[str, str]:
         return {stable_id(p.question): p.question for p in self._problems(split)}
@@ -211,7 +219,10 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
                 raise ValueError(f"{where}: {error}; correct the row or set task.on_bad_row=skip") from None
             bad.append(f"{where}: {error}")
         else:
-            problems += [problem] if problem is not None else []
+            if problem is not None:
+                family = row.get(task.family_field) if task.family_field else None
+                is_known = family is not None and family == family  # not NaN, which tables have for nothing
+                problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
     if bad:
         _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), len(rows), bad[0])
     sources = _sources(task, split)
@@ -221,6 +232,11 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
     if not problems:
         filters = "; loosen its filters" if rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
+    if split == "test" and task.family_field and not any(problem.family for problem in problems):
+        raise ValueError(
+            f"{path}: task.family_field must be a field of the rows, got '{task.family_field}', which none of the "
+            f"{len(rows)} rows of the test split has; name the one that tells variants of a template apart from others"
+        )
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):

@@ -83,7 +83,10 @@ class WordProblems(QuestionTask):
         return self.min_depth if least is None else least, self.max_depth if most is None else most
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return [Prompt(stable_id(p.question), self.fill(p.question), p.answer, p.tags) for p in self._problems(split)]
+        return [
+            Prompt(stable_id(p.question), self.fill(p.question), p.answer, p.tags, p.family)
+            for p in self._problems(split)
+        ]
 
     def demonstrations(self) -> Sequence[Demonstration]:
         return [
@@ -135,7 +138,7 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
             distractors = int(uniform() * (task.max_distractors + 1))
             question, steps = _stories.tell(FAMILIES[family], graph, distractors, limits, task.shuffled, uniform)
             tags = ("depth", str(depth)), ("family", family), ("distractors", str(distractors))
-            yield Problem(question, spell(graph[-1].value), "\n".join(steps), tags)
+            yield Problem(question, spell(graph[-1].value), "\n".join(steps), tags, family)
             break
         else:
             depths.remove(depth)

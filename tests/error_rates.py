@@ -1,7 +1,8 @@
 """How often a report calls arms different that do not differ: simulated studies, from the record to the sentence.
 
 `python tests/error_rates.py --studies 2000` prints the share of studies with a false detection, in percent, for every
-design and number of seeds; `test_error_rates.py` runs fewer of the same.
+design and number of seeds; `test_error_rates.py` runs fewer of the same, without those of `MORE`. The last design is
+the exception: nobody can know of families that no task names.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ LOOKS = (3, 5, 7, 10)  # numbers of complete seeds at which the reports of one s
 AT_MOST = 16
 LUCK = ("usual", "heavy tails", "collapses")
 PROBLEMS = 64
+UNEVEN = (20, 12, 8, 6, 4, 4, 3, 2, 2, 1, 1, 1)  # problems of a family
 UNEQUAL = (0.05, 0.16, 0.6)  # logits: a stable, a usual and an unstable arm
 GRID = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}
 _P = re.compile(r"p (?:= |< )(\d\.\d+)")
@@ -43,6 +45,40 @@ def claims_a_difference(text: str) -> bool:
 def crossed(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]], **spread: Any) -> bool:
     """Six arms, five of them against a baseline or three by two levels, with the scores of single problems."""
     return _answered(_scored(_record(build, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
+
+
+def related(
+    rng: Generator,
+    num_seeds: int,
+    sizes: Sequence[int],
+    build: Callable[[int], list[FakeArm]] | None = None,
+    arm_by_family: float = 0.6,
+    unnamed: int = 0,
+    named: bool = True,
+) -> bool:
+    """The same with problems in families of these sizes; an arm gains on one family what it loses on another.
+
+    The last `unnamed` families, which must be of one problem, have no name; none has if they are not `named`.
+    """
+    members = np.repeat(np.arange(len(sizes)), sizes)
+    scores = random_scores(rng, 6, num_seeds, len(members), families=members.tolist(), arm_by_family=arm_by_family)
+    known = {_problem(i): f"story {one}" for i, one in enumerate(members) if named and one < len(sizes) - unnamed}
+    record = _scored(_record(build or _arms, 6, num_seeds), scores)
+    return _answered(with_trials(record, lambda _: {"families": known}))
+
+
+def missing(rng: Generator, num_seeds: int) -> bool:
+    """Five arms against a baseline; every trial lacks six of the 64 problems, others each time."""
+    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS))
+
+    def some(trial: TrialRecord) -> dict[str, Any]:
+        cells = {name: trial.per_problem[name] for name in rng.permutation(list(trial.per_problem))[6:].tolist()}
+        return {
+            "per_problem": cells,
+            "summary": {**trial.summary, "test_accuracy": float(np.mean(list(cells.values())))},
+        }
+
+    return _answered(with_trials(record, some))
 
 
 def greedy(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
@@ -228,10 +264,14 @@ def _scored(record: StudyRecord, scores: np.ndarray) -> StudyRecord:
 
     def scored(trial: TrialRecord) -> dict[str, Any]:
         row = next(rows)
-        cells = {f"problem-{number}": value for number, value in enumerate(row.tolist())}
+        cells = {_problem(number): value for number, value in enumerate(row.tolist())}
         return {"per_problem": cells, "summary": {**trial.summary, "test_accuracy": float(row.mean())}}
 
     return with_trials(record, scored)
+
+
+def _problem(number: int) -> str:
+    return f"problem-{number:04d}"
 
 
 def _counted(record: StudyRecord, quantity: str, values: np.ndarray) -> StudyRecord:
@@ -254,6 +294,9 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "grid, greedy accuracy": partial(greedy, build=_grid),
     "5 arms, greedy accuracy": partial(greedy, build=_arms),
     "5 arms, pass@k": pass_at_k,
+    "families of 8": partial(related, sizes=(8,) * 8),
+    "grid, families of 8": partial(related, sizes=(8,) * 8, build=_grid),
+    "half of the problems named": partial(related, sizes=(*(8,) * 8, *(1,) * 64), unnamed=64),
     "search of 12 arms": search,
     "6 claims": claims,
     "4 components": components,
@@ -267,12 +310,22 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     **{f"read at 3, 5, 7 of 10 planned, {luck}": ((10,), partial(interim, luck=luck)) for luck in LUCK},
     **{f"any_time, read at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck, any_time=True)) for luck in LUCK},
 }
+MORE: Mapping[str, Callable[[Generator, int], bool]] = {
+    "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),
+    "families of 1 to 20": partial(related, sizes=UNEVEN),
+    "a family of half, others of 2": partial(related, sizes=(64, *(2,) * 32)),
+    "5 families of 24": partial(related, sizes=(24,) * 5),
+    "families of one": partial(related, sizes=(1,) * 64),
+    "missing problems": missing,
+    "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
+}
 
 
 def error_rate(design: str, num_seeds: int, studies: int) -> float:
     """The share of studies in which a difference is claimed; equal calls draw equal studies."""
-    rng = np.random.default_rng([num_seeds, list(DESIGNS).index(design)])
-    return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
+    designs = {**DESIGNS, **MORE}
+    rng = np.random.default_rng([num_seeds, list(designs).index(design)])
+    return sum(designs[design](rng, num_seeds) for _ in range(studies)) / studies
 
 
 def reading_rates(design: str, num_seeds: int, studies: int) -> tuple[float, float]:
@@ -287,7 +340,7 @@ def reading_rates(design: str, num_seeds: int, studies: int) -> tuple[float, flo
 if __name__ == "__main__":
     studies = wanted_studies(__doc__, 2000)
     print(f"| design | {' | '.join(f'{number} seeds' for number in SEEDS)} |\n| --- |{' --: |' * len(SEEDS)}")
-    for design in DESIGNS:
+    for design in (*DESIGNS, *MORE):
         rates = [f"{100 * error_rate(design, number, studies):.1f}" for number in SEEDS]
         print(f"| {design} | {' | '.join(rates)} |", flush=True)
     print("\n| first, or last, seeds: claimed, intervals that hold | | | | |\n| --- | --: | --: | --: | --: |")

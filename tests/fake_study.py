@@ -116,12 +116,15 @@ def random_scores(
     *,
     arm_by_problem: float = 0.0,
     seed_deviations: Sequence[float] = (0.16,),
+    families: Sequence[int] | None = None,
+    arm_by_family: float = 0.0,
 ) -> np.ndarray:
     """Fractions right of arms that do not differ, arms by seeds by problems, 4 samples each; seeds differ between arms.
 
     Logits: 1.2, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4). `arm_by_problem` is
-    the deviation of what an arm gains on one problem and loses on another. Arms take `seed_deviations` in turn; the
-    mean logit keeps their accuracy equal (Zeger et al. 1988: it is proportional to sqrt(1 + 0.346 variance)).
+    the deviation of what an arm gains on one problem and loses on another, `arm_by_family` that of what it gains on all
+    problems with one number in `families`. Arms take `seed_deviations` in turn; the mean logit keeps their accuracy
+    equal (Zeger et al. 1988: it is proportional to sqrt(1 + 0.346 variance)).
     """
     deviations = np.resize(np.asarray(seed_deviations, dtype=float), num_arms)[:, None, None]
     others = 1.2**2 + 0.4**2 + arm_by_problem**2
@@ -132,6 +135,8 @@ def random_scores(
     logits = centre + seeds + problems + interaction
     if arm_by_problem:
         logits = logits + rng.normal(0, arm_by_problem, (num_arms, 1, num_problems))
+    if families is not None:
+        logits = logits + rng.normal(0, arm_by_family, (num_arms, 1, max(families) + 1))[:, :, list(families)]
     return rng.binomial(4, 1 / (1 + np.exp(-logits))) / 4
 
 

@@ -81,7 +81,7 @@ class MemoryLog:
     def samples(self, rows):
         self.rows += rows
 
-    def per_problem(self, fractions, area="test"):
+    def per_problem(self, fractions, area="test", families=None):
         if area == "start":
             self.start_fractions = dict(fractions)
         else:

@@ -14,7 +14,7 @@ from numpy.random import Generator
 @dataclass(frozen=True)
 class Design:
     """The curve of a seed ends at `ceiling` + N(0, `spread`), its midpoint moves by exp(N(0, 0.1)); an evaluation adds
-    N(0, `noise`). Compute ends at 1."""
+    N(0, `noise`). Compute ends at 1. With a `rate` the curve is start + 0.1 ln(1 + rate C), which has no ceiling."""
 
     seeds: int = 5
     points: int = 21
@@ -24,6 +24,7 @@ class Design:
     steepness: float = 1.5
     spread: float = 0.02
     noise: float = 0.015
+    rate: float = 0.0
 
 
 IDENTIFIED = {
@@ -45,6 +46,11 @@ UNIDENTIFIED = {
     "falls": Design(ceiling=0.3),
     "ends long before its middle": Design(middle=3.0),
     "straight line": Design(middle=20.0, steepness=1.0, ceiling=5.0),
+    "logarithm, 3 seeds": Design(seeds=3, start=0.3, noise=0.005, rate=20.0),
+    "logarithm, 5 seeds": Design(seeds=5, start=0.3, noise=0.005, rate=20.0),
+    "logarithm, 10 seeds": Design(seeds=10, start=0.3, noise=0.005, rate=20.0),
+    "logarithm, 5 times as fast": Design(start=0.3, noise=0.005, rate=100.0),
+    "logarithm, 41 evaluations": Design(start=0.3, noise=0.005, rate=20.0, points=41),
 }
 
 
@@ -52,6 +58,9 @@ def draw(design: Design, rng: Generator) -> tuple[np.ndarray, np.ndarray]:
     """Compute and accuracy, seeds by points."""
     one = (design.seeds, 1)
     costs = np.linspace(0, 1, design.points) * np.exp(rng.normal(0, 0.03, one))
+    if design.rate:
+        costs = np.tile(np.linspace(0, 1, design.points), one)
+        return costs, design.start + 0.1 * np.log1p(design.rate * costs) + rng.normal(0, design.noise, costs.shape)
     ceiling = design.ceiling + rng.normal(0, design.spread, one)
     middle = design.middle * np.exp(rng.normal(0, 0.1, one))
     with np.errstate(divide="ignore", over="ignore"):

@@ -168,7 +168,7 @@ def test_frames_are_tidy(result: cohort.Result):
     trial = next(t for t in record.trials if (t.arm, t.seed) == ("grpo", 1))
     assert list(zip(one.step, one.value, strict=True)) == list(trial.history["validation/accuracy"])
     problems = result.problems
-    assert list(problems.columns) == ["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"]
+    assert list(problems.columns) == ["arm", "seed", "prompt_id", "family", "accuracy", "accuracy_initial"]
     assert len(problems) == 8 * 16  # trials that are complete, problems
     assert problems.accuracy_initial.dtype == float
     means = problems.groupby(["arm", "seed"]).accuracy.mean()

@@ -114,6 +114,24 @@ def test_the_seeds_that_decided_their_number_are_counted_among_the_shared_ones()
     assert crossover(Capability("a", (0, 1, 2, 3, 4), ahead, 64, first=3), two) == by_first[0]
 
 
+def test_curves_count_blocks_of_families_for_problems(tmp_path: Path):
+    # 32 pairs of equal problems are 32 blocks: their curves are those of the 32 problems seen once
+    counts, pairs = np.random.default_rng(0).binomial(16, 0.4, (3, 32)), [[2 * i, 2 * i + 1] for i in range(32)]
+    once = Capability("a", (0, 1, 2), counts, 16)
+    twice = Capability("a", (0, 1, 2), np.repeat(counts, 2, axis=1), 16, blocks=pairs)
+    for one, two in ((once.pass_at(1), twice.pass_at(1)), (once.cover_at(0.5), twice.cover_at(0.5))):
+        assert (two.low, two.high) == (pytest.approx(one.low), pytest.approx(one.high))
+    pair = crossing_counts(np.random.default_rng(1), num_problems=128)
+    blocks = [[2 * i, 2 * i + 1] for i in range(128)]
+    both = [dataclasses.replace(one, counts_SN=np.repeat(one.counts_SN, 2, axis=1), blocks=blocks) for one in pair]
+    unaware = [dataclasses.replace(one, blocks=()) for one in both]
+    assert crossover(*both) == crossover(*pair) != crossover(*unaware)
+    record = capability_study(num_problems=30, num_samples=32)
+    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
+    assert {len(one.blocks) for one in found_in(named).after.values()} == {1}
+    write_report(named, tmp_path, formats=())  # a single seed of a single family has no interval
+
+
 # Beta's a and b, seeds, deviation of seeds in logits, problems, samples
 DESIGNS = [
     (0.5, 1.0, 1, 0.0, 500, 1024),

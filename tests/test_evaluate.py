@@ -1,6 +1,7 @@
 """Accuracy, pass@k and maj@k, with a scripted engine whose answers are known."""
 
 import itertools
+import json
 from typing import ClassVar
 
 import numpy as np
@@ -8,11 +9,16 @@ import pytest
 from cohort.harness.data import EvaluationResult, Prompt
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import read_trial
 from cohort.harness.rewards.majority_vote import majority_correct
 from cohort.harness.run.evaluate import (
     breakdown,
+    completions_file,
+    evaluate_again,
     evaluate_run,
     evaluation_metrics,
+    logged_evaluation,
     metric_names,
     pass_at_k,
     problem_score,
@@ -86,6 +92,23 @@ def test_many_samples_are_drawn_in_calls_with_a_seed_of_their_own(monkeypatch):
         assert [size for size, _, _ in drawn] == sizes and {t for _, _, t in drawn} == {0.7}
         assert drawn[0][1] == 3 and len({seed for _, seed, _ in drawn}) == len(sizes)  # or the samples repeat
         assert greedy == (1, 3, 0.0)
+
+
+def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_completions(tmp_path):
+    settings = {"evaluation": {"num_test_prompts": 10, "num_samples": 1}, "sampling": {"max_tokens": 8}}
+    spec = parse_run({"task": "word_problems", "algorithm": "grpo", **settings}, "test")
+    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    engine.script = lambda prompt, sample: "#### 1"
+    prompts = spec.task.prompts("test")[:10]
+    wanted = {prompt.id: dict(prompt.tags)["family"] for prompt in prompts}
+    assert len(set(wanted.values())) > 2
+    tags = {"cohort.trial": "run", "cohort.arm": "a", "cohort.seed": "0", "cohort.factors": "{}"}
+    with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:
+        result = logged_evaluation(spec, engine, tmp_path / "run", log, "test", 3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / completions_file("test", 3)).read_text().splitlines()]
+    assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
+    trial = read_trial(tmp_path / "run")
+    assert trial is not None and trial.families == wanted and trial.per_problem.keys() == wanted.keys()
 
 
 def test_pass_at_k_is_unbiased():

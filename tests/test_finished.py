@@ -100,7 +100,7 @@ def started(runs: Path, **settings):
     """The queue of a study of one trial, and the folder of that trial's checkpoints."""
     study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(**settings))
     queue = a_queue(study, runs)
-    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    write_json(queue.plan.folder / "study.json", {"digest": study.digest(), **study.model_dump(mode="json")})
     return queue, checkpoints(queue.plan.directory(queue.plan.keys[0]))
 
 

@@ -130,7 +130,7 @@ def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_p
 def test_an_update_that_is_lost_in_rounding_makes_the_run_invalid(rate, state, tmp_path, monkeypatch):
     monkeypatch.setitem(STEPS, "weights_changed", 2)
     spec = make_spec({"stuck_groups": None}, engine="transformers", optimizer={"learning_rate": rate}, steps=3,
-                     algorithm={"name": "ppo", "group_size": 4})  # fmt: skip
+                     algorithm={"name": "ppo", "group_size": 4}, rewards={"token_entropy": 1})  # fmt: skip
     log = MemoryLog()
     result = train(spec, tmp_path, log, cache=tmp_path)
     assert result.state == state

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -38,6 +39,20 @@ def test_a_prompt_is_the_question_in_the_template(tmp_path):
     prompt = task(write(tmp_path / "one.jsonl", ROW), template="<q>{question}</q> {braces}").prompts("test")[0]
     assert prompt.text == "<q>How many legs have 3 dogs?</q> {braces}"
     assert prompt.gold == "12"
+
+
+def test_a_field_of_the_rows_names_the_family_and_a_row_without_it_has_none(tmp_path):
+    rows = [{**row, "story": story} for row, story in zip(rows_like(5), [" dogs ", 7, None, "", math.nan], strict=True)]
+    file = write(tmp_path / "one.jsonl", *rows, *rows_like(6)[5:])
+    families = {
+        prompt.text: prompt.family for prompt in task(file, template="{question}", family_field="story").prompts("test")
+    }
+    assert [families[row["question"]] for row in rows_like(6)] == ["dogs", "7", "", "", "", ""]
+    assert {prompt.family for prompt in task(file).prompts("test")} == {""}
+    with pytest.raises(
+        ValueError, match=r"family_field must be a field of the rows, got 'tale', which none of the 6 rows"
+    ):
+        task(file, family_field="tale").prompts("test")
 
 
 def test_gold_is_canonical_and_the_solution_ends_in_it_without_calculator_marks():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
-from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.rewards.majority_vote import MajorityVote, winners
 from cohort.harness.run.grading import begin_grading
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
@@ -70,6 +70,24 @@ def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_ent
         assert AnswerEntropy(**bounds).score(graded_group([0, 1])) == [-math.log(2)] * 2
     unpaid = AnswerEntropy(min_entropy=1.1)  # whose metric is still the entropy
     assert unpaid.metrics(group, unpaid.score(group)) == {"vote/entropy": pytest.approx(1.5 * math.log(2))}
+
+
+@pytest.mark.parametrize("size", [6, 7, 11])
+def test_a_bound_of_the_entropy_includes_groups_that_reach_it_exactly(size):
+    # all answers differ, H = ln G: rounding puts it below ln 6, above ln 7 and ln 11
+    group, paid = graded_group(list(range(size))), [-math.log(size)] * size
+    for bound in (AnswerEntropy(min_entropy=math.log(size)), AnswerEntropy(max_entropy=math.log(size))):
+        assert bound.score(group) == pytest.approx(paid)
+    assert AnswerEntropy(min_entropy=math.log(size) + 1e-6).score(group) == [0.0] * size
+    assert AnswerEntropy(max_entropy=math.log(size) - 1e-6).score(group) == [0.0] * size
+
+
+@pytest.mark.parametrize(("share", "voters", "least"), [(0.28, 25, 7), (0.14, 50, 7), (0.56, 50, 28), (0.5, 4, 2)])
+def test_a_vote_that_has_just_its_least_share_wins(share, voters, least):
+    # 0.28 * 25 is 7.000000000000001 in floating point
+    others = list(range(1, voters + 1))
+    assert winners([0] * least + others[: voters - least], share) == {0}
+    assert winners([0] * (least - 1) + others[: voters - least + 1], share) == set()
 
 
 def confident_run(tmp_path, rewards, **changes):

@@ -6,8 +6,10 @@ import pytest
 import torch
 from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out
 from cohort.algorithms.dapo import DAPO
+from cohort.algorithms.dppo import DPPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
+from cohort.algorithms.kl_cov import KLCov
 from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
@@ -76,6 +78,11 @@ def test_dapos_rewards_have_the_papers_proportions():
     group = graded_group([0, 0, 1, 1], correct=(True, True, False, False), **lengths)
     (paid,) = (found.totals for found in score(spec.rewards, [group]))
     assert [2 * reward - 1 for reward in paid] == pytest.approx([1, 0.5, -1.5, -2])
+
+
+def test_a_stated_objective_names_the_bound_of_a_weight_and_the_sign_of_a_covariance():
+    assert "weight_max" in DPPO.objective["clip"]
+    assert "positive covariance only" in KLCov.objective["clip"]
 
 
 @pytest.mark.parametrize("shift", [-0.4, 1e-4, 0.4])

@@ -22,7 +22,7 @@ from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_l
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
 from cohort.reports.prose.answer import answer
-from cohort.reports.prose.notes import notes
+from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms, with_trials
@@ -299,6 +299,61 @@ def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero(
         assert (comparison.p < 0.05) == (not comparison.interval.low <= 0 <= comparison.interval.high)
         sides.add(comparison.p < 0.05)
     assert sides == {True, False}
+
+
+def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes(tmp_path: Path) -> None:
+    record = fake_study(two_arms(0.6, 0.6), seeds=range(8), num_problems=64, num_steps=10)
+    problems = sorted(record.trials[0].per_problem)
+
+    def related(trial: TrialRecord) -> dict[str, Any]:  # an arm is better in every second family of 8
+        gain = 0.5 if trial.arm == "b" else 0.0
+        cells = {name: 0.25 + gain * (place // 8 % 2) for place, name in enumerate(problems)}
+        cells[problems[trial.seed]] += 0.25
+        return {"per_problem": cells, "summary": {"test_accuracy": float(np.mean(list(cells.values())))}}
+
+    def named(**families: str) -> StudyRecord:
+        return with_trials(with_trials(record, related), lambda _: {"families": families})
+
+    def text(record: StudyRecord) -> str:
+        return interval_reading(analysed(record))
+
+    whole = {name: f"<b>{place // 8}" for place, name in enumerate(problems)}
+    (alone,), (known,) = analysed(named()).comparisons, analysed(named(**whole)).comparisons
+    assert alone.interval is not None and known.interval is not None and known.cells is not None
+    # differences of 0.5 in half of 8 blocks: error sqrt(8 * 0.0625 / 7 / 8) = 0.09449 with 7 degrees of freedom
+    assert known.cells.shape == (8, 8)
+    assert known.interval.error == pytest.approx(0.5 / math.sqrt(28), abs=1e-3)
+    assert alone.p < 0.001 < 0.02 < known.p
+    assert "names no families of problems, so problems count as independent" in text(named())
+    assert "Families of the 64 test problems: 8. 8 blocks of whole families stand for" in text(named(**whole))
+    half = {name: family for name, family in whole.items() if int(family[3:]) < 4}
+    assert "Families of the 64 test problems: 4; 32 name none and count as one each. 8 blocks" in text(named(**half))
+    two = named(**{name: str(place // 8 % 2) for place, name in enumerate(problems)})
+
+    def lucky(trial: TrialRecord) -> dict[str, Any]:  # seeds differ, so that the two-way test has more than one df
+        luck = 0.02 * (trial.seed - 3) * (trial.arm == "b")
+        cells = {name: score + luck for name, score in trial.per_problem.items()}
+        return {"per_problem": cells, "summary": {"test_accuracy": trial.summary["test_accuracy"] + luck}}
+
+    (one,) = analysed(with_trials(two, lucky)).comparisons
+    assert one.interval is not None and (one.interval.df, one.p) == (1, statistics.t_test(one.interval))
+    assert len(choose_outcome(named(**{problems[0]: problems[1]})).blocks) == 64  # no problem is a family's name
+    most = dict.fromkeys(problems[:33], "one")
+    (these,) = analysed(named(**most)).comparisons
+    assert these.cells is None and these.interval == these.student
+    assert "More than half of the test problems are of one family, so it holds for new seeds on these" in text(
+        named(**most)
+    )
+    page = write_report(named(**whole), tmp_path, ()).html.read_text()
+    for words in (
+        "8 blocks of whole families",
+        "the same 64 test problems are",
+        "covers the mean over seeds and families of test",
+    ):
+        assert words in page
+    assert "covers the mean over seeds and test problems, taken as independent, at 95 %" in interval_method(
+        analysed(named())
+    )
 
 
 def test_a_pair_completed_twice_is_an_error() -> None:
@@ -686,6 +741,7 @@ def test_numbers_read_as_a_reader_expects() -> None:
     assert wording.number(-0.0001, "test/accuracy", signed=True) == "0.0"
     assert wording.number(0.081, "kl/reference") == "0.081"
     assert [wording.p_value(p) for p in (0.04969, 0.0004, 0.0496)] == ["0.04969", "< 0.001", "0.04960"]
+    assert [wording.p_equals(p) for p in (0.0499999, 0.049995, 0.05)] == ["p = 0.04999", "p = 0.04999", "p = 0.050"]
     assert (wording.quantity(812), wording.quantity(12_345), wording.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
     assert (wording.size(611 * 2**20), wording.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
     apart = [(0.0, "level with"), (0.0004, "0.04 points above"), (-0.051, "5.1 points below")]

@@ -160,11 +160,10 @@ def test_the_first_half_of_compute_predicts_the_rest():
 def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_leave():
     costs, scores = (values[:1] for values in draw(Design(points=9, noise=0.01), np.random.default_rng(0)))
     with_ceiling = scaling._least_squares(costs / costs.max(), scores)[1]
-    power = min(
-        float(np.linalg.lstsq(np.stack([np.ones(9), (costs[0] / costs.max()) ** p], axis=1), scores[0])[1].sum())
-        for p in np.geomspace(0.02, 10, 120)
-    )
-    # F of one more parameter than the power law's three, with 9 - 4 = 5 degrees of freedom
+    rises = [(costs[0] / costs.max()) ** power for power in np.geomspace(0.02, 10, 120)]
+    rises += [np.log1p(rate * costs[0] / costs.max()) for rate in np.geomspace(0.3, 3000, 80)]
+    power = min(float(np.linalg.lstsq(np.stack([np.ones(9), rise], axis=1), scores[0])[1].sum()) for rise in rises)
+    # F of one more parameter than the three of the power law and of the logarithm, with 9 - 4 = 5 degrees of freedom
     expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
     assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
     assert 1e-4 < expected < 0.5

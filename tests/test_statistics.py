@@ -65,6 +65,60 @@ def test_a_negative_variance_component_counts_as_zero() -> None:
     assert ours.crossed_variance(random).of_mean(5, 64) == close(interval.error**2)
 
 
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        ("abcd", [[0], [1], [2], [3]]),
+        ("aabbcc", [[0, 1], [2, 3], [4, 5]]),
+        ("abcbca", [[0, 5], [1, 3], [2, 4]]),
+        ("aaabbcd", [[0, 1, 2], [3, 4, 5], [6]]),  # b and c fill a block of 3, and d is left
+        ("aabc", [[0, 1], [2, 3]]),
+        ("aaab", [[0, 1, 2, 3]]),  # a has more than half
+        ("", []),
+    ],
+)
+def test_blocks_hold_whole_families_and_none_is_larger_than_the_largest(families: str, expected: object) -> None:
+    assert ours.blocks(families) == expected
+
+
+def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_problems() -> None:
+    # means 0.5 and 0.25 over 4 problems; blocks of 3 and 1 problems with means 2/3, 0 and 0, 1
+    # 0.5 + 2 * 3/4 (2/3 - 0.5) = 0.75, 0.5 + 2 * 1/4 (0 - 0.5) = 0.25; 0.25 + 1.5 (0 - 0.25) = -0.125, 0.625
+    scores = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    found = ours.in_blocks(scores, [[0, 1, 2], [3]])
+    assert found == close(np.array([[0.75, 0.25], [-0.125, 0.625]]))
+    assert found.mean(axis=1) == close(scores.mean(axis=1))
+    assert ours.in_blocks(scores, [[0, 2], [1, 3]]) == close(np.array([[0.5, 0.5], [0.0, 0.5]]))  # means of equal ones
+    assert ours.in_blocks(scores, [[0], [1], [2], [3]]) is scores
+    random = random_scores(np.random.default_rng(4), 1, 4, 64)[0]
+    assert ours.in_blocks(random, ours.blocks(sorted(range(64), key=lambda i: i % 7))).mean(axis=1) == close(
+        random.mean(axis=1)
+    )
+
+
+def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals() -> None:
+    # Cochran's: B / (B - 1) sum of (n_b / N)^2 (mean of b - mean)^2, with 5 blocks of 2 to 6 problems
+    sizes = np.array([2, 3, 4, 5, 6])
+    members = [list(range(end - size, end)) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    row = np.random.default_rng(5).random(20)
+    found = ours.t_interval(ours.in_blocks(row[None], members)[0])
+    means = np.array([row[one].mean() for one in members])
+    assert found is not None
+    assert found.error**2 == close(5 / 4 * ((sizes / 20) ** 2 * (means - row.mean()) ** 2).sum())
+
+
+def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest() -> None:
+    # 10 seeds without any spread, 2 blocks: the two-way interval has the df of both, Student's over the blocks has 1
+    rng = np.random.default_rng(6)
+    cells = np.array([0.4, 0.6]) + rng.normal(0, 0.08, (10, 1)) + rng.normal(0, 0.01, (10, 2))
+    student, crossed, blocks = ours.cautious_intervals(cells)
+    assert blocks == ours.t_interval(cells.mean(axis=0))
+    assert ours.cautious_interval(cells) == max(student, crossed, blocks, key=lambda one: one.high - one.low) == blocks
+    assert ours.cautious_interval(cells.mean(axis=1, keepdims=True)) == student  # a single block: these problems only
+    effect, *_ = anova(np.stack([cells.mean(axis=1), np.zeros(10)]), ["a"], np.stack([cells, 0 * cells]), 1e-9)
+    assert effect.p == close(ours.t_test(blocks))
+
+
 @pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
 def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
     assert ours.exact_interval(0.0, problems).high == close(1 - 0.025 ** (1 / problems))

@@ -125,7 +125,7 @@ COMPARED = {"algorithms": ["fake"], "tasks": ["fake"]}
         ({**STAGE, "at_most": 10**9}, {}, "seeds.at_most: Input should be less than or equal to 1000"),
         ({**STAGE, "width": 1}, {}, "seeds.width: unknown key 'width'; did you mean 'half_width'?"),
         ({"first": 4, "at_most": 16}, {}, "seeds.half_width: is required"),
-        (4, {}, "seeds: Input should be a valid list, got 4"),
+        (4, {}, "seeds must be a list of seeds, got 4; write seeds: [0, 1, 2, 3]"),
         (STAGE, {"design": "search", "search": SPACE}, "seeds must be a list in a study that searches;"),
         (STAGE, {"design": "compare", "compare": COMPARED, "search": {**SPACE, "seeds": [70]}},
          "seeds must be a list in a study that searches;"),

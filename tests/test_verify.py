@@ -183,6 +183,20 @@ def test_numbers_agree_to_the_rounding_of_another_machine_and_no_further():
         assert len(findings.mismatches) == differ
 
 
+def test_a_family_that_the_completions_do_not_have_is_found(folder: Path):
+    file = events_files(folder)[0]
+    forged: list[str] = []
+
+    def forge(event: dict[str, Any]) -> None:
+        if event["type"] == "per_problem":
+            forged.append(min(event["fractions"]))
+            event["families"] = {forged[0]: "one"}
+
+    rewrite(file, forge)
+    reseal(folder)
+    assert f"families/{forged[0]}" in {one.place for one in verified(folder).mismatches}
+
+
 # One digit ---------------------------------------------------------------------------------------------------------
 
 

@@ -104,15 +104,16 @@ class Result:
 
             arm, seed          of the trial
             prompt_id          of the problem: the same in all arms, seeds and machines
+            family             of the problem; None if it has none
             accuracy           samples that were right at the end (fraction)
             accuracy_initial   the same before the first step; NaN unless evaluation.test_at_start was set
         """
         rows = [
-            (trial.arm, trial.seed, prompt, accuracy, trial.start_per_problem.get(prompt))
+            (trial.arm, trial.seed, prompt, trial.families.get(prompt), accuracy, trial.start_per_problem.get(prompt))
             for trial in self._record.trials
             for prompt, accuracy in trial.per_problem.items()
         ]
-        return frame_of(["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"], rows)
+        return frame_of(["arm", "seed", "prompt_id", "family", "accuracy", "accuracy_initial"], rows)
 
     @cached_property
     def rollouts(self) -> pd.DataFrame:

@@ -324,6 +324,8 @@ def _check_evaluation(
         known: Mapping[str, float] = getattr(history, name)
         for prompt in sorted({*scores, *known}):
             place.compare("completions", EVENTS, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
+            families = [found.families.get(prompt) for found in (history, result)]
+            place.compare("completions", EVENTS, f"families/{prompt}", *families)
 
 
 def _check_verdicts(file: str, rows: Sequence[Mapping[str, Any]], graded: Sequence[GradedGroup], place: Place) -> None:

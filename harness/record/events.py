@@ -29,6 +29,7 @@ class RunHistory:
     sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
     per_problem: dict[str, float] = field(default_factory=dict)
     start_per_problem: dict[str, float] = field(default_factory=dict)
+    families: dict[str, str] = field(default_factory=dict)
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
     attempts: list[dict[str, Any]] = field(default_factory=list)
     finish: list[dict[str, Any]] = field(default_factory=list)
@@ -52,6 +53,7 @@ class RunHistory:
             known = self.start_per_problem if event.get("area") == "start" else self.per_problem
             known.clear()
             known.update(event["fractions"])
+            self.families.update(event.get("families", {}))
         elif event["type"] == "kept":
             self.kept[event["file"]] = (event["step"], event["sha256"])
         elif event["type"] == "finish":

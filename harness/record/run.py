@@ -233,10 +233,11 @@ class RunLog:
             dicts = [dataclasses.asdict(row) for row in rows]
             self._append({"type": "samples", "step": max(row.step for row in rows), "rows": dicts})
 
-    def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
+    def per_problem(self, fractions: Mapping[str, float], area: str = "test", families: Mapping[str, str] = {}) -> None:
         """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""
+        known: dict[str, Any] = {"families": dict(families)} if families else {}
         step = self._progress["step"]
-        self._append({"type": "per_problem", "step": step, "area": area, "fractions": dict(fractions)})
+        self._append({"type": "per_problem", "step": step, "area": area, "fractions": dict(fractions), **known})
 
     def kept(self, step: int, file: str, digest: str) -> None:
         """Record that the run has kept a file in its folder (`folder/name`), and the file's SHA-256."""

@@ -49,6 +49,7 @@ class TrialRecord:
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had; the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
+    families    test prompt id -> family, of the problems that have one
     """
 
     trial: str
@@ -65,6 +66,7 @@ class TrialRecord:
     threads: Sequence[str] = ()
     start_per_problem: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # of its last attempt
+    families: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,7 @@ def read_trial(directory: Path) -> TrialRecord | None:
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
             start_per_problem=dict(history.start_per_problem),
             versions=info.versions,
+            families={str(problem): str(family) for problem, family in history.families.items()},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(

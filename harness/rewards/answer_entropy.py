@@ -27,7 +27,8 @@ class AnswerEntropy(Reward):
         counts = votes(group.classes)
         surprise = [-log((1 if c is None else counts[c]) / len(group.classes)) for c in group.classes]
         entropy = sum(surprise) / len(surprise)
-        within = self.min_entropy <= entropy <= (inf if self.max_entropy is None else self.max_entropy)
+        most = inf if self.max_entropy is None else self.max_entropy
+        within = self.min_entropy - 1e-9 <= entropy <= most + 1e-9  # the entropy of 7 answers is above ln 7 by rounding
         return [-value if within else 0.0 for value in surprise]
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:

@@ -86,7 +86,8 @@ def winners(voters: Classes, min_share: float = 0.0) -> set[int]:
     """The classes with the most votes, several in a tie; none where that is less than `min_share` of the voters."""
     counts = votes(voters)
     most = max(counts.values(), default=0)
-    return {c for c, count in counts.items() if count == most >= min_share * len(voters)}
+    least = min_share * len(voters) - 1e-9  # 0.28 of 25 is more than 7 by rounding
+    return {c for c, count in counts.items() if count == most >= least}
 
 
 def majority_correct(group: GradedGroup) -> float:

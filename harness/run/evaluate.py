@@ -114,7 +114,8 @@ def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) 
 
 def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> EvaluationResult:
     counts = {score.prompt_id: int(score.sums["accuracy"]) for score in scores}
-    return EvaluationResult(split, sample_metrics(scores), counts, [], breakdown(prompts, scores))
+    families = {prompt.id: prompt.family for prompt in prompts if prompt.family}
+    return EvaluationResult(split, sample_metrics(scores), counts, [], breakdown(prompts, scores), families)
 
 
 def _sampled(
@@ -265,7 +266,7 @@ def logged_evaluation(
     area: str = "",
 ) -> EvaluationResult:
     """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name,
-    or `start` for test problems before training. For test problems, each problem's fractions are logged too.
+    or `start` for test problems before training. For test problems, each problem's fraction and family are logged too.
 
     The run's folder keeps all completions, so that the numbers can be verified.
     """
@@ -279,7 +280,8 @@ def logged_evaluation(
     log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
     if split == "test":
         k = result.metrics["num_samples"]
-        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area)
+        fractions = {prompt: count / k for prompt, count in result.correct_counts.items()}
+        log.per_problem(fractions, area, result.families)
     if area == split:
         log.samples(result.samples)
     return result

@@ -207,6 +207,7 @@ def completion_row(group: Group, greedy: Group) -> dict[str, Any]:
     """A problem with its samples and its greedy completion, as `groups_of` reads it."""
     prompt = group.prompt
     row: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "gold": prompt.gold, "tags": prompt.tags}
+    row["family"] = prompt.family
     for name, one in (("samples", group), ("greedy", greedy)):
         row[name] = [(rollout.text, len(rollout.token_ids), rollout.finish_reason) for rollout in one.rollouts]
     return row
@@ -218,7 +219,7 @@ def groups_of(row: Mapping[str, Any]) -> tuple[Group, Group]:
     ValueError, KeyError or TypeError for a row that it did not write.
     """
     tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
-    prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags)
+    prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags, str(row.get("family", "")))
     samples, greedy = (Group(prompt, (), tuple(_read(*one) for one in row[name])) for name in ("samples", "greedy"))
     return samples, greedy
 

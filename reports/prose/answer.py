@@ -213,7 +213,8 @@ def _detectable(analysis: Analysis) -> str:
     if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):
         return ""
     if analysis.outcome.is_fraction and max(sizes) >= 1:
-        return "with so few seeds no difference, however large, would reliably be found"
+        few = "seeds or families of problems" if analysis.outcome.families else "seeds"
+        return f"with so few {few} no difference, however large, would reliably be found"
     size = wording.points(max(sizes), analysis.outcome.name)
     return f"a difference of about {size} would be found in 4 of 5 such studies"
 

@@ -9,7 +9,7 @@ from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA, any_time_width
-from ..trials import arm_specs, search_of, setting, share_of_alpha
+from ..trials import Outcome, arm_specs, search_of, setting, share_of_alpha
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -26,7 +26,10 @@ def interval_method(analysis: Analysis) -> str:
             "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
             "could give another result."
         )
-    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
+    reach = "seeds (for these test problems only)"
+    if analysis.outcome.per_problem:
+        related = bool(analysis.outcome.families)
+        reach = f"seeds and {'families of test problems' if related else 'test problems, taken as independent,'}"
     text = f"Each interval by itself covers the mean over {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(counts) < 2:
@@ -53,11 +56,31 @@ def interval_reading(analysis: Analysis) -> str:
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
             "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It holds for new seeds "
             "and new problems of the same kind, not for other tasks, models or cold starts. Student's interval and "
-            f"the bootstrap over seeds hold for new seeds on these test problems only.{seeds}"
+            "the bootstrap over seeds hold for new seeds on these test problems only."
+            f"{_related(analysis.outcome)}{seeds}"
         )
+    why = "Scores of single problems are not known for this metric, or not of the same problems in all trials"
+    if analysis.outcome.families:
+        why = "More than half of the test problems are of one family"
     return (
-        "The stated interval is Student's t interval over seeds. Scores of single problems are not known for this "
-        f"metric, so it holds for new seeds on these test problems, and is too narrow for new problems.{seeds}"
+        f"The stated interval is Student's t interval over seeds. {why}, so it holds for new seeds on these test "
+        f"problems, and is too narrow for new problems.{seeds}"
+    )
+
+
+def _related(outcome: Outcome) -> str:
+    """A sentence or two on related problems."""
+    if not outcome.families:
+        return (
+            " The task names no families of problems, so problems count as independent: if some are variants of one "
+            "template, the intervals are too narrow and p is too small."
+        )
+    problems, named = sum(map(len, outcome.blocks)), len(outcome.families)
+    alone = f"; {problems - named} name none and count as one each" if named < problems else ""
+    return (
+        f" Families of the {problems} test problems: {len(set(outcome.families.values()))}{alone}. "
+        f"{len(outcome.blocks)} blocks of whole families stand for the problems, so the intervals hold for new "
+        "families; Student's interval over the blocks counts too."
     )
 
 
@@ -350,8 +373,8 @@ def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
         f"Accuracy is the mean over problems of {wording.plural(samples, 'sample')} each at temperature {temperature}."
     )
     if is_test:
-        cells = next((arm.cells for arm in analysis.arms if arm.cells is not None), None)
-        problems = f"the same {cells.shape[1]} test problems are" if cells is not None else "the test split is"
+        count = next((arm.num_problems for arm in analysis.arms if arm.cells is not None), 0)
+        problems = f"the same {count} test problems are" if count else "the test split is"
         text += f" Curves use the validation split; {problems} scored once, at the end of each run."
     return "What accuracy means", text
 

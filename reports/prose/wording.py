@@ -85,7 +85,7 @@ def p_value(p: float) -> str:
     if p < 0.001:
         return "< 0.001"
     text = f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
-    return f"{p:.5f}" if (float(text) < ALPHA) != (p < ALPHA) else text
+    return min(f"{p:.5f}", "0.04999") if (float(text) < ALPHA) != (p < ALPHA) else text
 
 
 def p_equals(p: float) -> str:
