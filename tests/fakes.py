@@ -62,8 +62,9 @@ class MemoryLog:
     def prompt(self, text):
         self.first_prompt = text
 
-    def resume(self, step):
+    def resume(self, step, threads=()):
         self.resumed_at.append(step)
+        self.threads = [*threads]
         self.events = [(s, values) for s, values in self.events if s <= step]
 
     def sync(self):

@@ -106,7 +106,8 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
     spec = parse_run({**RUN, **changes}, name)
     result = train(spec, folder / name, log, cache=folder / "cache", should_stop=should_stop)
     if ranks.rank() == 0:
-        document = {"state": result.state, "reason": result.reason, "events": log.without_clocks()}
+        ended = {"state": result.state, "reason": result.reason, "threads": log.threads}
+        document = {**ended, "events": log.without_clocks()}
         (folder / name / "log.json").write_text(json.dumps(document))
 
 

@@ -70,6 +70,7 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
 def check_equal(name: str, one: Path, two: Path) -> None:
     alone, both = (json.loads((folder / "log.json").read_text()) for folder in (one, two))
     assert alone["state"] == both["state"] == "complete", name
+    assert len(alone["threads"]) == 1 and both["threads"] == [1, 1]
     assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]], name
     for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
         assert values.keys() == others.keys(), (name, step)

@@ -182,8 +182,11 @@ class RunLog:
     def _write_info(self) -> None:
         write_json(self.directory / INFO, dataclasses.asdict(self._info))
 
-    def resume(self, step: int) -> None:
-        """Keep the events up to `step` (none for -1) and continue from there; call before logging anything."""
+    def resume(self, step: int, threads: Sequence[int] = ()) -> None:
+        """Keep the events up to `step` (none for -1) and continue from there; call before logging anything.
+
+        `threads` has the number of each of the run's processes, by default what this one's environment says.
+        """
         assert self._file is None, "resume() comes before the first event"
         events = read_events(self._path)
         if is_torn(self._path):
@@ -192,8 +195,8 @@ class RunLog:
         write_text(self._path, "".join(event_line(event) for event in kept))
         self._file = self._path.open("a", encoding="utf-8")
         self._num_events = _num_events(kept)
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        attempt = {"host": platform.node(), "pid": os.getpid(), "threads": threads}
+        counts = "+".join(map(str, threads)) or os.environ.get("OMP_NUM_THREADS", "")
+        attempt = {"host": platform.node(), "pid": os.getpid(), "threads": counts}
         self._append({"type": "start", **self._info.identity(), **attempt})
         latest = read_history(self._path).latest()
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}

@@ -47,7 +47,7 @@ class TrialRecord:
                 generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent if not reached
     per_problem test prompt id -> fraction of its samples that were correct, at the end; empty if not reached
     factors     dotted path -> level of this arm, for every factor of the study
-    threads     every number of threads that one of its workers had; the last bits depend on it
+    threads     every number of threads that one of its workers had (`1+1` on two devices); the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
     families    test prompt id -> family, of the problems that have one
     """

@@ -231,7 +231,8 @@ def prepare(
         return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress["num_events"]))
 
     checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
-    log.resume(checkpoint.step if checkpoint else -1)
+    threads = ranks.shared(range(ranks.world_size()), lambda own: [torch.get_num_threads()] * len(own))
+    log.resume(checkpoint.step if checkpoint else -1, threads)
 
     def watch_cold_start(phase: str, done: int, total: int) -> None:
         log.progress(phase, done, total)
