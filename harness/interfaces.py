@@ -6,14 +6,30 @@ settings of their section in a spec; an engine has state, so its settings are a 
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
 
 from pydantic import Field
 
-from .data import Batch, Call, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, Section, Split
+from .data import (
+    Batch,
+    Call,
+    Demonstration,
+    FinishReason,
+    GradedGroup,
+    Group,
+    InvalidRun,
+    PolicyOutput,
+    Prompt,
+    Rollout,
+    Section,
+    Split,
+)  # fmt: skip
 from .ground.inputs import Sources
 
 if TYPE_CHECKING:
@@ -333,6 +349,24 @@ class RolloutEngine(ABC):
         """
         return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
+    def sample(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        """The groups of `generate`; InvalidRun, which names the class, for what no sampling of these prompts gives."""
+        found: Any = self.generate(prompts, group_size, sampling, seed=seed, step=step)
+        groups: Any = found if isinstance(found, list | tuple) else []
+        wrong = ""
+        if len(groups) != len(prompts) or not all(isinstance(group, Group) for group in groups):
+            wrong = f"{len(groups)} groups for {len(prompts)} prompts" if groups else f"{found!r:.40}"
+        for prompt, group in () if wrong else zip(prompts, groups, strict=True):
+            if group.prompt.id != prompt.id or len(group.rollouts) != group_size:
+                wrong = f"{len(group.rollouts)} of {group.prompt.id!r:.40} for {group_size} of prompt {prompt.id!r:.40}"
+            wrong = wrong or next(filter(None, (_flaw(one, sampling.max_tokens) for one in group.rollouts)), "")
+        if not wrong:
+            return list(groups)
+        name, place = type(self).__name__, inspect.getfile(type(self))
+        raise InvalidRun(f"{name}.generate must give a group of completions for each prompt, got {wrong}; see {place}")
+
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample from these weights from now on, after `sleep` too; `version` is the number of training steps that made
@@ -363,3 +397,15 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release everything that the engine holds; it is not used again."""
+
+
+def _flaw(rollout: Rollout, max_tokens: int | None) -> str:
+    """What a completion that was sampled cannot be; empty if it can."""
+    ids, logprobs = rollout.token_ids, rollout.logprobs
+    if not isinstance(rollout.text, str) or rollout.finish_reason not in get_args(FinishReason):
+        return f"the text {rollout.text!r:.40} with finish_reason {rollout.finish_reason!r:.40}"
+    if not ids or not all(isinstance(one, Integral) and one >= 0 for one in ids) or len(ids) > (max_tokens or len(ids)):
+        return f"{len(ids)} token ids {ids!r:.40} (at most {max_tokens})"
+    if len(logprobs) != len(ids) or not all(isinstance(one, Real) and math.isfinite(one) for one in logprobs):
+        return f"{len(logprobs)} log-probs {logprobs!r:.40} for {len(ids)} tokens"
+    return ""

@@ -203,7 +203,7 @@ def _continued(
             some = order[begin : begin + PROMPTS_AT_ONCE]
             sampling = Sampling(temperature=0.0, max_tokens=sizes[some[-1]] + 1)
             with mixed_precision(resolve_device(spec.device), spec.autocast):
-                groups = engine.generate([prompts[key] for key in some], 1, sampling, seed=spec.seed, step=0)
+                groups = engine.sample([prompts[key] for key in some], 1, sampling, seed=spec.seed, step=0)
             for key, group in zip(some, groups, strict=True):
                 found[key] = _first_words(group.rollouts[0].text, len(words(parts[key][1])))
             on_progress(len(found), len(order))

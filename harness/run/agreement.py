@@ -47,7 +47,7 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     device = resolve_device(spec.device)
     with mixed_precision(device, spec.autocast):
         key = {"seed": spec.seed, "step": NOISE + step}
-        draw = partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key)
+        draw = partial(engine.sample, group_size=NUM_SAMPLES, sampling=sampling, **key)
         groups = ranks.shared(chosen, draw, spec.engine.processes)
         batch = collate(groups).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)

@@ -135,7 +135,7 @@ def _sampled(
         for start in range(0, count, most):
             seed = spec.seed if not start else int(generator("evaluation", spec.seed, start).integers(2**63))
             size = min(most, count - start)
-            draw = partial(engine.generate, group_size=size, sampling=sampling, seed=seed, step=step)
+            draw = partial(engine.sample, group_size=size, sampling=sampling, seed=seed, step=step)
             calls.append(ranks.shared(prompts, draw, spec.engine.processes))
     parts = zip(*calls, strict=True)
     return [replace(same[0], rollouts=tuple(r for group in same for r in group.rollouts)) for same in parts]

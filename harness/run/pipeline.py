@@ -290,7 +290,7 @@ def kept_answers(
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
         part = prompts[first : first + PROMPTS_AT_ONCE]
         with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups = engine.generate(part, settings.num_samples, spec.sampling_with_limit(), seed=spec.seed, step=0)
+            groups = engine.sample(part, settings.num_samples, spec.sampling_with_limit(), seed=spec.seed, step=0)
         for graded in grade(spec.task, groups, spec.max_tokens):
             rows = zip(graded.completions, graded.correct or (), graded.truncated, strict=True)
             correct = [text for text, is_correct, cut in rows if is_correct and not cut]

@@ -95,6 +95,8 @@ def credited(algorithm: Algorithm, batch: Batch) -> Batch:
     found, shape = done.advantages_BT, list(batch.completion_mask_BT.shape)
     if found is None or list(found.shape) != shape:
         got = "none" if found is None else f"shape {list(found.shape)}"
+    elif done.tokens_BT is not batch.tokens_BT or done.completion_mask_BT is not batch.completion_mask_BT:
+        got = "other tokens too"
     elif found.isfinite().all():
         return done
     else:
@@ -182,7 +184,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
         chosen = further_prompts(prompts, spec.seed, step, drawn.num_batches, count, ids)
 
     def sampled(group_size: int, sampling: Sampling) -> list[Group]:
-        draw = partial(run.engine.generate, group_size=group_size, sampling=sampling, seed=spec.seed, step=step)
+        draw = partial(run.engine.sample, group_size=group_size, sampling=sampling, seed=spec.seed, step=step)
         return ranks.shared(chosen, draw, spec.engine.processes)
 
     sampling = spec.sampling_with_limit()
