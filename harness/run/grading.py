@@ -29,7 +29,7 @@ from ..spec.run import RunSpec
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made
 OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation; after that, each group has one
-MOST_PAID = 1e30  # by a reward, so that weighted sums stay finite in float32
+MOST_PAID = 1e12  # by a reward, also times its weight, so that sums of squares stay finite in float32
 
 _thread = ThreadPoolExecutor(1, "grading")  # one for all runs of the process: a thread that compares has its own child
 
@@ -65,6 +65,10 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
                     representatives.append(answer)
         question, gold = group.prompt.text, group.prompt.gold
         is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
+        formats = tuple(task.format_score(rollout.text) for rollout in group.rollouts)
+        if odd := [v for v in is_gold if v not in (True, False)] + [f for f in formats if not 0 <= f <= 1]:
+            told = "equivalent must return a bool and format_score a number from 0 to 1"
+            raise InvalidRun(f"{type(task).__name__}.{told}, got {odd[0]!r:.40} for problem '{group.prompt.id}'")
         correct: dict[str | None, bool] = {None: False}
         votes: dict[str | None, int | None] = {None: None}
         scores: dict[str | None, float] = {None: 0.0}
@@ -78,7 +82,7 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
             num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
             truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
             classes=tuple(votes[answer] for answer in answers),
-            format_scores=tuple(task.format_score(text) for text in texts),
+            format_scores=formats,
             reasoning_chars=tuple(len(task.reasoning(text)) for text in texts),
             correct=tuple(correct[answer] for answer in answers),
             scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
@@ -158,14 +162,15 @@ def score(
 def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: Any, count: int | None) -> list[float]:
     """What a reward gave for a group, if it is a list of `count` (None: any number of) finite numbers; InvalidRun
     otherwise, which names reward, step and problem."""
+    most = MOST_PAID / max(1.0, abs(reward.weight))
     if not isinstance(values, list | tuple) or count not in (None, len(values)):
         wrong = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)
-    elif not (bad := [v for v in values if not isinstance(v, int | float) or not abs(v) <= MOST_PAID]):
+    elif not (bad := [v for v in values if not isinstance(v, int | float) or not abs(v) <= most]):
         return list(values)
     else:
-        wrong = "a number of over 30 digits" if isinstance(bad[0], int) else repr(bad[0])
+        wrong = "a number of too many digits" if isinstance(bad[0], int) else repr(bad[0])
     raise InvalidRun(
-        f"reward '{name}' must give a list with one finite number of Python (at most {MOST_PAID:g}) for each of the "
+        f"reward '{name}' must give a list with one finite number of Python (at most {most:g}) for each of the "
         f"{len(group.completions)} completions, and pairs (character, number) for steps, got {wrong:.60} for problem "
         f"{group.prompt_id} in step {step}; correct {type(reward).__name__} in {inspect.getfile(type(reward))}"
     )
