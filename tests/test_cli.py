@@ -372,7 +372,7 @@ def test_stored_completions_are_graded_again(cohort: Shell, tmp_path: Path):
     assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
     assert "Graders disagree on" in cohort.out
     assert "2 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 1
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 2
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():

@@ -27,8 +27,8 @@ CREDIT = [f"advantages {words}" for words in (
     "of prompts", "alone", "nothing", "of half", "other tokens")]  # fmt: skip
 LOSS = [f"loss {words}" for words in (
     "nan", "inf", "number", "alone", "nothing", "vector", "detached", "on no device", "without metrics",
-    "metric number", "metric nan", "metric vector", "hidden nan", "weights nan", "weights of rows", "weights doubled", "weights zero",
-    "weights nothing")]  # fmt: skip
+    "metric number", "metric nan", "metric vector", "hidden nan", "weights nan", "weights of rows",
+    "weights doubled", "weights zero", "weights nothing")]  # fmt: skip
 SAMPLED = (
     "too few groups", "too many groups", "no groups", "nothing", "groups in another order", "one group twice",
     "too few samples", "fewer samples everywhere", "no samples", "no tokens", "a log-prob less", "no log-probs",
@@ -47,7 +47,8 @@ ODD: dict[str, Sequence[str]] = {
 }  # fmt: skip
 CHOICES = {
     "advantages of prompts": "another credit", "advantages whole": "another credit",
-    "loss weights doubled": "other weights", "loss weights zero": "no weight is another weight", "loss detached": "no gradient is another gradient",
+    "loss weights doubled": "other weights", "loss weights zero": "no weight is another weight",
+    "loss detached": "no gradient is another gradient",
     "another text": "its tokens are not decoded again", "another end": "a stop text may end a completion",
     "another prompt's tokens": "a prompt is not encoded again", "log-probs moved": "bounded by gates.mismatch_kl",
 }  # fmt: skip
