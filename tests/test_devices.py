@@ -55,7 +55,7 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
         check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
     alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
     assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
-    assert largest_difference(tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED) <= 1e-5
+    check_weights(RESUMED, tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED)
 
 
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
@@ -85,13 +85,15 @@ def check_equal(name: str, one: Path, two: Path) -> None:
         assert len(rollouts) == 1, (name, step)
     start, end = tiny_model(0).state_dict(), last_policy(one)
     assert max(float((end[key] - start[key]).abs().max()) for key in end) > 1e-4, name
-    assert largest_difference(one, two) <= 1e-5, name
+    check_weights(name, one, two)
 
 
-def largest_difference(one: Path, two: Path) -> float:
+def check_weights(name: str, one: Path, two: Path) -> None:
     first, second = last_policy(one), last_policy(two)
     assert first.keys() == second.keys()
-    return max(float((first[key] - second[key]).abs().max()) for key in first)
+    different = torch.cat([(first[key] - second[key]).abs().flatten() for key in first])
+    # AdamW moves a weight by up to the rate (1e-4) a step, even if its gradient is little more than rounding.
+    assert different.max() <= 1e-4 and (different > 1e-6).double().mean() <= 1e-4, name
 
 
 def last_policy(directory: Path) -> dict[str, torch.Tensor]:

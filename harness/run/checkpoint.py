@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -32,6 +32,7 @@ from ..record.run import CHECKPOINTS, LEARNER, LEARNERS, STATE
 from ..spec.run import RunSpec
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,38 @@ class Checkpoint:
 
 
 class Writer:
-    """Does one piece of work at a time in a thread of its own. Its error is raised here, by whatever asks next."""
+    """Writes one checkpoint at a time in a thread of its own. Its error is raised here, by whatever asks next."""
 
     def __init__(self) -> None:
         self.group = ranks.apart()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._copied = threading.Event()  # or failed to be
+        self._copied.set()
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """Start it when the one before has ended."""
+    def begin(self, copy: Callable[[], T], write: Callable[[T], None], *, aside: bool) -> None:
+        """Start to write what `copy` returns when the one before is written. `aside`: the thread copies too, and what
+        it copies must not change until `wait_copied` returns."""
+        self.check(wait=True)
+        copies = None if aside else copy()
+        self._copied.clear()
 
         def run() -> None:
             try:
-                work()
+                given = copy() if copies is None else copies
+                self._copied.set()
+                write(given)
             except BaseException as error:
                 self._error = error
+            finally:
+                self._copied.set()
 
-        self.check(wait=True)
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Return when nothing of the run's own state is still to be copied."""
+        self._copied.wait()
 
     def check(self, *, wait: bool = False) -> None:
         """Raise the error of the work if it has ended with one; `wait` for its end."""

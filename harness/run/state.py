@@ -119,8 +119,9 @@ class Run:
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
 
     def save(self, step: int, *, is_last: bool = False) -> None:
-        """Copy what the checkpoint of training step `step` holds, and begin to write it; `prepare` can continue from it
-        with any number of devices. `is_last`: nothing is trained any more, so it needs no optimiser's state."""
+        """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
+        devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. A run that is alone in its
+        process and samples from its newest weights is copied while it samples; `annotated` waits for the copies."""
         self.writer.check(wait=True)  # one copy at a time
         progress = {
             "totals": vars(self.totals),
@@ -131,15 +132,19 @@ class Run:
             "ledger": self.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
-        weights = kept(saved_weights(self.learner.policy), on_first=self.spec.lora is not None)
-        write = partial(
+
+        def copy() -> dict[str, Any]:
+            weights = kept(saved_weights(self.learner.policy), on_first=self.spec.lora is not None)
+            return {"weights": weights, "learner_state": self.learner.state(to_train=not is_last)}
+
+        save = partial(
             save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(),
-            policy=self.learner.policy, weights=weights, tokenizer=self.tokenizer,
-            learner_state=self.learner.state(to_train=not is_last), progress=deepcopy(progress),
+            policy=self.learner.policy, tokenizer=self.tokenizer, progress=deepcopy(progress),
             keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base, is_last=is_last,
             group=self.writer.group,
         )  # fmt: skip
-        self.writer.begin(write)
+        aside = self.models.is_alone and ranks.world_size() == 1 and not self.spec.staleness
+        self.writer.begin(copy, lambda copies: save(**copies), aside=aside)
 
     def close(self) -> None:
         """Wait for the last checkpoint, unless a user ends the process at once, and end the engine."""

@@ -228,6 +228,7 @@ def further_prompts(
 def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
     """The batch of the groups, still without rewards, as the learner annotates it; what it sets for the step."""
     batch = collate(groups).to(resolve_device(run.spec.device))
+    run.writer.wait_copied()  # nothing below may change weights or moments before
     scheduled = run.learner.begin_step(step)
     return run.learner.annotate(batch), scheduled
 
