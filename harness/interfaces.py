@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from inspect import isfunction
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
@@ -111,6 +112,26 @@ class Algorithm(Section, ABC):
     @abstractmethod
     def advantages(self, batch: Batch) -> Batch:
         """The batch with `advantages_BT` (and `returns_BT` for a critic) filled in; 0 outside the completions."""
+
+    def credited(self, batch: Batch) -> Batch:
+        """The batch of `advantages`. ValueError, which names the class, unless they are numbers [B, T], as finite as
+        what they were computed from, and the tokens are the same."""
+        done, shape = self.advantages(batch), list(batch.completion_mask_BT.shape)
+        found = done.advantages_BT
+        if found is None or list(found.shape) != shape:
+            got = "none" if found is None else f"shape {list(found.shape)}"
+        elif done.tokens_BT is not batch.tokens_BT or done.completion_mask_BT is not batch.completion_mask_BT:
+            got = "other tokens too"
+        elif found.isfinite().all():
+            return done
+        else:
+            read: Iterable[Any] = (getattr(batch, one.name) for one in fields(batch))
+            if not all(value.isfinite().all() for value in read if hasattr(value, "isfinite")):
+                return done
+            got = "numbers that are not finite"
+        name, place = type(self).__name__, inspect.getfile(type(self))
+        rule = f"{name}.advantages must fill advantages_BT with finite numbers of shape {shape}"
+        raise ValueError(f"{rule}, got {got}; correct {name}.advantages in {place}")
 
     @abstractmethod
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

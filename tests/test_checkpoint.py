@@ -117,7 +117,7 @@ def test_one_checkpoint_is_written_at_a_time_and_its_error_is_raised_by_whatever
         writer.begin(lambda: None, lambda _: done.append(9), aside=True)
     writer.check(wait=True)  # it is told once
     writer.begin(lambda: fail(None), lambda _: done.append(9), aside=True)  # a copy that fails holds nobody up
-    writer.wait_copied()
+    writer.copied.wait()
     with pytest.raises(OSError, match="No space left"):
         writer.check(wait=True)
     assert done == [0, 1, 2]

@@ -15,7 +15,7 @@ from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import credited, rollout_metrics, train_step
+from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
 from cohort.tasks.arithmetic import Arithmetic
@@ -237,10 +237,10 @@ def test_advantages_of_a_wrong_shape_or_not_finite_are_an_error_that_names_the_c
     batch = batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2)
     rule = r"Broken.advantages must fill advantages_BT with finite numbers of shape \[2, 2\], "
     with pytest.raises(ValueError, match=f"{rule}{got}; correct Broken.advantages in .*test_grading.py"):
-        credited(Broken(group_size=2), batch)
+        Broken(group_size=2).credited(batch)
 
 
 def test_advantages_of_a_batch_that_is_not_finite_itself_are_the_losss_to_refuse(monkeypatch):
     batch = batch_of([[1, 1], [1, 1]], [math.nan, 0.0], 2)
     monkeypatch.setattr(Broken, "found", torch.full((2, 2), math.nan))
-    assert credited(Broken(group_size=2), batch).advantages_BT is Broken.found
+    assert Broken(group_size=2).credited(batch).advantages_BT is Broken.found

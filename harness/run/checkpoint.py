@@ -65,32 +65,28 @@ class Writer:
         self.group = ranks.apart()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._copied = threading.Event()  # or failed to be
-        self._copied.set()
+        self.copied = threading.Event()  # nothing of the run's own state is still to be copied
+        self.copied.set()
 
     def begin(self, copy: Callable[[], T], write: Callable[[T], None], *, aside: bool) -> None:
         """Start to write what `copy` returns when the one before is written. `aside`: the thread copies too, and what
-        it copies must not change until `wait_copied` returns."""
+        it copies must not change before `copied` is set."""
         self.check(wait=True)
         copies = None if aside else copy()
-        self._copied.clear()
+        self.copied.clear()
 
         def run() -> None:
             try:
                 given = copy() if copies is None else copies
-                self._copied.set()
+                self.copied.set()
                 write(given)
             except BaseException as error:
                 self._error = error
             finally:
-                self._copied.set()
+                self.copied.set()
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def wait_copied(self) -> None:
-        """Return when nothing of the run's own state is still to be copied."""
-        self._copied.wait()
 
     def check(self, *, wait: bool = False) -> None:
         """Raise the error of the work if it has ended with one; `wait` for its end."""

@@ -9,12 +9,11 @@ may draw them again.
 """
 
 import bisect
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.streams import generator
 from ..ground.tensors import pad_right
-from ..interfaces import Algorithm, Distribution
+from ..interfaces import Distribution
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
@@ -70,7 +69,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     if batch is None:
         batch, scheduled = annotated(run, chosen.groups, step)
     batch = rewarded(batch, chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
-    batch = credited(learner.algorithm, batch)
+    batch = learner.algorithm.credited(batch)
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
     updated = learner.update(batch, step)
@@ -86,27 +85,6 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         clock.metrics,
     )  # fmt: skip
     return metrics, drawn
-
-
-def credited(algorithm: Algorithm, batch: Batch) -> Batch:
-    """The batch with its advantages. ValueError, which names the class, unless they are numbers [B, T], as finite as
-    what they were computed from."""
-    done = algorithm.advantages(batch)
-    found, shape = done.advantages_BT, list(batch.completion_mask_BT.shape)
-    if found is None or list(found.shape) != shape:
-        got = "none" if found is None else f"shape {list(found.shape)}"
-    elif done.tokens_BT is not batch.tokens_BT or done.completion_mask_BT is not batch.completion_mask_BT:
-        got = "other tokens too"
-    elif found.isfinite().all():
-        return done
-    else:
-        read = (getattr(batch, one.name) for one in fields(batch))
-        if not all(value.isfinite().all() for value in read if isinstance(value, torch.Tensor)):
-            return done
-        got = "numbers that are not finite"
-    name, place = type(algorithm).__name__, inspect.getfile(type(algorithm))
-    rule = f"{name}.advantages must fill advantages_BT with finite numbers of shape {shape}"
-    raise ValueError(f"{rule}, got {got}; correct {name}.advantages in {place}")
 
 
 class Clock:
@@ -228,7 +206,7 @@ def further_prompts(
 def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
     """The batch of the groups, still without rewards, as the learner annotates it; what it sets for the step."""
     batch = collate(groups).to(resolve_device(run.spec.device))
-    run.writer.wait_copied()  # nothing below may change weights or moments before
+    run.writer.copied.wait()  # nothing below may change weights or moments before
     scheduled = run.learner.begin_step(step)
     return run.learner.annotate(batch), scheduled
 
