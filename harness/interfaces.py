@@ -428,5 +428,6 @@ def _flaw(rollout: Rollout, max_tokens: int | None) -> str:
     if not ids or not all(isinstance(one, Integral) and one >= 0 for one in ids) or len(ids) > (max_tokens or len(ids)):
         return f"{len(ids)} token ids {ids!r:.40} (at most {max_tokens})"
     if len(logprobs) != len(ids) or not all(isinstance(one, Real) and math.isfinite(one) for one in logprobs):
-        return f"{len(logprobs)} log-probs {logprobs!r:.40} for {len(ids)} tokens"
+        told = f"{len(logprobs)} log-probs {logprobs!r:.40} for {len(ids)} tokens"
+        return f"{told} (NaN also where the policy diverged: lower optimizer.learning_rate)"
     return ""

@@ -32,9 +32,9 @@ class WatchedEngine:
         numbers = [value.numpy().tobytes() for value in self.policy.state_dict().values()]
         return hashlib.sha256(b"".join(numbers)).hexdigest()
 
-    def generate(self, *arguments, **settings):
+    def sample(self, *arguments, **settings):
         self.sampled.append(self.fingerprint())
-        return self.engine.generate(*arguments, **settings)
+        return self.engine.sample(*arguments, **settings)
 
     def load_weights(self, weights, version):
         self.engine.load_weights(weights, version)
