@@ -22,6 +22,7 @@ from .prose.answer import answer, progress
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from .scaling import Scalings
 from .statistics import SIMULATED_COVERAGE, Interval
+from .suites import suite, suite_rows
 from .trials import ArmSummary, score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
@@ -93,6 +94,7 @@ def page_values(
         "capability": _capability(capable),
         "scaling": _scaling(analysis, scaled),
         "accuracies_reading": accuracies_reading(analysis),
+        "suite": suite_rows(suite(analysis), analysis),
         "claims": check_claims(analysis),
         "planned": [wording.plural(round(100 * size), "point") for size in PLANNED_DIFFERENCES],
         "unit": " (%)" if analysis.outcome.is_fraction else "",

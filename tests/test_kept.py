@@ -95,11 +95,11 @@ def test_a_line_that_no_evaluation_wrote_is_named(tmp_path: Path):
 
 def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
     spec = make_spec(3, num_samples=4)
-    first = evaluate_once(spec, "test", runs, "kept")
+    first = evaluate_once(spec, "test", runs, "kept")["test"]
     lines = [json.loads(line) for line in (runs / "evaluate/kept/test.jsonl").read_text().splitlines()]
     assert [len(line["samples"]) for line in lines] == [4, 4, 4]
     assert all(line["gold"] and isinstance(line["samples"][0][0], str) and line["greedy"] for line in lines)
-    assert evaluate_once(spec, "test", runs, "kept") == first
+    assert evaluate_once(spec, "test", runs, "kept")["test"] == first
 
 
 def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(

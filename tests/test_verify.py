@@ -33,7 +33,8 @@ from cohort import open_result
 
 
 def a_study() -> StudySpec:
-    few = {"num_prompts": 8, "num_test_prompts": 12, "num_samples": 4}
+    longer = {"name": "arithmetic", "min_operands": 4, "max_operands": 4}
+    few = {"num_prompts": 8, "num_test_prompts": 12, "num_samples": 4, "tests": [longer], "test_at_start": True}
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3, "num_train": 64}
     small = {"sampling": {"max_tokens": 14}, "cold_start": {"steps": 80}, "steps": 2}
     run = {**FEW, "task": task, "evaluation": few, **small}
@@ -96,9 +97,9 @@ def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_w
     assert cohort("verify", str(folder), "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["verified"], document["mismatches"], document["lacks"]) == (True, [], [])
-    # 2 trials: validation twice (8 problems) and test (12), 4 samples and a greedy one each; 8 rollouts kept; for the
-    # reader 8 rollouts of the last step and 16 of each evaluation
-    assert document["completions"] == 2 * (28 * 5 + 8 + 8 + 3 * 16)
+    # 2 trials: validation twice (8 problems), two tests at the start and the end (12), 4 samples and a greedy one each;
+    # 8 rollouts kept; for the reader 8 rollouts of the last step and 16 of each evaluation but other tests and starts
+    assert document["completions"] == 2 * ((2 * 8 + 4 * 12) * 5 + 8 + 8 + 3 * 16)
     assert document["numbers"]["report"] > 20
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
@@ -147,8 +148,9 @@ def test_a_forged_accuracy_with_its_hashes_made_anew_does_not_follow_from_the_co
     assert {"metrics/test/accuracy", "finish/test_accuracy"} <= places
 
 
-def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_anew(folder: Path):
-    file = sorted(folder.glob("trials/*/completions/test-*.jsonl"))[0]
+@pytest.mark.parametrize("area", ["test", "test_arithmetic"])
+def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_anew(folder: Path, area: str):
+    file = sorted(folder.glob(f"trials/*/completions/{area}-*.jsonl"))[0]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     row = next(row for row in rows if f"#### {row['gold']}" not in row["samples"][0][0])
     row["samples"][0][0] = f"#### {row['gold']}"
@@ -158,7 +160,7 @@ def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_a
     rewrite(file.parents[1] / EVENTS, lambda e: e.update(sha256=digest) if e.get("file") == name else None)
     reseal(folder)
     places = {one.place for one in verified(folder).mismatches}
-    assert {"test/accuracy at step 2", f"per_problem/{row['id']}"} <= places
+    assert {f"{area}/accuracy at step 2", f"{area} problem {row['id']}"} <= places
 
 
 def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder: Path):
@@ -272,7 +274,7 @@ def test_an_evaluation_without_its_completions_is_lacking(folder: Path):
     reseal(folder)
     findings = verified(folder)
     assert not findings.mismatches and not findings.is_verified
-    assert any("1 evaluations on the test split have no completions" in words for words in findings.lacks)
+    assert any("4 evaluations on the test split have no completions" in words for words in findings.lacks)
 
 
 def test_a_study_without_results_is_not_verified(folder: Path):

@@ -89,10 +89,12 @@ def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> No
 
 
 class Evaluation:
-    """The accuracy of one model on one split. `folder` has every completion."""
+    """The accuracy of one model on one split. `folder` has every completion, `tests` the accuracy on other tests."""
 
-    def __init__(self, spec: RunSpec, result: EvaluationResult, folder: Path) -> None:
-        self.folder, self.result, self._spec = folder, result, spec
+    def __init__(
+        self, spec: RunSpec, result: EvaluationResult, folder: Path, tests: Mapping[str, Evaluation] = {}
+    ) -> None:
+        self.folder, self.result, self.tests, self._spec = folder, result, tests, spec
 
     def __repr__(self) -> str:
         accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))
@@ -143,6 +145,7 @@ class Evaluation:
             "spec": self._spec.model_dump(mode="json"), "metrics": result.metrics, "intervals": intervals(result),
             "breakdown": result.breakdown, "curves": curves, "correct_counts": result.correct_counts,
             "samples": result.samples[:16], "directory": self.folder,
+            **({"tests": {name: one.document() for name, one in self.tests.items()}} if self.tests else {}),
         }  # fmt: skip
 
 
@@ -152,6 +155,7 @@ def evaluate(
     *,
     split: str = "test",
     samples: int | None = None,
+    tests: Sequence[str] = (),
     settings: Settings = (),
     name: str | None = None,
     runs: str | Path | None = None,
@@ -164,19 +168,28 @@ def evaluate(
         task      by name; the setting `task.path` says where its data are: a Hub id, a local file or folder
         split     train, validation or test
         samples   completions of each problem
+        tests     names of other tasks whose test problems are measured too, with the split `test`
         settings  dotted path -> value, as after `--set`
         name      of the folder RUNS/evaluate/NAME that keeps every completion
     """
     from ..console.progress import phase_bar
 
     part, folder = checked_split(split), runs_folder(runs)
-    texts = as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
+    if tests and part != "test":
+        raise SpecError(f"--tests are test problems, so --split must be test, got '{split}'; leave out one of them")
+    texts = [*([] if samples is None else [f"evaluation.num_samples={samples}"]), *as_texts(settings)]
+    texts = [*([f"evaluation.tests=[{', '.join(tests)}]"] if tests else []), *texts]
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once
 
         spec = evaluated_spec(model, task, texts)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-        return Evaluation(spec, evaluate_once(spec, part, folder, name, show), folder / "evaluate" / name)
+        found = evaluate_once(spec, part, folder, name, show)
+    place = folder / "evaluate" / name
+    others = {
+        other: Evaluation(on, found[f"test_{other}"], place) for other, on in spec.tests.items() if part == "test"
+    }
+    return Evaluation(spec, found[part], place, others)
 
 
 def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:

@@ -122,6 +122,7 @@ _LAST = {  # of a run's summary -> the metric whose last value it is
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
 _AREAS: Mapping[str, Split] = {"validation": "validation", "test": "test", "start": "test"}  # of metrics -> split
+Tests = Mapping[str, tuple[Split, Task]]  # area of metrics -> the split and the task that it measures
 # What files that a run cannot have written raise here.
 BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -242,11 +243,15 @@ def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
     place.compare("events", "run.json", "seed", info.spec.get("seed"), trial.seed)
     _check_result(trial, history, result, place)
     try:
-        settings = info.spec["task"]
-        task = parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
+        task, *others = (
+            parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
+            for settings in (info.spec["task"], *info.spec["evaluation"].get("tests", ()))
+        )
     except ValueError as error:
         return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
-    _check_kept(directory, task, history, int(info.spec["algorithm"]["group_size"]), place)
+    tests: dict[str, tuple[Split, Task]] = {area: (split, task) for area, split in _AREAS.items()}
+    tests |= {f"{area}_{other.name}": ("test", other) for area in ("test", "start") for other in others}
+    _check_kept(directory, task, tests, history, int(info.spec["algorithm"]["group_size"]), place)
     try:  # the rollouts that were logged for the reader
         rows = history.rows()
         _check_verdicts(EVENTS, rows, grade(task, [group_of([row]) for row in rows], NO_LIMIT), place)
@@ -275,15 +280,15 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
         place.compare("events", EVENTS, f"finish/{key}", summary[key], last[key])
 
 
-def _check_kept(directory: Path, task: Task, history: RunHistory, size: int, place: Place) -> None:
+def _check_kept(directory: Path, task: Task, tests: Tests, history: RunHistory, size: int, place: Place) -> None:
     """Compare kept files with their hashes, and recompute from them what the run has logged of its evaluations and of
     its batches in groups of `size`."""
     evaluations = {
         completions_file(area, step): (area, step)
-        for area in _AREAS
+        for area in tests
         for step in history.history.get(f"{area}/accuracy", {})
     }
-    lacking = Counter(_AREAS[area] for file, (area, _) in evaluations.items() if file not in history.kept)
+    lacking = Counter(tests[area][0] for file, (area, _) in evaluations.items() if file not in history.kept)
     for split, number in lacking.items():
         place.lacks(f"{number} evaluations on the {split} split have no completions")
     for file, (step, digest) in history.kept.items():
@@ -295,7 +300,7 @@ def _check_kept(directory: Path, task: Task, history: RunHistory, size: int, pla
         try:
             rows = [json.loads(line) for line in (directory / file).read_text(encoding="utf-8").splitlines()]
             if file in evaluations:
-                _check_evaluation(rows, *evaluations[file], task, history, place)
+                _check_evaluation(rows, *evaluations[file], tests, history, place)
             elif file.startswith("rollouts/") and rows:
                 groups = [rows[start : start + size] for start in range(0, len(rows), size)]
                 graded = grade(task, [group_of(group) for group in groups], NO_LIMIT)
@@ -309,21 +314,21 @@ def _check_kept(directory: Path, task: Task, history: RunHistory, size: int, pla
 
 
 def _check_evaluation(
-    rows: Sequence[Mapping[str, Any]], area: str, step: int, task: Task, history: RunHistory, place: Place
+    rows: Sequence[Mapping[str, Any]], area: str, step: int, tests: Tests, history: RunHistory, place: Place
 ) -> None:
     """Compare the metrics of an evaluation, and the score of every test problem, with those of its completions."""
-    result = evaluate_again(task, rows, _AREAS[area])
+    split, task = tests[area]
+    result = evaluate_again(task, rows, split)
     place.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)
     derived = evaluation_metrics(result, area)
     logged = {key: steps[step][0] for key, steps in history.history.items() if step in steps}
     for key in sorted({*derived, *(key for key in logged if key.startswith(f"{area}/"))}):
         place.compare("completions", EVENTS, f"{key} at step {step}", logged.get(key), derived.get(key))
-    if _AREAS[area] == "test":
+    if split == "test":
         scores = {prompt: count / result.metrics["num_samples"] for prompt, count in result.correct_counts.items()}
-        name = "start_per_problem" if area == "start" else "per_problem"
-        known: Mapping[str, float] = getattr(history, name)
+        known = history.scores.get(area, {})
         for prompt in sorted({*scores, *known}):
-            place.compare("completions", EVENTS, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
+            place.compare("completions", EVENTS, f"{area} problem {prompt}", known.get(prompt), scores.get(prompt))
             families = [found.families.get(prompt) for found in (history, result)]
             place.compare("completions", EVENTS, f"families/{prompt}", *families)
 

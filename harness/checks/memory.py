@@ -175,7 +175,8 @@ def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
 
 def read_prompts(spec: RunSpec) -> list[Prompt]:
     """The prompts that a run reads."""
-    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
+    tasks = (spec.task, *spec.evaluation.tests)
+    prompts = [prompt for task in tasks for prompt in task.prompts("test")[: spec.evaluation.num_test_prompts]]
     if spec.steps:
         prompts += spec.task.prompts("train")
         prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]

@@ -42,6 +42,8 @@ def check_runs(
     read: dict[tuple[str, Split], Task] = {
         (spec.task.model_dump_json(), split): spec.task for spec in specs for split in splits or _splits(spec)
     }
+    if splits is None or "test" in splits:
+        read |= {(test.model_dump_json(), "test"): test for spec in specs for test in spec.evaluation.tests}
     seen: dict[tuple[str, str], Split] = {}  # settings of a task, prompt id -> the first split that has it
     for (settings, split), task in read.items():
         if not (prompts := task.prompts(split)):
@@ -55,6 +57,17 @@ def check_runs(
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+    for task, test in {
+        (spec.task.model_dump_json(), test.model_dump_json()): (spec.task, test)
+        for spec in trained
+        for test in spec.evaluation.tests
+    }.values():
+        asked = set(test.questions("test").values())
+        if known := asked.intersection(task.questions("train").values()):
+            log.warning(
+                "%d of the %d problems of the test '%s' are training problems of '%s': its accuracy counts what was "
+                "trained on", len(known), len(asked), test.name, task.name,
+            )  # fmt: skip
     if any(spec.sampling.top_p < 1 for spec in trained):
         log.warning(
             "sampling.top_p below 1 biases training: tokens are drawn from the cut distribution, and ratio and "
@@ -119,6 +132,8 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
         cold: tuple[Split, ...] = ("train",) if spec.cold_start.steps else ()
         for split in dict.fromkeys((*(splits or _splits(spec)), *cold)):
             sources |= spec.task.inputs(split)
+    for test in (test for spec in specs for test in spec.evaluation.tests if splits is None or "test" in splits):
+        sources |= test.inputs("test")
     for model in dict.fromkeys(spec.model for spec in specs):
         sources |= model_sources(model)
     for reward in (reward for spec in specs for reward in spec.rewards.values()):

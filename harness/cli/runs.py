@@ -60,6 +60,7 @@ def train(
     "evaluate",
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
     "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --tests aime24,amc23,minerva_math",
     "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --set task.path=data/math500 --json",
 )
 def evaluate(
@@ -67,6 +68,7 @@ def evaluate(
     task: options.Task,
     split: options.Split = "test",
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
+    tests: Annotated[str, typer.Option(metavar="TASK,...", help="Other tests, by name.")] = "",
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
@@ -78,9 +80,13 @@ def evaluate(
     With 16 or more samples, --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
     first graded completions go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, and the
     same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
-    installed, the engine vllm; a line lists these settings, and --set overrides them.
+    installed, the engine vllm; a line lists these settings, and --set overrides them. --tests measures the test
+    problems of other tasks too, whose settings are those of --set evaluation.tests otherwise.
     """
-    found = api.evaluate(model, task, split=split, samples=samples, settings=sets or (), name=name, runs=runs)
+    others = [one.strip() for one in tests.split(",") if one.strip()]
+    found = api.evaluate(
+        model, task, split=split, samples=samples, tests=others, settings=sets or (), name=name, runs=runs
+    )
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
@@ -99,6 +105,14 @@ def evaluate(
         f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
         f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
     )
+    rows = []
+    for other, one in found.tests.items():
+        numbers, (low, high) = one.result.metrics, intervals(one.result)["accuracy"]
+        accuracies = [percent(numbers["greedy_accuracy"]), percent(numbers["accuracy"])]
+        rows.append([other, f"{numbers['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
+    if rows:
+        headers = ["test", "problems", "greedy", names["accuracy"], "95 % interval"]
+        terminal.show_table("", headers, rows, numeric=headers[1:4])
     for tag, parts in result.breakdown.items():
         headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
         rows = []

@@ -27,8 +27,7 @@ class RunHistory:
     history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
     samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
     sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
-    per_problem: dict[str, float] = field(default_factory=dict)
-    start_per_problem: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # area -> test problem -> fraction that was right
     families: dict[str, str] = field(default_factory=dict)
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -50,9 +49,7 @@ class RunHistory:
                 self.samples.setdefault(key, (attempt, []))[1].append(row)
                 self.sample_times[key] = event["time"]
         elif event["type"] == "per_problem":
-            known = self.start_per_problem if event.get("area") == "start" else self.per_problem
-            known.clear()
-            known.update(event["fractions"])
+            self.scores[str(event.get("area", "test"))] = dict(event["fractions"])
             self.families.update(event.get("families", {}))
         elif event["type"] == "kept":
             self.kept[event["file"]] = (event["step"], event["sha256"])

@@ -50,6 +50,7 @@ class TrialRecord:
     threads     every number of threads that one of its workers had (`1+1` on two devices); the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
     families    test prompt id -> family, of the problems that have one
+    tests       of each other test, `test_NAME` (at the end) and `start_NAME` -> the same fractions
     """
 
     trial: str
@@ -67,6 +68,7 @@ class TrialRecord:
     start_per_problem: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # of its last attempt
     families: Mapping[str, str] = field(default_factory=dict)
+    tests: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -312,10 +314,11 @@ def read_trial(directory: Path) -> TrialRecord | None:
                 if not key.startswith(SYSTEM)
             },
             summary={key: float(value) for key, value in end["summary"].items()},
-            per_problem=dict(history.per_problem),
+            per_problem=history.scores.get("test", {}),
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
-            start_per_problem=dict(history.start_per_problem),
+            start_per_problem=history.scores.get("start", {}),
+            tests={area: scores for area, scores in history.scores.items() if area not in ("test", "start")},
             versions=info.versions,
             families={str(problem): str(family) for problem, family in history.families.items()},
         )

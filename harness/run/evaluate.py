@@ -265,8 +265,9 @@ def logged_evaluation(
     charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
     area: str = "",
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name,
-    or `start` for test problems before training. For test problems, each problem's fraction and family are logged too.
+    """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name;
+    `start` for test problems before training; `test_NAME` and `start_NAME` for another test. For test problems, each
+    problem's fraction and family are logged too.
 
     The run's folder keeps all completions, so that the numbers can be verified.
     """

@@ -77,7 +77,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
         if spec.evaluation.test_at_start and spec.steps:
-            _evaluate(run, "test", 0, "start")
+            _test(run, 0, "start")
     while step < spec.steps and not run.is_spent:
         run.writer.check()
         start = run.models.now()
@@ -108,7 +108,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             run.save(step, is_last=is_last)
         if stop and not is_last:
             return RunResult("stopped", None, run.summary())
-    _evaluate(run, "test", step)
+    _test(run, step, "test")
     return RunResult("complete", None, run.summary())
 
 
@@ -139,19 +139,24 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
     }
 
 
-def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
-    """Evaluate, log, and store the accuracies that the summary needs."""
+def _test(run: Run, step: int, area: str) -> None:
+    """Evaluate on the run's own test problems and on its other tests."""
+    _evaluate(run, "test", step, area)
+    for name, spec in run.spec.tests.items():
+        _evaluate(run, "test", step, f"{area}_{name}", spec)
+
+
+def _evaluate(run: Run, split: Split, step: int, area: str = "", spec: RunSpec | None = None) -> None:
+    """Evaluate, with the run's own settings or those of a test, log, and store the accuracies of the summary."""
     start = run.models.now()
 
     def charge(drawn: flops.Lengths) -> Mapping[str, float]:
         return run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
 
-    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step, charge, area)
+    result = logged_evaluation(spec or run.spec, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)
-    if area:
-        return
-    if split == "test":
+    if area == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
-    else:
+    elif split == "validation":
         run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
         run.accuracies["accuracy_final"] = result.metrics["accuracy"]

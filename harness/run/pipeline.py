@@ -252,6 +252,8 @@ def rejection_sampling(
             engine.load_weights(policy.state_dict(), stage.fit.steps)
             after = logged_evaluation(spec, engine, directory, log, "validation", stage.fit.steps)
             test = logged_evaluation(spec, engine, directory, log, "test", stage.fit.steps)
+            for name, other in spec.tests.items():
+                logged_evaluation(other, engine, directory, log, "test", stage.fit.steps, area=f"test_{name}")
         except InvalidRun as invalid:
             return RunResult("invalid", str(invalid), {})
         except StoppedEarly:

@@ -50,26 +50,31 @@ def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = lambd
 
 def evaluate_once(
     spec: RunSpec, split: Split, runs: Path, name: str, on_progress: OnProgress = lambda phase, done, total: None
-) -> EvaluationResult:
-    """The accuracy of the policy that the spec starts from, after the cold start if it has one.
+) -> dict[str, EvaluationResult]:
+    """The accuracy of the policy that the spec starts from, after the cold start if it has one: by split, and for the
+    test split by `test_NAME` of each other test too.
 
-    Every completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
-    and the first completions go to MLflow's experiment `evaluate` too.
+    Every completion goes to `<split>.jsonl`, `test_NAME.jsonl` in `runs/evaluate/name`, from where the next call
+    continues; metrics and the first completions go to MLflow's experiment `evaluate` too.
     """
     check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
-    kept = directory / f"{split}.jsonl"
-    with expecting(recorded_inputs(directory) if kept.exists() else {}):
+    with expecting(recorded_inputs(directory) if (directory / f"{split}.jsonl").exists() else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
         policy = placed(policy, spec)
-        with closing(build_engine(spec, policy, codec, spec.task.prompts(split))) as engine:
-            result = evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
-        log.metrics(0, evaluation_metrics(result, split))
-        log.samples(result.samples)
-        log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
-    return result
+        measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}
+        prompts = [prompt for on in measures.values() for prompt in on.task.prompts(split)]
+        found: dict[str, EvaluationResult] = {}
+        with closing(build_engine(spec, policy, codec, prompts)) as engine:
+            for area, on in measures.items():
+                show, kept = partial(on_progress, area), directory / f"{area}.jsonl"
+                found[area] = evaluate_run(on, engine, split, 0, show, MOST_SHOWN, kept)
+                log.metrics(0, evaluation_metrics(found[area], area))
+        log.samples(found[split].samples)
+        log.finish("complete", None, {f"{split}_accuracy": found[split].metrics["accuracy"]})
+    return found
 
 
 @contextmanager

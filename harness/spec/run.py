@@ -4,6 +4,7 @@ A plugin's settings (algorithm, task, engine, reward) are fields of its own clas
 classes that it names.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -87,7 +88,7 @@ class LoRA(Section):
 
 
 class Evaluation(Section):
-    """Held-out accuracy during training (validation split) and once at the end (test split)."""
+    """Held-out accuracy during training (validation split) and once at the end (test split, and other tests)."""
 
     every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
@@ -99,7 +100,24 @@ class Evaluation(Section):
         default=None, ge=1, le=10_000, description="samples per test problem; by default num_samples"
     )
     test_at_start: bool = Field(default=False, description="also evaluate the test problems before training")
+    tests: tuple[SerializeAsAny[Task], ...] = Field(
+        default=(),
+        description="other tests for the end: tasks, of which only the test split is read, each its name, or a mapping "
+        "of name and settings",
+    )
     temperature: float = Field(default=1.0, gt=0, description="temperature of the k samples; the greedy one has none")
+
+    @field_validator("tests", mode="before")
+    @classmethod
+    def _named_once(cls, value: Any) -> Any:
+        """Tasks from names or mappings; one name stands for the metrics of one test."""
+        given = [value] if isinstance(value, str | Mapping) else value
+        if not isinstance(given, list | tuple):
+            raise ValueError(f"evaluation.tests must be a list of tasks, got {value!r}")
+        tasks = [_plugin("task", one) for one in given]
+        if twice := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
+            raise ValueError(f"evaluation.tests must name each task once, got '{twice[0]}' twice; remove one")
+        return tasks
 
     def samples_of(self, split: str) -> int:
         """Samples per problem of a split."""
@@ -151,6 +169,16 @@ def _reward(name: str, settings: Any) -> Reward:
         return cls.model_validate(dict(settings))  # pyright: ignore[reportAttributeAccessIssue]
     except ValidationError as error:
         raise ValueError(explain(error, cls, settings, f"rewards.{name}")) from None
+
+
+def _plugin(kind: plugins.Kind, value: Any) -> Any:
+    """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
+    if isinstance(value, Section):
+        return value
+    fields = {"name": value} if isinstance(value, str) else value
+    if not isinstance(fields, Mapping) or "name" not in fields:
+        raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
+    return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
 
 
 class RunSpec(Section):
@@ -218,14 +246,8 @@ class RunSpec(Section):
     @field_validator(*plugin_fields, mode="before")
     @classmethod
     def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
-        """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
-        kind = cast(plugins.Kind, info.field_name)
-        if isinstance(value, Section):
-            return value
-        fields = {"name": value} if isinstance(value, str) else value
-        if not isinstance(fields, Mapping) or "name" not in fields:
-            raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
-        return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
+        """A plugin's settings from a name or a mapping."""
+        return _plugin(cast(plugins.Kind, info.field_name), value)
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -304,6 +326,15 @@ class RunSpec(Section):
     def sampling_with_limit(self) -> Sampling:
         """The sampling settings with `max_tokens` filled in from the task."""
         return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
+
+    @property
+    def tests(self) -> dict[str, Self]:
+        """Name -> these settings with another test for their task; completions keep their limit."""
+        limit = {"max_tokens": self.max_tokens}
+        return {
+            task.name: self.model_copy(update={"task": task, "sampling": self.sampling.model_copy(update=limit)})
+            for task in self.evaluation.tests
+        }
 
     def digest(self) -> str:
         """A stable hash (16 hex digits) of every setting except the number of devices, which a resumed run may

@@ -1,0 +1,75 @@
+"""Computes the results of a study on its other tests, `evaluation.tests`: a table of arms by tests.
+
+Each test is analysed as the run's own test problems are, over seeds and problems. All differences from the baseline in
+the table are one Holm family of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import statistics
+from .analysis import Analysis, analysed
+from .prose import wording
+from .trials import setting
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Test -> its numbers; (arm, test) -> the Holm-adjusted p of its difference from the baseline (may be NaN)."""
+
+    tests: Mapping[str, Analysis]
+    adjusted: Mapping[tuple[str, str], float]
+
+
+def suite(analysis: Analysis) -> Suite | None:
+    """The tests that every usable trial has in its record, with equal settings; None without any."""
+    trials = list(analysis.usable.values())
+    asked = [{one["name"]: one for one in setting(trial.spec, "evaluation.tests", ())} for trial in trials]
+    names = [
+        name
+        for name, task in (asked[0].items() if asked else ())
+        if all(own.get(name) == task and f"test_{name}" in one.tests for own, one in zip(asked, trials, strict=True))
+    ]
+    tests = {name: _on_test(analysis, f"test_{name}") for name in names}
+    compared = [(one.arm, name, one.p) for name, found in tests.items() for one in found.comparisons]
+    adjusted = statistics.holm([p for *_, p in compared])
+    return Suite(tests, {(a, t): p for (a, t, _), p in zip(compared, adjusted, strict=True)}) if tests else None
+
+
+def _on_test(analysis: Analysis, area: str) -> Analysis:
+    """The numbers of the study if its test problems were those of an area."""
+    trials = []
+    for trial in analysis.usable.values():
+        own = {key: series for key, series in trial.history.items() if key.startswith(f"{area}/")}
+        history = {f"test/{key.partition('/')[2]}": series for key, series in own.items()}
+        summary = {**trial.summary, "test_accuracy": history["test/accuracy"][-1][1]}
+        trials.append(replace(trial, per_problem=trial.tests[area], history=history, summary=summary))
+    return analysed(replace(analysis.record, metric="validation/accuracy", trials=trials))
+
+
+def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:
+    """The table as text: each test's name with its number of problems, and each arm's cells: the mean and its limits,
+    the difference from the baseline with its p and its limits."""
+    if found is None:
+        return None
+    names = {name: f"{name} ({one.arms[0].num_problems} problems)" for name, one in found.tests.items()}
+    rows = []
+    for label in (arm.label for arm in analysis.finished_arms):
+        cells = []
+        for name, one in found.tests.items():
+            arm, compared, metric = one.arm(label), one.comparison(label), one.outcome.name
+            texts = [(wording.number(arm.mean, metric), wording.limits(arm.interval, metric))]
+            if compared is not None:
+                p = wording.p_equals(found.adjusted[label, name])
+                difference = wording.number(compared.estimate, metric, signed=True)
+                texts.append((f"{difference} ({p})", wording.limits(compared.interval, metric, signed=True)))
+            cells.append(texts)
+        rows.append((label, cells))
+    reading = "Mean over seeds, scored once at the end; intervals are over seeds and problems."
+    if found.adjusted:
+        reading += (
+            f" Below it the difference from {analysis.baseline.label}; all {len(found.adjusted)} differences of this "
+            "table are one Holm family, apart from the comparison above."
+        )
+    return {"names": list(names.values()), "rows": rows, "reading": reading}
