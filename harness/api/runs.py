@@ -177,8 +177,8 @@ def evaluate(
     part, folder = checked_split(split), runs_folder(runs)
     if tests and part != "test":
         raise SpecError(f"--tests are test problems, so --split must be test, got '{split}'; leave out one of them")
-    texts = [*([] if samples is None else [f"evaluation.num_samples={samples}"]), *as_texts(settings)]
-    texts = [*([f"evaluation.tests=[{', '.join(tests)}]"] if tests else []), *texts]
+    texts = as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
+    texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once
 
