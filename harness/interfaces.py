@@ -55,6 +55,7 @@ class Algorithm(Section, ABC):
     needs_critic: ClassVar[bool] = False
     sees_gold: ClassVar[bool] = True
     min_group_size: ClassVar[int] = 1
+    learns_from_rewards: ClassVar[bool] = True  # otherwise from the reference alone, which must be a teacher
     needs_greedy: ClassVar[bool] = False  # one greedy completion of each prompt besides, for `greedy_rewards_B`
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can

@@ -53,10 +53,11 @@ SETTINGS = {
     "kl_cov_one_token": {"name": "kl_cov"},
     "pass_at_k": {"name": "pass_at_k"},
     "remax": {"name": "remax", "loss_denominator": 16.0, "kl_beta": 0.05},
+    "distill": {"name": "distill", "kl_beta": 0.7},
 }  # fmt: skip
 
 SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over tokens, then divided by a constant
-TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov")
+TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov", "distill")
 
 
 def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
@@ -183,6 +184,9 @@ def advantages_of(s, given):
     name, size, lengths = s["name"], given["group_size"], given["lengths"]
     if name in ("ppo", "reinforce_plus_plus"):
         return token_advantages(s, given)
+    if name == "distill":
+        pairs = zip(given["old"], given["ref"], strict=True)
+        return [[s["kl_beta"] * (q - p) for p, q in zip(old, ref, strict=True)] for old, ref in pairs], None
     if name == "rloo":
         totals = list(given["rewards"])
         for b, n in enumerate(lengths):
@@ -313,7 +317,7 @@ def loss_of(s, given, logprobs, advantages, fixed):
             value = -surrogate(s, ratio, a)
         else:
             value = -surrogate(s, math.exp(logprobs[b][t] - old[b][t]), a)
-        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus") or s.get("baseline") == "group"):
+        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus", "distill") or s.get("baseline") == "group"):
             ratio = math.exp(d) if s.get("kl_importance_weighted") else 1
             value += s["kl_beta"] * ratio * k(s.get("kl_estimator", "k2"), logprobs[b][t], given["ref"][b][t])
         if name == "ppo":

@@ -8,7 +8,7 @@ from cohort.harness.data import Batch, PolicyOutput
 from cohort.harness.ground.tensors import pad_right
 
 BATCHES = references.inputs()
-NEEDS_NO_GROUP = ("ppo", "reinforce_plus_plus", "remax")
+NEEDS_NO_GROUP = ("ppo", "reinforce_plus_plus", "remax", "distill")
 CASES = [
     (case, label)
     for case, given in BATCHES.items()

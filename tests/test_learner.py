@@ -322,7 +322,10 @@ def differs(one, other):
     return len(one) != len(other) or any(not torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
+REWARDED = [name for name in plugins.names("algorithm") if plugins.load("algorithm", name).learns_from_rewards]
+
+
+@pytest.mark.parametrize("algorithm", REWARDED)
 def test_a_batch_without_a_signal_leaves_weights_and_moments_as_they_are(algorithm):
     """Before the first update and after one that has left momentum, with weight decay; rewards are equal."""
     policy = tiny_model(0)

@@ -22,7 +22,7 @@ from ..data import Prompt
 from ..devices.device import GIB, GPU_RESERVE, device_bytes, resolve_device
 from ..ground.machine import SHARED_GPU
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
-from ..policy.model import check_model, model_config
+from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
@@ -232,7 +232,7 @@ def estimate(
         "policy": part(counts.policy * copies)
         + (together - 1) * counts.trainable
         + stale * min(counts.policy, counts.trainable),
-        "reference": part(counts.policy) if needs_copy else 0,
+        "reference": part(_reference_bytes(spec, counts) * together) if needs_copy or spec.kl.reference else 0,
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(reward.model_bytes() for reward in spec.rewards.values()),  # whole on each device
         "gradients": part(together * counts.trainable),
@@ -242,6 +242,13 @@ def estimate(
         "activations": _activation_bytes(spec, counts, shape, device, trunk, own_trunk, several=rows > shape.rows),
         **_engine_bytes(spec, counts, shape, device, together),
     }
+
+
+def _reference_bytes(spec: RunSpec, counts: Counts) -> int:
+    if spec.kl.reference is None:
+        return counts.policy
+    parameters = empty_model(model_config(spec.kl.reference)).parameters()
+    return sum(p.numel() for p in parameters) * getattr(torch, spec.dtype).itemsize
 
 
 def _activation_bytes(

@@ -134,7 +134,7 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
             sources |= spec.task.inputs(split)
     for test in (test for spec in specs for test in spec.evaluation.tests if splits is None or "test" in splits):
         sources |= test.inputs("test")
-    for model in dict.fromkeys(spec.model for spec in specs):
+    for model in dict.fromkeys(name for spec in specs for name in (spec.model, spec.kl.reference) if name is not None):
         sources |= model_sources(model)
     for reward in (reward for spec in specs for reward in spec.rewards.values()):
         sources |= reward.inputs()
@@ -154,6 +154,19 @@ def check_countable(spec: RunSpec) -> None:
         Costs.of(empty_model(model_config(spec.model)))
     except Exception as error:
         raise SpecError(f"max_flops must be left out for model '{spec.model}': {error}; use steps") from None
+
+
+def check_tokens(model: str, reference: str) -> None:
+    """ValueError unless the reference of the KL reads the model's tokens as they are. Reads no weights."""
+    from ..policy.model import load_tokenizer
+
+    here, there = (load_tokenizer(name).get_vocab() for name in (model, reference))
+    if here != there:
+        differ = sum(there.get(token) != place for token, place in here.items())
+        raise SpecError(
+            f"kl.reference must have the tokenizer of the model, whose tokens it reads: of the {len(here):,} of "
+            f"'{model}' '{reference}' has {differ:,} not at all or elsewhere; use another reference"
+        )
 
 
 def check_length(spec: RunSpec) -> None:
@@ -184,6 +197,14 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
         if prompt.needs_template if model == TINY else Path(model).expanduser().is_dir():  # a Hub id: when it loads
             load_codec(model, prompt)
+    for algorithm in (s.algorithm for s in specs if s.steps and s.kl.reference is None):
+        if not algorithm.learns_from_rewards:
+            raise SpecError(f"kl.reference must name the teacher of {algorithm.name}: a Hub id or a model folder")
+    for model, teacher in dict.fromkeys((spec.model, spec.kl.reference) for spec in specs):
+        if teacher is not None:
+            check_model(teacher, "kl.reference")
+            if Path(teacher).expanduser().is_dir():
+                check_tokens(model, teacher)
     for spec in specs:
         spec.engine.check(spec.sampling_with_limit())
         for reward in spec.rewards.values():

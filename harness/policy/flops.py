@@ -54,6 +54,7 @@ class Costs:
     keys                of the gradient of a pass over prompts, which begins at the keys and values of the last layer
     again               of what gradient checkpointing computes again
     adapter             the share of a token in `forward` that is an adapter's
+    reference           those of the reference, if it is another model
     """
 
     forward: Work
@@ -64,6 +65,7 @@ class Costs:
     vocabulary: int
     can_share: bool
     recomputes: bool
+    reference: "Costs | None" = None
 
     @classmethod
     def of(cls, policy: nn.Module) -> "Costs":
@@ -178,7 +180,7 @@ def stepped(
     """
     algorithm = spec.algorithm
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
-    scoring += scored(costs.frozen, trained, share=share) if algorithm.needs_reference else 0.0
+    scoring += scored(costs.reference or costs.frozen, trained, share=share) if algorithm.needs_reference else 0.0
     scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)

@@ -44,7 +44,8 @@ SAMPLED = 4096  # weights of each tensor that show whether an update changed it
 class Learner:
     """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
 
-    def __init__(self, spec: RunSpec, policy: nn.Module):
+    def __init__(self, spec: RunSpec, policy: nn.Module, reference: nn.Module | None = None):
+        """`reference` is the model of `kl.reference`, on its device, which the learner freezes."""
         self.spec = spec
         self.sampler_is_exact = False  # whether the engine's log-probs are the policy's before the step, to rounding
         self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
@@ -55,7 +56,9 @@ class Learner:
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
-        self.reference = around_frozen(policy).requires_grad_(False) if needs_copy else None
+        if reference is None and needs_copy:
+            reference = around_frozen(policy)
+        self.reference = reference and reference.requires_grad_(False)
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own

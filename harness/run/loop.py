@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from ..checks.preflight import check_length, run_inputs
+from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.device import peak_memory, resolve_device
@@ -52,6 +52,8 @@ def train(
     with expecting(inputs):
         spec.engine.check(spec.sampling_with_limit())
         check_length(spec)
+        if spec.kl.reference is not None:
+            check_tokens(spec.model, spec.kl.reference)
         log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
         prompts = spec.task.prompts("train") if spec.steps else []
         if spec.control == "shuffled_gold" and len(prompts) == 1:

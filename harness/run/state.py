@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.forward import recomputes
 from ..policy.lora import add_adapter
-from ..policy.model import saved_weights
+from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
@@ -82,6 +82,11 @@ class Models:
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return build_engine(spec, policy, codec)
 
+    def reference(self, spec: RunSpec) -> nn.Module | None:
+        """The model of `kl.reference`, placed like the policy."""
+        name = spec.kl.reference
+        return None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec))
+
 
 OWN_MODELS = Models()
 
@@ -114,6 +119,8 @@ class Run:
     def __post_init__(self) -> None:
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             self.costs = flops.Costs.of(self.learner.policy)
+            if self.spec.kl.reference is not None and self.learner.reference is not None:
+                self.costs = replace(self.costs, reference=flops.Costs.of(self.learner.reference))
         self.tokenizer = deepcopy(self.codec.tokenizer)  # to be saved while the other one encodes
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
@@ -251,7 +258,7 @@ def prepare(
     policy, codec = models.policy(spec, cache, watch_cold_start)
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
-    learner = Learner(spec, policy)
+    learner = Learner(spec, policy, models.reference(spec))
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)

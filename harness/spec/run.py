@@ -60,11 +60,22 @@ class KLControl(Section):
     )
     target: float | None = Field(default=None, gt=0, description="adaptive: target KL to the reference, nats per token")
     refresh_reference_every: int = Field(default=0, ge=0, description="steps between copies of the policy; 0: never")
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        description="model of the reference, such as a teacher: a Hub id or a folder, with the model's own tokenizer; "
+        "by default the policy as it starts",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.schedule == "adaptive") != (self.target is not None):
             raise ValueError(f"kl.target belongs to kl.schedule=adaptive, got {self.target} with {self.schedule}")
+        if self.reference is not None and self.refresh_reference_every:
+            raise ValueError(
+                f"kl.refresh_reference_every must be 0 with kl.reference, got {self.refresh_reference_every}: copies "
+                "of the policy would take its place"
+            )
         return self
 
 
@@ -274,11 +285,25 @@ class RunSpec(Section):
             if reward.needs_partial_credit and not self.task.partial_credit:
                 rule = f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong"
                 raise ValueError(f"{rule}, got true; remove it")
-        if not any(reward.weight for reward in self.rewards.values()):
+        weighed = [name for name, reward in self.rewards.items() if reward.weight]
+        if not self.algorithm.learns_from_rewards:
+            if weighed:
+                rule = f"rewards must have weight 0 for {algorithm}, which learns from kl.reference alone"
+                raise ValueError(f"{rule}; got {self.rewards[weighed[0]].weight} for {weighed[0]}")
+            if self.dynamic_sampling > 1 or self.control not in (None, "frozen"):
+                got = (
+                    f"dynamic_sampling={self.dynamic_sampling}"
+                    if self.dynamic_sampling > 1
+                    else f"control={self.control}"
+                )
+                raise ValueError(f"{got} reads rewards, and {algorithm} learns from none; leave it out")
+        elif not weighed:
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
             rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
             raise ValueError(f"{rule}, got {self.control}")
+        if self.kl.reference is not None and not self.algorithm.needs_reference:
+            raise ValueError(f"kl.reference belongs to algorithm.kl_beta above 0, got {algorithm} without; remove it")
         if self.kl.schedule != "constant" and not self.algorithm.kl_beta:
             raise ValueError(f"kl.schedule must be constant for {algorithm} without kl_beta, got {self.kl.schedule}")
         if self.kl.schedule == "cosine":

@@ -63,7 +63,8 @@ def make_batch(rewards):
 
 def without_divergence(algorithm, **changes):
     """The algorithm with no KL term, where it can do without."""
-    free = algorithm if "implied" in algorithm.objective["kl"] else algorithm.model_copy(update={"kl_beta": 0.0})
+    bound = not algorithm.learns_from_rewards or "implied" in algorithm.objective["kl"]
+    free = algorithm if bound else algorithm.model_copy(update={"kl_beta": 0.0})
     return free.model_copy(update=changes)
 
 
@@ -115,6 +116,7 @@ DEFAULTS = {  # as the papers or the docstrings give them
             "entropy_bonus": 0.0, "critic": "separate", "value_loss_weight": 1.0},
     "reinforce_plus_plus": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
     "rloo": {"clip_epsilon": None, "kl_beta": 0.01}, "online_dpo": {"kl_beta": 0.1},
+    "distill": {**CLIP, "kl_beta": 1.0},
 }  # fmt: skip
 
 
@@ -126,6 +128,7 @@ def test_the_defaults_are_those_of_the_papers_or_of_the_docstrings(name):
 def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algorithm):
     paid = rewards_of(algorithm, graded())
     assert len(paid) == len(CLASSES)
+    assert any(paid) == algorithm.learns_from_rewards
     assert torch.isfinite(torch.tensor(paid)).all()
     permuted = rewards_of(algorithm, graded(tuple(not c for c in CORRECT)))
     assert (paid != permuted) == algorithm.sees_gold
@@ -148,6 +151,8 @@ def test_advantages_are_finite_and_zero_outside_the_completions(algorithm, steps
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1])
 def test_equal_rewards_give_no_policy_gradient_without_a_divergence_term(algorithm, value):
+    if not algorithm.learns_from_rewards:
+        pytest.skip("nothing but a divergence")
     plain = without_divergence(algorithm)
     one_group = make_batch([value] * 12).replace(group_size=12)  # the float32 mean of 12 times -0.1 is not -0.1
     batch = for_algorithm(plain, one_group.replace(values_BT=torch.zeros(12, 7)))
@@ -193,7 +198,7 @@ def test_loss_and_metrics_of_the_parts_add_up_to_the_whole(algorithm):
 
 
 def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
-    # two answers to one prompt, the first is right: its log-prob must rise against the other's
+    # two answers to one prompt, the first is right, or the reference likes it by a nat: its log-prob must rise
     plain = without_divergence(algorithm, group_size=2)
     policy = tiny_model(0)
     tokens = torch.tensor([[10, 11, 12, 1], [10, 11, 40, 1]])
@@ -202,7 +207,8 @@ def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
     mask = batch.completion_mask_BT
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
-    batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=old)))
+    liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
+    batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=liked)))
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()
@@ -283,12 +289,12 @@ def test_the_divergence_acts_where_the_objective_says(algorithm):
     told = algorithm.objective["kl"]
     heavy = algorithm.model_copy(update={"kl_beta": 0.5})
     assert heavy.needs_reference
-    if "implied" not in told:
+    if "implied" not in told and algorithm.learns_from_rewards:
         assert not algorithm.model_copy(update={"kl_beta": 0.0}).needs_reference
     batch = make_batch(REWARDS)
     other = batch.replace(ref_logprobs_BT=batch.ref_logprobs_BT - 0.1 * torch.arange(7) * batch.completion_mask_BT)
     credit = [heavy.advantages(b).advantages_BT for b in (batch, other)]
-    assert (not torch.equal(*credit)) == ("reward" in told or "implied" in told)
+    assert (not torch.equal(*credit)) == ("reward" in told or "implied" in told or "advantage" in told)
     same = [weighted(heavy, b.replace(advantages_BT=credit[0], returns_BT=credit[0])) for b in (batch, other)]
     gradients = [policy_gradient(heavy, b, batch.old_logprobs_BT) for b in same]
     assert (not torch.equal(*gradients)) == ("in the loss" in told)
@@ -313,7 +319,7 @@ def test_a_learner_step_does_not_depend_on_the_split_into_microbatches(name):
         }
         spec = parse_run(raw, "test")
         policy = tiny_model(0).double()
-        learner = Learner(spec, policy)
+        learner = Learner(spec, policy, None if spec.algorithm.learns_from_rewards else tiny_model(1).double())
         batch = learner.annotate(make_batch(REWARDS))
         batch = weighted(spec.algorithm, spec.algorithm.advantages(batch))
         learner.optimizers = {}  # gradients only

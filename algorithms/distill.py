@@ -1,0 +1,43 @@
+"""Credit goes to tokens that the teacher finds likelier than the policy does; no reward, no critic.
+
+On-policy distillation: Agarwal et al. 2024 (GKD, arXiv:2306.13649) with samples of the policy alone and the reverse KL,
+as a policy gradient (Thinking Machines Lab 2025, "On-Policy Distillation"; Gu et al. 2024, MiniLLM, arXiv:2306.08543):
+A_t = log p_teacher(t) - log p_policy(t), the negative one-sample estimate of the KL of this token, which is minimised
+as if the tokens after it did not depend on it (a discount of 0). The teacher is the run's reference, `kl.reference`.
+Rewards are only measured. Departures: MiniLLM's return over later tokens, its length term and its mixed samples are not
+built; PPO's clip bounds updates after the first, as elsewhere here.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.ground.tensors import kl_k1
+from ._losses import token_ratio, weighted_loss
+from ._surrogate import Clip, TokenMean
+
+
+class Distill(Clip, TokenMean):
+    """Reverse KL to a teacher on the policy's own samples, token by token (on-policy distillation)."""
+
+    sees_gold = False
+    learns_from_rewards: ClassVar[bool] = False
+    default_rewards = {"accuracy": 0.0}
+    objective = {"advantage": "kl_beta * (log p_reference - log p) of each token", "kl": "it is the advantage"}
+
+    name: Literal["distill"] = "distill"
+    kl_beta: float = Field(default=1.0, gt=0, description="factor of the advantage; the teacher is kl.reference")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    def advantages(self, batch: Batch) -> Batch:
+        assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None
+        divergence_BT = kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)
+        return batch.replace(advantages_BT=-self.kl_beta * divergence_BT * batch.completion_mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
+        return weighted_loss(batch, policy, per_token, clipped)

@@ -1,0 +1,146 @@
+"""On-policy distillation: the policy learns from a teacher, `kl.reference`, which its rewards do not touch."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cohort.harness.checks.memory import estimate
+from cohort.harness.checks.preflight import check_runs
+from cohort.harness.policy.flops import Costs
+from cohort.harness.policy.model import load_tokenizer, model_config, save_model
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.record.run import RunLog
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import train
+from cohort.harness.run.state import RunResult
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from factories import FEW, make_spec
+from test_learner import make_batch
+
+DISTILL = {"name": "distill", "group_size": 4}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that always answers with the same character: its head has one large bias-like direction."""
+    folder = tmp_path_factory.mktemp("teacher") / "policy"
+    model = tiny_model(3)
+    save_model(folder, model, load_tokenizer("tiny"))
+    return str(folder)
+
+
+def distilled(teacher: str, **changes: Any) -> RunSpec:
+    return make_spec(DISTILL, **{**FEW, "algorithm": DISTILL, "kl.reference": teacher, **changes})
+
+
+def ran(spec: RunSpec, folder: Path, until: int | None = None) -> RunResult:
+    """The run's result; with `until` it is stopped after that many steps."""
+    with RunLog(folder.parent, folder, spec, experiment="train", run_name="one") as log:
+        stop = (lambda: False) if until is None else (lambda: log.step >= until)
+        ended = train(spec, folder, log, cache=folder.parent / "cache", should_stop=stop)
+        log.finish(ended.state, ended.reason, ended.summary)
+    return ended
+
+
+def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(runs: Path, teacher: str):
+    spec = distilled(teacher, **{"steps": 30, "optimizer.learning_rate": 3e-3, "evaluation.every": 99})
+    ended = ran(spec, runs / "one")
+    events = [json.loads(line) for line in (runs / "one/events.jsonl").read_text().splitlines()]
+    found = [e["values"]["kl/reference"] for e in events if "kl/reference" in e.get("values", {})]
+    assert ended.state == "complete" and len(found) == 30
+    assert sum(found[-5:]) < 0.7 * sum(found[:5])
+    # every reward is 0, which no gate calls stuck: there is credit
+    assert {e["values"]["reward/mean"] for e in events if "reward/mean" in e.get("values", {})} == {0.0}
+    assert {e["values"]["train/stuck_groups"] for e in events if "train/stuck_groups" in e.get("values", {})} == {0.0}
+
+
+def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher: str):
+    policy, other = tiny_model(0), tiny_model(3)
+    learner = Learner(distilled(teacher), policy, other)
+    assert learner.reference is other and not any(p.requires_grad for p in other.parameters())
+    batch = make_batch(policy)
+    with torch.no_grad():
+        one = {m: torch.log_softmax(m(batch.tokens_BT).logits.float(), -1) for m in (policy, other)}
+    batch = learner.annotate(batch)
+    credit = learner.algorithm.advantages(batch).advantages_BT
+    assert credit is not None
+    for row, column in batch.completion_mask_BT.nonzero()[:20].tolist():
+        if column < int(batch.lengths_B[row]):
+            token = int(batch.tokens_BT[row, column])
+            expected = float(one[other][row, column - 1, token] - one[policy][row, column - 1, token])
+            assert math.isclose(float(credit[row, column]), expected, abs_tol=2e-5)
+
+
+def test_a_resumed_run_ends_as_an_undisturbed_one(runs: Path, teacher: str):
+    spec = distilled(teacher, **{"steps": 4, "checkpoints.every": 2})
+    whole = ran(spec, runs / "whole")
+    assert ran(spec, runs / "parts", until=2).state == "stopped"
+    again = ran(spec, runs / "parts")
+    assert {k: v for k, v in again.summary.items() if "accuracy" in k or "flops" in k} == {
+        k: v for k, v in whole.summary.items() if "accuracy" in k or "flops" in k
+    }
+    files = [next((runs / name / "checkpoints").glob("step-*/policy/model.safetensors")) for name in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path: Path, teacher: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = model_config("tiny").to_dict()
+    large = LlamaForCausalLM(LlamaConfig(**{**small, "num_hidden_layers": 3 * small["num_hidden_layers"]}))
+    save_model(tmp_path / "large", large, load_tokenizer("tiny"))
+    specs = [distilled(name) for name in (teacher, str(tmp_path / "large"))]
+    sizes = [estimate(spec, model_config("tiny"), 8)["reference"] for spec in specs]
+    assert sizes == [4 * sum(p.numel() for p in model.parameters()) for model in (tiny_model(0), large)]
+    learners = [Learner(spec, tiny_model(0), model) for spec, model in zip(specs, (tiny_model(3), large), strict=True)]
+    costs = [Costs.of(learner.reference) for learner in learners if learner.reference is not None]
+    assert costs[1].forward.tokens == pytest.approx(3 * costs[0].forward.tokens)
+
+
+def altered(folder: Path, teacher: str) -> str:
+    """The teacher with two tokens exchanged."""
+    for file in Path(teacher).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "manifest.json").unlink(missing_ok=True)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return str(folder)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs: Path, tmp_path: Path, teacher: str):
+    (tmp_path / "other").mkdir()
+    spec = distilled(altered(tmp_path / "other", teacher))
+    with pytest.raises(SpecError, match=r"kl.reference must have the tokenizer .* has 2 not at all or elsewhere"):
+        check_runs([spec], runs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rewards.format": 0.5}, "rewards must have weight 0 for distill, .* got 0.5 for format"),
+        ({"kl.refresh_reference_every": 3}, "kl.refresh_reference_every must be 0 with kl.reference, got 3"),
+        ({"dynamic_sampling": 2}, "dynamic_sampling=2 reads rewards"),
+        ({"control": "random"}, "control=random reads rewards"),
+        ({"algorithm": {"name": "grpo", "kl_beta": 0.0}}, "kl.reference belongs to algorithm.kl_beta above 0"),
+    ],
+)
+def test_settings_that_contradict_a_teacher_are_refused(teacher: str, changes: dict[str, Any], words: str):
+    with pytest.raises(SpecError, match=words):
+        distilled(teacher, **changes)
+
+
+def test_a_missing_teacher_is_refused(runs: Path, tmp_path: Path):
+    for reference, words in (
+        (None, "must name the teacher of distill"),
+        (str(tmp_path / "none"), "which is no folder"),
+    ):
+        spec = make_spec(DISTILL, **{**FEW, "algorithm": DISTILL, "kl.reference": reference})
+        with pytest.raises(ValueError, match=words):
+            check_runs([spec], runs)
