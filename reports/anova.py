@@ -1,8 +1,8 @@
 """Tests the factors of a complete grid by an analysis of variance whose random effects are seeds and problems.
 
-An effect is tested twice, and the larger p counts, as for comparisons. The error is the effect's interaction with the
-seeds (Fisher 1935) or, if the scores of single problems are known, its interaction with the seeds plus that with the
-problems minus the residual (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956).
+The largest p of up to three tests counts, as for comparisons. Their errors are the effect's interaction with the seeds
+(Fisher 1935) and, if the scores of single problems or of blocks of them are known, its interaction with those, and the
+sum of both minus the residual (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956).
 Errors are not pooled over effects, and their degrees of freedom are multiplied by Greenhouse and Geisser's (1959)
 epsilon, so the spread may differ between arms. For factors of two levels p is that of the contrast of arms.
 """

@@ -12,7 +12,7 @@ problems of the same kind (512 problems, 4 samples each, accuracy 71 %, seeds wi
 The percentile bootstrap cannot work with 3 seeds: its interval ends at the lowest and the highest seed, which enclose
 the truth in 1 - 2 / 2^3 = 75 % of studies. The Student t interval over seeds covers 95 % for these test problems
 (normal seeds, measured 95.1, 94.8 and 94.9 %), but not for new problems, which all seeds share. Reports therefore state
-the wider of the two-way and the Student t interval. Where the scores of single problems are not known, they state
+the widest of the two-way and the Student t intervals. Where the scores of single problems are not known, they state
 Student's over seeds. The bootstrap is shown in addition. The same holds for paired differences.
 """
 

@@ -153,6 +153,26 @@ def missing_problems(rng: Generator, num_seeds: int) -> bool:
     return _answered(with_trials(record, some))
 
 
+def unequal_budgets(rng: Generator, num_seeds: int) -> bool:
+    """Five arms against a baseline that train for 5, 10 or 20 steps; the less an arm has trained, the more its seeds
+    differ."""
+    steps = (5, 10, 20, 5, 10, 20)
+    spread = [UNEQUAL[2 - (5, 10, 20).index(one)] for one in steps]
+    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, seed_deviations=spread))
+
+    def trained(trial: TrialRecord) -> dict[str, Any]:
+        last = steps[record.arms.index(trial.arm)]
+        curve = [(step, 0.4 + 0.1 * step / last) for step in range(0, last + 1, 5)]
+        costs = {"generated_tokens": 1000.0 * last, "flops_train": 1e9 * last, "optimizer_steps": float(last)}
+        return {
+            "spec": {**trial.spec, "steps": last},
+            "history": {**trial.history, "validation/accuracy": curve, "test/accuracy": [(last, 0.5)]},
+            "summary": {**trial.summary, **costs},
+        }
+
+    return _answered(with_trials(record, trained))
+
+
 def joined(rng: Generator, num_seeds: int) -> bool:
     """Two studies that share their seeds, and with them a part of their luck; the second has more of them."""
     counts = (num_seeds, num_seeds + 3)
@@ -184,6 +204,19 @@ def extended(rng: Generator, num_seeds: int, luck: str, any_time: bool = False) 
     scores = _luck(rng, luck, 4, num_seeds)
     for count in (look for look in LOOKS if look <= num_seeds):
         record = _curved(_record(_arms, 4, count), scores)
+        added = list(range(LOOKS[0], count))
+        yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
+
+
+def extended_families(
+    rng: Generator, num_seeds: int, sizes: Sequence[int], any_time: bool = False
+) -> Iterator[Analysis]:
+    """The same of six arms with problems in families of these sizes."""
+    members = np.repeat(np.arange(len(sizes)), sizes)
+    scores = random_scores(rng, 6, num_seeds, len(members), families=members.tolist(), arm_by_family=0.6)
+    known = {_problem(i): f"story {one}" for i, one in enumerate(members)}
+    for count in (look for look in LOOKS if look <= num_seeds):
+        record = with_trials(_scored(_record(_arms, 6, count), scores[:, :count]), lambda _: {"families": known})
         added = list(range(LOOKS[0], count))
         yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
 
@@ -309,6 +342,9 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     **{f"seeds added at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck)) for luck in LUCK},
     **{f"read at 3, 5, 7 of 10 planned, {luck}": ((10,), partial(interim, luck=luck)) for luck in LUCK},
     **{f"any_time, read at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck, any_time=True)) for luck in LUCK},
+    "families of 8, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=(8,) * 8)),
+    "families of 1 to 20, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=UNEVEN)),
+    "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),
@@ -317,6 +353,7 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "5 families of 24": partial(related, sizes=(24,) * 5),
     "families of one": partial(related, sizes=(1,) * 64),
     "missing problems": missing,
+    "5 arms, unequal budgets": unequal_budgets,
     "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
 }
 

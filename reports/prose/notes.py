@@ -154,13 +154,13 @@ def _join_note(analysis: Analysis) -> _Note | None:
 
 
 def _added_note(analysis: Analysis) -> _Note | None:
-    """The arms and seeds that came after the study had started."""
-    shown = []
+    """The arms and seeds that came after the study had started; of seeds that `_looks_note` speaks of, only arms."""
+    shown, told = [], ("arm",) if analysis.record.added else ("arm", "seed")
     for one in analysis.record.amendments:
         day = datetime.fromtimestamp(one["time"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        kinds = ((kind, [str(name) for name in one[f"{kind}s"]]) for kind in ("arm", "seed"))
+        kinds = ((kind, [str(name) for name in one[f"{kind}s"]]) for kind in told)
         what = [f"{kind}{'s' * (len(names) > 1)} {wording.listed(names, len(names))}" for kind, names in kinds if names]
-        shown.append(f"{' and '.join(what)} ({day})")
+        shown += [f"{' and '.join(what)} ({day})"] if what else []
     text = f"Added: {'; '.join(shown)}. Whoever added them may have seen results: a choice made then is no plan."
     return ("Some arms or seeds came later", text) if shown else None
 
@@ -229,10 +229,11 @@ def _looks_note(analysis: Analysis) -> _Note | None:
     if record.added:
         read = wording.listed([str(count) for count in record.looks], len(record.looks))
         return "Seeds were added after results were read", (
-            "A reading counts if a report was written with 2 complete seeds or more and seeds were added later: here "
-            f"with {read} complete seeds. {text} As the first reading had spent {100 * ALPHA:g} %, all pages of this "
-            f"study together call equal arms different in up to {200 * ALPHA:g} % of studies, in 5 to 6 % of simulated "
-            f"ones; any_time, set before the first reading, keeps {100 * ALPHA:g} %."
+            f"Added: {wording.plural(len(record.added), 'seed')} of {len(record.seeds)}. A reading counts if a report "
+            f"was written with 2 complete seeds or more and seeds were added later: here with {read} complete seeds. "
+            f"{text} As the first reading had spent {100 * ALPHA:g} %, all pages of this study together call equal "
+            f"arms different in up to {200 * ALPHA:g} % of studies, in 5 to 6 % of simulated ones; any_time, set "
+            f"before the first reading, keeps {100 * ALPHA:g} %."
         )
     return "Seeds are still to come", (
         "No difference is tested before all planned seeds have ended, for a study may be stopped by what it shows. "
@@ -291,7 +292,9 @@ def _reward_note(paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) 
         )
     if len({repr(names) for names in paid.values()}) == 1:
         return None
-    each = [f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()]
+    each = [
+        f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items()) or 'none'}" for arm, names in paid.items()
+    ]
     return "Different rewards", f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
 
 
