@@ -201,9 +201,34 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
 )  # fmt: skip
 def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecord, words: tuple[str, ...]) -> None:
     text = answer(analysed(record))
+    for opening in ("Only b ends detectably above the start; ", "Only a and c end detectably above the start; "):
+        text = text.removeprefix(opening)
+    text = text[0].upper() + text[1:] if text.startswith("no ") else text
     assert text.startswith(words[0])
     assert all(part in text for part in words)
     assert "kl_beta matters" not in text
+
+
+def test_the_answer_begins_with_the_arms_that_have_learnt() -> None:
+    # accuracy is 40 % before training
+    def opening(*accuracies: float, seeds: Sequence[int] = range(5)) -> str:
+        arms = [FakeArm(name, "grpo", value, {}, {}) for name, value in zip("abc", accuracies, strict=False)]
+        return answer(analysed(fake_study(arms, seeds, seed_deviation=0.01)))
+
+    assert opening(0.4, 0.4).startswith("No arm ends detectably above its start; no difference to a (")
+    assert opening(0.3, 0.35).startswith("No arm ends detectably above its start; ")
+    assert opening(0.4, 0.7, 0.8).startswith("Only b and c end detectably above the start; c reaches ")
+    assert opening(0.3).startswith("It does not end detectably above its start; a reaches ")
+    for text in (opening(0.6, 0.7), opening(0.4, 0.4, seeds=[0]), opening(0.0, 0.0)):
+        assert "above its start" not in text and "above the start" not in text
+
+
+def test_a_gain_counts_after_the_correction_for_the_number_of_arms() -> None:
+    arms = [FakeArm(f"arm {number}", "grpo", 0.4, {}, {}) for number in range(6)]
+    shown = 0
+    for seed in range(60):  # arms that learn nothing: their largest gain has p < 0.05 in about a quarter of studies
+        shown += "Only" in answer(analysed(fake_study(arms, range(4), rng_seed=seed, num_problems=8)))
+    assert shown <= 6  # of 60 studies at 2.5 %; 7 or more in 1 of 1000
 
 
 def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_quoted() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from ...harness.data import short_path
 from ..analysis import Analysis, Comparison, marginal
 from ..findings import ranked_components, verdicts
+from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
 from . import wording
 
@@ -24,16 +25,23 @@ def answer(analysis: Analysis) -> str:
     if search is not None:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
-        candidates = [_grid_finding(analysis), _finding(analysis), _detectable(analysis), _components(analysis)]
+        candidates = [
+            _learnt(analysis),
+            _grid_finding(analysis),
+            _finding(analysis),
+            _detectable(analysis),
+            _components(analysis),
+        ]
         candidates += [_unexplained(analysis), _twins(analysis), _tuned(analysis), _left_out(analysis)]
         candidates += [_added(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
     if analysis.outcome.is_fraction and max(arm.mean for arm in analysis.finished_arms) < NEAR_ZERO:
+        parts = [part for part in parts if part != _learnt(analysis)]
         opening += "Every arm stays near zero: " if len(analysis.finished_arms) > 1 else "Near zero: "
     for number, part in enumerate(parts):
-        if (opening or number) and part.startswith(("No ", "Over ", "The ")):
+        if (opening or number) and part.startswith(("No ", "Only ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
     return f"{opening}{'; '.join(parts)}."
 
@@ -117,6 +125,25 @@ def _twins(analysis: Analysis) -> str:
     found = [f"{wording.listed(labels, len(labels))} are identical by construction ({reason})"
              for labels, reason in analysis.record.identical]  # fmt: skip
     return "; ".join(found)
+
+
+def _learnt(analysis: Analysis) -> str:
+    """The arms that end above their start, in a Holm family of their own; empty if all do, or if none can be tested."""
+    known = [arm for arm in analysis.finished_arms if not math.isnan(arm.gain_p)]
+    adjusted = holm([arm.gain_p for arm in known])
+    above = [
+        a.label
+        for a, p in zip(known, adjusted, strict=True)
+        if p < ALPHA and a.gain is not None and a.gain.estimate > 0
+    ]
+    if len(known) < len(analysis.finished_arms) or len(above) == len(known):
+        return ""
+    if not above:
+        return (
+            "No arm ends detectably above its start" if len(known) > 1 else "It does not end detectably above its start"
+        )
+    verb = "ends" if len(above) == 1 else "end"
+    return f"Only {wording.listed(above, len(above))} {verb} detectably above the start"
 
 
 def _finding(analysis: Analysis) -> str:
