@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -298,12 +299,16 @@ def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: fl
 
 
 def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[int]]]) -> list[str]:
-    """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file."""
+    """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file or are of
+    the plugin by name, for they may read its fields alone."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     inside = any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
     spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
     own = set(min((span for span in spans if mutant.line in span), key=len))
-    return [test for test, by in lines.items() if by.get(mutant.file) and (not inside or own & by[mutant.file])]
+    if inside:
+        return [test for test, by in lines.items() if own & by.get(mutant.file, set())]
+    named = re.compile(rf"\[(.*-)?{Path(mutant.file).stem}(-.*)?\]")
+    return [test for test, by in lines.items() if by.get(mutant.file) or named.search(test)]
 
 
 def _last(node: Any) -> int:

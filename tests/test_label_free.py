@@ -32,6 +32,8 @@ def test_a_vote_below_the_least_share_rewards_nobody_and_gives_no_label():
     assert reward.score(graded_group([0, 0, 1, None])) == [1.0, 1.0, -0.1, -0.1]  # 2 of 4
     assert reward.score(graded_group([0, 0, 1, 2, None])) == [-0.1] * 5  # 2 of 5
     assert MajorityVote(min_share=0.5, soft=True).score(graded_group([0, 0, 1, 2, None])) == [-0.1] * 5
+    halves = graded_group([0, 0, 1, 2], correct=(True, True, False, False))  # only the first half has a clear winner
+    assert MajorityVote(min_share=0.9, held_out=True).metrics(halves, [])["vote/accepted"] == 0.5
     refused = reward.metrics(graded_group([0, 0, 1, 2, None], [True, True, False, False, False]), [])
     assert refused["vote/accepted"] == 0.0
     assert math.isnan(refused["vote/label_accuracy"])

@@ -87,6 +87,8 @@ def test_repetition_counts_ngrams_that_occurred_before():
         ("10/50=20%", [(9, True)]),
         ("10/3=3.33", [(9, True)]),
         ("10/3=3.34", [(9, False)]),
+        ("3349/10000=0.33", [(15, True)]),  # off by 0.0049, of at most 0.005
+        (f"{'1' * 30}+1={'1' * 29}2", [(63, True)]),
         ("10/3=3", [(6, False)]),
         ("3-5=-2", [(6, True)]),
         ("-3+5=2", [(6, True)]),

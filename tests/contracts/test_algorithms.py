@@ -125,6 +125,16 @@ def test_the_defaults_are_those_of_the_papers_or_of_the_docstrings(name):
     assert defaults == {**DEFAULTS[name], "name": name, "group_size": 8}
 
 
+def test_the_facts_of_a_class_are_those_of_its_objective(name):
+    cls = plugins.load("algorithm", name)
+    assert cls.min_group_size == (1 if name in ("distill", "ppo", "reinforce_plus_plus", "remax") else 2)
+    assert cls.needs_critic == (name == "ppo") and cls.needs_greedy == (name == "remax")
+    assert cls.sees_gold == (name not in ("distill", "grpo_self_consistency"))
+    assert cls.linear_in_advantages == (name != "online_dpo") and cls.learns_from_rewards == (name != "distill")
+    reads_old = ("distill", "kl_cov", "online_dpo", "ppo", "reinforce_plus_plus", "rloo")
+    assert cls().needs_old_logprobs == (name in reads_old)
+
+
 def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algorithm):
     paid = rewards_of(algorithm, graded())
     assert len(paid) == len(CLASSES)
