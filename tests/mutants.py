@@ -41,7 +41,9 @@ SLOW = 5.0  # seconds; a slower test is left out
 SHORT = ("algorithms/_advantages.py", 12)
 TESTS = {
     "algorithms": ("test_golden_objectives", "test_objectives", "contracts/test_algorithms", "test_tensors"),
-    "harness/rewards": ("test_reward_numbers", "test_label_free", "test_reward_model", "contracts/test_rewards"),
+    "harness/rewards": (
+        "test_reward_numbers", "test_label_free", "test_reward_model", "contracts/test_rewards", "test_evaluate",
+    ),
     "harness/run": (
         "test_learner", "test_schedules", "test_staleness", "test_prompts", "test_controls", "test_sync", "test_gates",
         "test_agreement", "test_evaluate", "test_grading", "test_grading_budget", "test_reward_numbers", "test_draw",

@@ -59,8 +59,8 @@ def test_reasoning_pays_by_its_length_up_to_saturation_and_only_in_the_right_for
 
 
 def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_all_of_it():
-    # limit 100, buffer 20: nothing up to 80, then -(n - 80) / 20
-    group = graded_group([0] * 5, max_tokens=100, num_tokens=(1, 80, 90, 100, 100), truncated=(False,) * 4 + (True,))
+    # limit 100, buffer 20: nothing up to 80, then -(n - 80) / 20; one that was cut before the limit too
+    group = graded_group([0] * 5, max_tokens=100, num_tokens=(1, 80, 90, 100, 85), truncated=(False,) * 4 + (True,))
     assert Overlong().score(group) == pytest.approx([0, 0, -0.5, -1, -1])
 
 
@@ -88,6 +88,9 @@ def test_repetition_counts_ngrams_that_occurred_before():
         ("10/3=3.33", [(9, True)]),
         ("10/3=3.34", [(9, False)]),
         ("3349/10000=0.33", [(15, True)]),  # off by 0.0049, of at most 0.005
+        ("335/1000=0.34", [(13, True)]),  # either way of rounding a half
+        ("2/3=66.7%", [(9, True)]),
+        ("2/3=66.8%", [(9, False)]),
         (f"{'1' * 30}+1={'1' * 29}2", [(63, True)]),
         ("10/3=3", [(6, False)]),
         ("3-5=-2", [(6, True)]),

@@ -292,6 +292,20 @@ def test_of_two_processes_one_copies_a_record_and_another_goes_on_when_it_ends(r
 # Studies ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_report_waits_for_the_mirror_of_a_large_study_no_longer_than_a_runs_end_does(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder = begin_study(runs, a_study(), "cohort study run sizes")
+    for seed in range(3):
+        log_trial(runs, "group_size=2", seed, "complete")
+    monkeypatch.setattr(follow, "DRAIN_SECONDS", -1.0)
+    catch_up(runs, folder)
+    assert "has not received 3 runs of 'sizes'" in caplog.text and "`cohort ui` copies it later" in caplog.text
+    assert not any("seed" in name for name in shown(runs))
+    catch_up(runs)  # as `cohort ui` does
+    assert sum("seed" in name for name in shown(runs)) == 3
+
+
 def log_trial(
     runs: Path, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = (), **spec: Any
 ) -> RunLog:

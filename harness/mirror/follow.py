@@ -5,8 +5,10 @@ copy and loses nothing.
 """
 
 import logging
+import math
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,15 +40,20 @@ class Mirror:
         self._members: dict[Path, RunMirror] = {}
         self._unreadable: dict[Path, str] = {}
 
-    def copy(self) -> None:
-        """Copy what is new. Raises MLflow's error if the store refuses it, ConnectionError if it does not answer."""
+    def copy(self, seconds: float = math.inf) -> int:
+        """Copy what is new; no further run after so many seconds, and returns how many runs that leaves out. Raises
+        MLflow's error if the store refuses it, ConnectionError if it does not answer."""
+        over = time.monotonic() + seconds
         client = connect(self.runs)
         if self._study is not None:
             parent = self._study.copy(client)
         else:
             self._member(self.folder).copy(client)
             parent = self._member(self.folder).place.run_id
-        for file in sorted(self.folder.glob(f"[ts]*/*/{INFO}")):  # trials/ and stages/
+        files = sorted(self.folder.glob(f"[ts]*/*/{INFO}"))  # trials/ and stages/
+        for number, file in enumerate(files):
+            if time.monotonic() > over:
+                return len(files) - number
             member = self._member(file.parent)
             try:
                 member.copy(client, parent)
@@ -56,6 +63,7 @@ class Mirror:
                     self._unreadable[file.parent] = str(error)
         if self._study is not None:
             self._study.finish(client)
+        return 0
 
     def _member(self, directory: Path) -> RunMirror:
         if directory not in self._members:
@@ -121,7 +129,8 @@ def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.
 
 
 def catch_up(runs: Path, folder: Path | None = None) -> None:
-    """Copy all records of a runs folder, or the one in `folder`, that nobody is copying now; warns of what fails."""
+    """Copy all records of a runs folder, or for DRAIN_SECONDS the one in `folder`, that nobody is copying now; warns of
+    what fails or is left."""
     runs = runs.resolve()
     try:
         if moved_from(runs) is not None:  # MLflow would write there
@@ -136,7 +145,10 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         lock = file_lock(one / "mlflow.lock")
         try:
             with lock.acquire(timeout=0):
-                Mirror(runs, one).copy()
+                left = Mirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
+            if left:
+                log.warning("%s has not received %d runs of '%s' after %.0f s; everything is in '%s', and `cohort ui` "
+                            "copies it later", store_name(runs), left, one.name, DRAIN_SECONDS, one)  # fmt: skip
         except Timeout:
             continue
         except Exception as error:  # of MLflow or a library below it; the record stays whole
