@@ -94,7 +94,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     )  # fmt: skip
     html = Environment(autoescape=True, **_JINJA)
     html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
-    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_in_markdown, **_JINJA)
+    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=in_markdown, **_JINJA)
     markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
     write_text(files.html, html.get_template("report.html").render(values), sync=False)
     write_text(files.markdown, markdown.get_template("report.md").render(values), sync=False)
@@ -271,7 +271,7 @@ class _Raw(str):
     """Markdown that needs no escaping."""
 
 
-def _in_markdown(value: Any) -> str:
+def in_markdown(value: Any) -> str:
     """The value escaped for Markdown, unless it is `_Raw`."""
     if isinstance(value, _Raw):
         return value

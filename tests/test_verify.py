@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cohort.harness.api.capsule import export_capsule, unpacked
+from cohort.harness.api.hub import model_card
 from cohort.harness.api.verification import Findings, Place, verify_study
 from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
@@ -197,6 +198,12 @@ def test_a_family_that_the_completions_do_not_have_is_found(folder: Path):
     rewrite(file, forge)
     reseal(folder)
     assert f"families/{forged[0]}" in {one.place for one in verified(folder).mismatches}
+
+
+def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder: Path):
+    card = model_card(sorted((folder / "trials").iterdir())[0])
+    assert "Does it help?" in card and "One of 1 seed (0) of the arm `group_size=" in card
+    assert f"`{sha256(folder / EVIDENCE)}`" in card
 
 
 # One digit ---------------------------------------------------------------------------------------------------------

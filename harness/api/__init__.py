@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .catalog import describe_plugins, describe_settings, describe_task
     from .contamination import probe
     from .gpu import run_book
+    from .hub import publish
     from .machine import check_machine
     from .planner import plan
     from .regrade import grade

@@ -129,20 +129,31 @@ def evaluate(
     terminal.say(f"Files: {found.folder}")
 
 
-@command("register", "cohort register runs/train/my-run --name arithmetic-grpo")
+@command(
+    "register",
+    "cohort register runs/train/my-run --name arithmetic-grpo",
+    "cohort register runs/train/my-run --hub me/gsm8k-grpo",
+)
 def register(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],
-    name: Annotated[str, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")] = None,
+    hub: Annotated[str | None, typer.Option(metavar="USER/NAME", help="A repository of the Hugging Face Hub.")] = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
 ) -> None:
-    """Register the final policy of a run as a version of a model in MLflow.
+    """Register the final policy of a run as a version of a model in MLflow, or upload it to the Hub.
 
     The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
-    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
+    of a study keeps its policy with checkpoints.finished=weights, a single run by default. The Hub gets a model card
+    from the record too (task, tests with intervals, seeds, command); a repository that is new is private.
     """
-    version, policy = api.register(run, name, runs=runs)
-    terminal.say(f"{name}, version {version}: {policy}")
+    if name is None and hub is None:
+        raise typer.BadParameter("give --name, --hub or both")
+    if name is not None:
+        version, policy = api.register(run, name, runs=runs)
+        terminal.say(f"{name}, version {version}: {policy}")
+    if hub is not None:
+        terminal.say(f"{hub}: {api.publish(run, hub)}")
 
 
 @command(

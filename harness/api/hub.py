@@ -1,0 +1,121 @@
+"""Puts the final policy of a run on the Hugging Face Hub, with a model card that is written from its record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ...reports.analysis import analysed
+from ...reports.prose import wording
+from ...reports.render import in_markdown
+from ..ground.files import sha256
+from ..record.events import EVENTS, read_history
+from ..record.evidence import EVIDENCE
+from ..record.run import RunInfo, final_result, model_folder
+from ..record.study import STUDY, read_folder
+from ..run.evaluate import wilson_interval
+from ..spec.errors import SpecError
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def publish(run: Path, repository: str) -> str:
+    """Upload the final policy of a run and its card to a repository of the Hub, private if it is new; its address.
+
+    SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    if not _REPOSITORY.fullmatch(repository):
+        raise SpecError(f"--hub must be a repository as USER/NAME, got '{repository}'")
+    policy, card = model_folder(str(run)), model_card(run)
+    api = HfApi()
+    try:
+        place = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repository)
+        api.upload_folder(folder_path=policy, repo_id=repository, ignore_patterns=["README.md"])
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        fix = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+        raise SpecError(f"the Hub does not take '{repository}' ({why}); {fix}") from None
+    return str(place)
+
+
+def model_card(run: Path) -> str:
+    """The card of a run that has ended: metadata, and what its record says of task, algorithm, tests and versions."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    info, ended = RunInfo.load(run), final_result(run)
+    if info is None or ended is None:
+        raise SpecError(f"only a run that has ended can be published: RUN must be its folder, got '{run}'")
+    spec, spent, history = info.spec, ended["summary"], read_history(run / EVENTS)
+    tasks = {"test": spec["task"], **{f"test_{one['name']}": one for one in spec["evaluation"].get("tests", ())}}
+    rows, results = [], []
+    for area, task in tasks.items():
+        for name in ("accuracy", "greedy_accuracy"):
+            values = history.history.get(f"{area}/{name}")
+            if not values:
+                continue
+            value, problems = values[max(values)][0], len(history.scores[area])
+            low, high = wilson_interval(value, problems)
+            label = "greedy" if name == "greedy_accuracy" else f"mean of {_last(history, f'{area}/num_samples'):.0f}"
+            rows.append((task["name"], label, problems, f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"))
+            source = str(task.get("path", task["name"]))
+            results.append(EvalResult("text-generation", source, task["name"], name, round(100 * value, 2)))
+    data = ModelCardData(
+        base_model=spec["model"] if _HUB_ID.fullmatch(spec["model"]) and not Path(spec["model"]).exists() else None,
+        library_name="peft" if spec.get("lora") else "transformers", tags=["cohort", "rlvr", spec["algorithm"]["name"]],
+        datasets=sorted({str(one["path"]) for one in tasks.values() if _HUB_ID.fullmatch(str(one.get("path", "")))}),
+        model_name=run.name, eval_results=results,
+    )  # fmt: skip
+    settings = {key: value for key, value in spec["algorithm"].items() if key != "name"}
+    lines = [
+        f"# {in_markdown(run.name)}", "",
+        f"Trained by Cohort (`cohort-rl`) with `{spec['algorithm']['name']}` on `{spec['task']['name']}`, from "
+        f"`{_code(spec['model'])}`, for {spent.get('optimizer_steps', 0):.0f} optimiser steps on "
+        f"{spent.get('rollouts', 0):.0f} completions. Seed {spec['seed']}.", "",
+        "| test | accuracy | problems | %, with 95 % interval over problems |", "| --- | --- | --: | --: |",
+        *(f"| {in_markdown(task)} | {label} | {problems} | {text} |" for task, label, problems, text in rows), "",
+        *_of_study(run), "## Objective", "",
+        *(f"- {key}: {in_markdown(text)}" for key, text in info.objective.items()),
+        f"- settings: `{_code(json.dumps(settings))}`", "", "## Record", "",
+        *(f"- {key}: `{_code(value)}`" for key, value in info.versions.items()),
+        f"- SHA-256 of its events: `{sha256(run / EVENTS)}`", "",
+    ]  # fmt: skip
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)
+
+
+def _of_study(run: Path) -> list[str]:
+    """What the study of a trial says of its arm, over all seeds; nothing for a single run."""
+    folder = run.resolve().parents[1]
+    if not (folder / STUDY).is_file():
+        return []
+    record = read_folder(folder)
+    arm = next(one.arm for one in record.trials if one.trial == run.name)
+    analysis = analysed(record)
+    found = next((one for one in analysis.arms if one.label == arm and one.scores), None)
+    lines = ["## Study", "", in_markdown(record.question), ""]
+    if found is not None:
+        metric, seeds = analysis.outcome.name, ", ".join(map(str, found.scores))
+        mean = wording.with_limits(found.mean, found.interval, metric)
+        unit = " %" if analysis.outcome.is_fraction else ""
+        count = wording.plural(len(found.scores), "seed")
+        lines.append(f"One of {count} ({seeds}) of the arm `{_code(arm)}`: {analysis.outcome.label} {mean}{unit}.")
+    lines += ["", f"- command: `{_code(record.command)}`"]
+    if (folder / EVIDENCE).is_file():
+        lines.append(f"- SHA-256 of the study's evidence, which its capsule has: `{sha256(folder / EVIDENCE)}`")
+    return [*lines, ""]
+
+
+def _last(history: Any, metric: str) -> float:
+    series = history.history[metric]
+    return series[max(series)][0]
+
+
+def _code(text: Any) -> str:
+    """A text within backticks."""
+    return " ".join(str(text).split()).replace("`", "'")

@@ -1,0 +1,150 @@
+"""`cohort register --hub`: the card says what the record says; a server that speaks as the Hub gets it."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cohort.harness.api.hub import model_card
+from cohort.harness.cli import app
+from cohort.harness.ground.files import sha256
+from cohort.harness.record.events import EVENTS
+from cohort.harness.record.run import RunLog
+from cohort.harness.run.loop import train
+from factories import FEW, make_spec
+
+HOSTILE = "a|b`c <script>alert(1)</script>"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What of the Hub's protocol an upload of small files needs: every file is sent within its commit."""
+
+    files: dict[str, bytes]
+    refuse: bool
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.server.refuse:  # pyright: ignore
+            return self._say({"error": "Invalid token"}, 401)
+        if self.path == "/api/validate-yaml":
+            return self._say({"errors": [], "warnings": []})
+        if self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body))  # pyright: ignore
+            return self._say({"url": f"{self.server.address}/me/policy"})  # pyright: ignore
+        if "/preupload/" in self.path:
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+            ]
+            return self._say({"files": files})
+        if "/commit/" in self.path:
+            for line in body.decode().splitlines():
+                part = json.loads(line)
+                if part["key"] == "file":
+                    self.server.files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])  # pyright: ignore
+            return self._say({"commitUrl": f"{self.server.address}/me/policy/commit/0", "commitOid": "0" * 40})  # pyright: ignore
+        return self._say({"error": self.path}, 404)
+
+    def do_GET(self) -> None:
+        self._say({"id": "me/policy", "sha": "0" * 40, "siblings": []})
+
+    def _say(self, answer: Any, status: int = 200) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files, server.created, server.refuse = {}, [], False
+    server.address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", server.address)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, with another test and an objective that is hostile text."""
+    runs = tmp_path_factory.mktemp("runs")
+    tests = [{"name": "aime24", "path": str(Path(__file__).parent / "fixtures" / "aime24")}]
+    spec = make_spec(**{**FEW, "steps": 1, "evaluation.tests": tests, "evaluation.num_samples": 2})
+    folder = runs / "train" / "a|run"
+    with RunLog(runs, folder, spec, experiment="train", run_name="one") as log:
+        log._info.objective["advantage"] = HOSTILE
+        result = train(spec, folder, log, cache=runs / "cache")
+        log.finish(result.state, result.reason, result.summary)
+    return folder
+
+
+def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended: Path):
+    _, head, body = model_card(ended).split("---\n", 2)
+    data = yaml.safe_load(head)
+    assert data["tags"] == ["cohort", "rlvr", "grpo"] and data["library_name"] == "transformers"
+    assert "base_model" not in data  # `tiny` is on no Hub
+    events = [json.loads(line) for line in (ended / EVENTS).read_text().splitlines()]
+    logged = {key: value for event in events for key, value in event.get("values", {}).items()}
+    found = {
+        r["dataset"]["name"]: r["metrics"][0]["value"]
+        for r in data["model-index"][0]["results"]
+        if r["metrics"][0]["type"] == "accuracy"
+    }
+    assert found == {name: round(100 * logged[f"{area}/accuracy"], 2)
+                     for name, area in (("arithmetic", "test"), ("aime24", "test_aime24"))}  # fmt: skip
+    assert "| arithmetic | mean of 2 | 4 |" in body and "| aime24 | greedy | 4 |" in body
+    assert f"`{sha256(ended / EVENTS)}`" in body
+    assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")
+
+
+def registered(run: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, because the Hub's library reads the server's address once."""
+    command = [sys.executable, "-P", "-m", "cohort", "register", str(run), "--hub", "me/policy"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended: Path, hub: Any):
+    done = registered(ended)
+    assert (done.returncode, done.stdout) == (0, f"me/policy: {hub.address}/me/policy\n"), done.stderr
+    assert (hub.created[0]["visibility"], hub.created[0]["name"]) == ("private", "policy")
+    policy = next(ended.glob("checkpoints/*/policy"))
+    assert hub.files.pop("README.md").decode() == model_card(ended)
+    assert hub.files == {f.name: f.read_bytes() for f in policy.iterdir() if f.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hub", "policy"], "--hub must be a repository as USER/NAME, got 'policy'"),
+        ([], "give --name, --hub or both"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(ended: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        app.main(["register", str(ended), *words])
+    assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_what_the_hub_refuses_is_one_sentence_that_says_how_to_log_in(ended: Path, hub: Any):
+    hub.refuse = True
+    done = registered(ended)
+    error = done.stderr
+    assert done.returncode == 2
+    assert "the Hub does not take 'me/policy' (" in error and "`hf auth login`" in error and "Traceback" not in error
+    assert not hub.files
