@@ -110,6 +110,7 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended: Path
                      for name, area in (("arithmetic", "test"), ("aime24", "test_aime24"))}  # fmt: skip
     assert "| arithmetic | mean of 2 | 4 |" in body and "| aime24 | greedy | 4 |" in body
     assert f"`{sha256(ended / EVENTS)}`" in body
+    assert "fixtures" not in head + body  # a path of this machine
     assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")
 
 

@@ -52,6 +52,7 @@ def model_card(run: Path) -> str:
     info, ended = RunInfo.load(run), final_result(run)
     if info is None or ended is None:
         raise SpecError(f"only a run that has ended can be published: RUN must be its folder, got '{run}'")
+    model = info.spec["model"] if _on_hub(info.spec["model"]) else Path(info.spec["model"]).name  # no path of a machine
     spec, spent, history = info.spec, ended["summary"], read_history(run / EVENTS)
     tasks = {"test": spec["task"], **{f"test_{one['name']}": one for one in spec["evaluation"].get("tests", ())}}
     rows, results = [], []
@@ -64,19 +65,19 @@ def model_card(run: Path) -> str:
             low, high = wilson_interval(value, problems)
             label = "greedy" if name == "greedy_accuracy" else f"mean of {_last(history, f'{area}/num_samples'):.0f}"
             rows.append((task["name"], label, problems, f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"))
-            source = str(task.get("path", task["name"]))
+            source = str(task["path"]) if _on_hub(task.get("path")) else task["name"]
             results.append(EvalResult("text-generation", source, task["name"], name, round(100 * value, 2)))
     data = ModelCardData(
-        base_model=spec["model"] if _HUB_ID.fullmatch(spec["model"]) and not Path(spec["model"]).exists() else None,
+        base_model=spec["model"] if _on_hub(spec["model"]) else None,
         library_name="peft" if spec.get("lora") else "transformers", tags=["cohort", "rlvr", spec["algorithm"]["name"]],
-        datasets=sorted({str(one["path"]) for one in tasks.values() if _HUB_ID.fullmatch(str(one.get("path", "")))}),
+        datasets=sorted({str(one["path"]) for one in tasks.values() if _on_hub(one.get("path"))}),
         model_name=run.name, eval_results=results,
     )  # fmt: skip
     settings = {key: value for key, value in spec["algorithm"].items() if key != "name"}
     lines = [
         f"# {in_markdown(run.name)}", "",
         f"Trained by Cohort (`cohort-rl`) with `{spec['algorithm']['name']}` on `{spec['task']['name']}`, from "
-        f"`{_code(spec['model'])}`, for {spent.get('optimizer_steps', 0):.0f} optimiser steps on "
+        f"`{_code(model)}`, for {spent.get('optimizer_steps', 0):.0f} optimiser steps on "
         f"{spent.get('rollouts', 0):.0f} completions. Seed {spec['seed']}.", "",
         "| test | accuracy | problems | %, with 95 % interval over problems |", "| --- | --- | --: | --: |",
         *(f"| {in_markdown(task)} | {label} | {problems} | {text} |" for task, label, problems, text in rows), "",
@@ -114,6 +115,10 @@ def _of_study(run: Path) -> list[str]:
 def _last(history: Any, metric: str) -> float:
     series = history.history[metric]
     return series[max(series)][0]
+
+
+def _on_hub(name: Any) -> bool:
+    return bool(_HUB_ID.fullmatch(str(name))) and not Path(str(name)).exists()
 
 
 def _code(text: Any) -> str:
