@@ -21,7 +21,7 @@ from ..ground.files import read_json
 from ..record.study import study_settings
 from ..spec import load
 from ..spec.errors import SpecError
-from ..spec.raw import parse_overrides, with_overrides
+from ..spec.raw import differences, parse_overrides, with_overrides
 from ..spec.run import Optimizer
 from ..spec.study import StudySpec, parse_study
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
@@ -276,6 +276,14 @@ def show(study: Study) -> dict[str, Any]:
         "design_arms": arms,
         "budget": {"trials": sum(count for _, count in counts), "rollouts": rollouts},
     }
+
+
+def changes(name_or_path: str) -> list[tuple[str, str, str]]:
+    """(setting, in the study that it extends, here) of each setting that a study file changes or adds."""
+    path, own, base = load.study_mapping(name_or_path)
+    if not base:
+        raise SpecError(f"--diff compares a study file with the one that it extends, and '{path}' extends none")
+    return list(differences(base, own))
 
 
 def launcher(

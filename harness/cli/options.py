@@ -49,7 +49,9 @@ TrackingUri = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, such as steps=20; repeatable."),
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Override a setting, such as steps=20, or @FILE: all of a file; repeatable."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Seeds of each arm, such as 0,1,2.")]

@@ -17,7 +17,7 @@ def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSp
     labels."""
     path = Path(name_or_path)
     raw = read_yaml(path) if path.is_file() else None  # any other name means a shipped study
-    if isinstance(raw, Mapping) and "run" not in raw:
+    if isinstance(raw, Mapping) and not raw.keys() & {"run", "extends"}:
         run = load_run(name_or_path, overrides)
         return {run.algorithm.name: run}
     study = load_study(name_or_path, overrides)
@@ -30,14 +30,7 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study; any other
     changes the base run (`steps=20`, `task.path=...`).
     """
-    shipped = shipped_studies()
-    path = shipped.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
-            raise SpecError(f"{path}: no such study file")
-        near, fix = did_you_mean(name_or_path, list(shipped)), "or give a path to a YAML file"
-        raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
-    raw = _mapping(path, "study", "question: ... and run: {task: arithmetic, algorithm: grpo}")
+    path, raw, _ = study_mapping(name_or_path)
     raw.setdefault("name", path.stem)
     run: dict[str, Any] = {}
     for dotted, value in parse_overrides(overrides).items():
@@ -59,6 +52,41 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
         if arms and all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
             raise SpecError(f"--set {dotted}: every arm of the study sets it, so nothing would change; change the arms")
     return study
+
+
+def study_mapping(name_or_path: str, extended_by: Path | None = None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The file of a study, its settings, and those of the study that it `extends` (a shipped name, or a file beside
+    it), which are part of its own: its `run` changes single settings, any other section takes the place of the other's,
+    null removes one. Without `extends` the last are empty."""
+    shipped = shipped_studies()
+    path = shipped.get(name_or_path, (extended_by.parent if extended_by else Path()) / name_or_path)
+    if not path.is_file():
+        if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
+            raise SpecError(f"{path}: no such study file")
+        near, fix = did_you_mean(name_or_path, list(shipped)), "or give a path to a YAML file"
+        raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
+    raw = _mapping(path, "study", "question: ... and run: {task: arithmetic, algorithm: grpo}")
+    if (other := raw.pop("extends", None)) is None:
+        return path, raw, {}
+    if extended_by is not None:
+        raise SpecError(f"{extended_by}: extends goes one level, and '{path}' itself extends another; name that one")
+    if not isinstance(other, str):
+        raise SpecError(f"{path}: extends must be one study, a shipped name or a file, got {other!r}")
+    _, base, _ = study_mapping(other, path)
+    base.pop("name", None)
+    run = _merged(base.get("run"), raw.get("run"))
+    whole = {**base, **raw, **({} if run is None else {"run": run})}
+    return path, {key: value for key, value in whole.items() if value is not None}, base
+
+
+def _merged(base: Any, own: Any) -> Any:
+    """A section with single settings of its own; a plugin of another name has nothing of the one in its place."""
+    base = {"name": base} if isinstance(base, str) and isinstance(own, Mapping) else base
+    if own is None:
+        return base
+    if not (isinstance(base, Mapping) and isinstance(own, Mapping)) or own.get("name") not in (None, base.get("name")):
+        return own
+    return {key: _merged(base.get(key), own[key]) if key in own else base[key] for key in {**base, **own}}
 
 
 def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> RunSpec:

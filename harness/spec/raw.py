@@ -1,7 +1,7 @@
 """Reads settings before they are validated: YAML text and `path=value` overrides."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +16,13 @@ _TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int",
 
 
 def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
-    """`path=value` strings as a mapping; values are read as YAML (`true`, `0.1`, `[1, 2]`, text)."""
+    """`path=value` strings as a mapping; values are read as YAML (`true`, `0.1`, `[1, 2]`, text). `@FILE` stands for
+    all settings of a YAML file, nested or by path."""
     result: dict[str, Any] = {}
     for item in items:
+        if item.startswith("@"):
+            result |= _flat(_settings(Path(item[1:])))
+            continue
         path, equals, value = item.partition("=")
         if not equals or not path.strip():
             raise SpecError(f"--set takes path=value, got '{item}'; for example --set algorithm.kl_beta=0.01")
@@ -27,6 +31,30 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {_words(error)}") from None
     return result
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    read = read_yaml(path)
+    if not isinstance(read, Mapping):
+        raise SpecError(f"--set @{path}: the file must hold settings, such as engine: vllm, got {type(read).__name__}")
+    return read
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Dotted path -> value."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else {f"{above}{key}": value}
+    return found
+
+
+def differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(path, then, now) of each setting that differs between two mappings."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*then, *now)):
+            yield from differences(then.get(key, "absent"), now.get(key, "absent"), f"{path}.{key}".lstrip("."))
+    elif then != now:
+        yield path, str(then), str(now)
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: Sequence[str] = ()) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import logging
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..ground.inputs import Inputs, Unreachable
 from ..ground.machine import usable_gpus
 from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
+from ..spec.raw import differences
 from ..spec.run import RunSpec
 from ..spec.study import StudySpec, TwoStage, parse_study
 from .estimates import planned
@@ -182,7 +183,7 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
         )
     if started["digest"] != study.digest() and not _only_adds_arms(started, study):
         now, then = study.model_dump(mode="json"), study_settings(started)
-        changes = list(_differences(then, {key: now[key] for key in now if key in then or now[key]}))
+        changes = list(differences(then, {key: now[key] for key in now if key in then or now[key]}))
         what = "\n".join(f"  {path}: then {old}, now {new}" for path, old, new in changes[:12])
         what += f"\n  and {len(changes) - 12} more" * (len(changes) > 12)
         name = shlex.quote(study.name)
@@ -213,12 +214,3 @@ def _only_adds_arms(started: Mapping[str, Any], study: StudySpec) -> bool:
     then, now = ({arm.label: arm.digest for arm in one.design_arms()} for one in (before, study))
     baselines = {before.baseline or next(iter(then)), study.baseline or next(iter(now))}
     return then.items() <= now.items() and len(baselines) == 1
-
-
-def _differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """(path, then, now) of each setting that differs."""
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys((*then, *now)):
-            yield from _differences(then.get(key, "absent"), now.get(key, "absent"), f"{path}.{key}".lstrip("."))
-    elif then != now:
-        yield path, str(then), str(now)
