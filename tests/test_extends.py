@@ -13,7 +13,9 @@ from cohort.harness.spec.raw import parse_overrides
 
 BASE = {
     "question": "Which?",
-    "run": {"task": {"name": "arithmetic", "min_operands": 3}, "algorithm": "grpo", "steps": 5, "optimizer": {"beta2": 0.9}},
+    "run": {
+        "task": {"name": "arithmetic", "min_operands": 3}, "algorithm": "grpo", "steps": 5, "optimizer": {"beta2": 0.9},
+    },
     "factors": {"algorithm.group_size": [4, 8]},
     "seeds": [0, 1],
 }  # fmt: skip
@@ -33,8 +35,8 @@ def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out
         "factors": None, "arms": {"a": {"steps": 1}, "b": {"steps": 2}},
     }  # fmt: skip
     run = {
-        "task": {"name": "arithmetic", "min_operands": 3, "max_operands": 6}, "algorithm": {"name": "grpo", "kl_beta": 0.1},
-        "steps": 5, "optimizer": {"beta2": 0.9, "learning_rate": 0.001},
+        "task": {"name": "arithmetic", "min_operands": 3, "max_operands": 6},
+        "algorithm": {"name": "grpo", "kl_beta": 0.1}, "steps": 5, "optimizer": {"beta2": 0.9, "learning_rate": 0.001},
     }  # fmt: skip
     whole = {"question": "And larger?", "run": run, "arms": own["arms"], "seeds": [0, 1], "name": "own"}
     extended, written = (load_study(write(tmp_path, f"{n}.yaml", c)) for n, c in (("own", own), ("whole", whole)))
@@ -64,7 +66,8 @@ def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path: Path,
         ({"own": {"extends": "nope"}}, "unknown study 'nope'; "),
         ({"own": {"extends": "nope.yaml"}}, "nope.yaml: no such study file"),
         ({"own": {"extends": ["a", "b"]}}, r"extends must be one study, a shipped name or a file, got \['a', 'b'\]"),
-        ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}}, "own.yaml: extends goes one level, and '.*b.yaml' itself"),
+        ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}},
+         "own.yaml: extends goes one level, and '.*b.yaml' itself"),
         ({"own": {"extends": "own.yaml"}}, "extends goes one level"),
         ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
     ],
