@@ -69,7 +69,7 @@ def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None
     reading = "Mean over seeds, scored once at the end; intervals are over seeds and problems."
     if found.adjusted:
         reading += (
-            f" Below it the difference from {analysis.baseline.label}; all {len(found.adjusted)} differences of this "
+            f" Below it the difference from {analysis.record.baseline}; all {len(found.adjusted)} differences of this "
             "table are one Holm family, apart from the comparison above."
         )
     return {"names": list(names.values()), "rows": rows, "reading": reading}

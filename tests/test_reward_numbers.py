@@ -128,6 +128,46 @@ def test_checking_calculations_is_bounded_on_hostile_text():
         assert time.process_time() - start < 2.0
 
 
+def test_a_verifier_that_errs_does_so_at_its_rates_and_alike_for_equal_groups():
+    correct = tuple(i % 4 == 0 for i in range(8))
+    groups = [
+        graded_group([0] * 8, correct, prompt_id=f"p{n}", completions=tuple(f"answer {n} {i}" for i in range(8)))
+        for n in range(2000)
+    ]
+    reward = Accuracy(false_positive=0.3, false_negative=0.1)
+    paid = [reward.score(group) for group in groups]
+    assert paid == [reward.score(group) for group in groups]
+    # 4,000 right and 12,000 wrong completions: standard errors 0.0047 and 0.0042
+    assert np.mean([row[i] for row in paid for i in (0, 4)]) == pytest.approx(0.9, abs=0.02)
+    assert np.mean([row[i] for row in paid for i in (1, 2, 3, 5, 6, 7)]) == pytest.approx(0.3, abs=0.02)
+    # errors of completions are independent: two wrong ones of a group are both paid in 0.3^2
+    assert np.mean([row[1] * row[2] for row in paid]) == pytest.approx(0.09, abs=0.02)
+    found = reward_metrics({"accuracy": reward}, groups, score({"accuracy": reward}, groups))
+    assert found["verifier/true_positive_rate"] == pytest.approx(0.9, abs=0.02)
+    assert found["verifier/false_positive_rate"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inverted():
+    group = graded_group([0, 1, 2], (True, False, False))
+    assert Accuracy().score(group) == [1.0, 0.0, 0.0] and Accuracy().metrics(group, [1.0, 0.0, 0.0]) == {}
+    inverted = Accuracy(false_positive=1.0, false_negative=1.0)
+    assert inverted.score(group) == [0.0, 1.0, 1.0]
+    rates = inverted.metrics(graded_group([0, 0], (True, True)), [0.0, 0.0])
+    assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
+        ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
+    ],
+)
+def test_rates_that_a_verifier_cannot_have_are_refused(changes: dict[str, Any], words: str):
+    with pytest.raises(SpecError, match=words):
+        make_spec(**changes)
+
+
 def test_process_rewards_sit_at_the_end_of_their_calculation():
     group = graded_group([0, 0], completions=("4+4=8;8+5=14", "no step"))
     assert Process().steps(group) == [[(5, 1.0), (12, 0.0)], []]

@@ -1,12 +1,18 @@
 """1 for a completion whose final answer equals the gold answer under the task's own equality, else 0.
 
 With `partial`, a completion earns the score of the task's verifier, from 0 to 1. Everywhere else, correct still means a
-score of exactly 1.
+score of exactly 1. With `false_positive` or `false_negative` the verifier errs at random, as real ones do
+(arXiv:2601.04411): evaluations and `train/accuracy` do not.
 """
 
-from pydantic import Field
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from ..data import GradedGroup
+from ..ground.streams import generator
 from ..interfaces import Reward
 
 
@@ -16,14 +22,40 @@ class Accuracy(Reward):
     sees_gold = True
 
     partial: bool = Field(default=False, description="pay the score of the verifier, 0 to 1 (with partial credit)")
+    false_positive: float = Field(default=0.0, ge=0, le=1, description="chance that a wrong completion is paid")
+    false_negative: float = Field(default=0.0, ge=0, le=1, description="chance that a correct completion is not paid")
+
+    @model_validator(mode="after")
+    def _errs_on_whole_answers(self) -> Self:
+        if self.partial and self._errs:
+            raise ValueError("false_positive and false_negative must be 0 with partial: they are of right or wrong")
+        return self
 
     @property
     def needs_partial_credit(self) -> bool:
         return self.partial
 
+    @property
+    def _errs(self) -> bool:
+        return self.false_positive > 0 or self.false_negative > 0
+
     def score(self, group: GradedGroup) -> list[float]:
+        """The errors are drawn anew for each completion, keyed by the group: arms with equal completions err alike."""
         if self.partial:
             assert group.scores is not None
             return list(group.scores)
         assert group.correct is not None
-        return [1.0 if correct else 0.0 for correct in group.correct]
+        if not self._errs:
+            return [1.0 if correct else 0.0 for correct in group.correct]
+        drawn = generator("verifier", group.prompt_id, *group.completions).random(len(group.completions))
+        chances = [1 - self.false_negative if correct else self.false_positive for correct in group.correct]
+        return [float(one < chance) for one, chance in zip(drawn.tolist(), chances, strict=True)]
+
+    def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
+        """Of a verifier that errs, the shares of the correct and of the wrong completions that are paid."""
+        if not self._errs:
+            return {}
+        assert group.correct is not None
+        paid = {kind: [s for s, c in zip(scores, group.correct, strict=True) if c == kind] for kind in (True, False)}
+        names = {True: "verifier/true_positive_rate", False: "verifier/false_positive_rate"}
+        return {names[kind]: sum(of) / len(of) if of else nan for kind, of in paid.items()}
