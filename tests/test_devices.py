@@ -183,6 +183,23 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
         preflight.check_devices([run(8, 1)])
 
 
+def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run = {device: parse_run({**RUN, "devices": 2, "device": device}, "run") for device in ("auto", "cpu", "cuda")}
+    monkeypatch.setattr(preflight, "usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
+    for device, words in (("cpu", ""), ("auto", "is the CPU, because torch cannot use this machine's GPUs")):
+        preflight.check_machine([run[device]], [])
+        assert words in caplog.text and bool(words) == bool(caplog.text)
+    caplog.clear()
+    with pretend_cuda():
+        for free, is_told in ((None, False), (2**30, False), (2**26, True)):
+            monkeypatch.setattr(preflight, "shared_memory_bytes", lambda free=free: free)
+            preflight.check_machine([run["cuda"]], [run["cuda"]])
+            assert ("/dev/shm has less than 1 GiB free" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])
 def test_ranks_that_share_an_engine_get_the_same_items(monkeypatch: pytest.MonkeyPatch, together: int, parts: Any):
     def everywhere(found: list[Any], own: Any) -> None:

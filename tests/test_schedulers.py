@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import factories
 import fake_slurm
@@ -25,11 +26,12 @@ import yaml
 from cohort.harness.api.study import Study, launcher
 from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
+from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import work, worker
-from cohort.harness.study.launchers import slurm
+from cohort.harness.study.launchers import ray, slurm
 from cohort.harness.study.launchers.ray import Cluster, run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters
 from cohort.harness.study.plan import Plan
@@ -300,7 +302,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
             preflight.check_machine(specs, specs)
         monkeypatch.setattr("cohort.harness.engines.vllm.compiler", lambda: "/usr/bin/cc")
         for size, fits in ((80, True), (16, False)):  # GiB
-            monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda device, size=size: size * 2**30)
+            monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda *_, size=size: size * 2**30)
             with nullcontext() if fits else pytest.raises(SpecError, match=r"must (fit in memory|leave vLLM room)"):
                 preflight.check_machine(specs, specs)
 
@@ -340,6 +342,26 @@ def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device_wi
     cluster: Cluster, devices: int, nodes: list[dict[str, float]], cores: float, gpus: float
 ):
     assert cluster.asked(devices, nodes) == {"CPU": cores, "GPU": gpus}
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(0.5, True), (None, False), (0, False)])
+def test_a_worker_on_ray_with_a_part_of_a_gpu_knows_that_others_have_the_rest(
+    gpus: float | None, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class FakeRay:
+        def init(self, **settings: Any) -> None:
+            pass
+
+        def nodes(self) -> list[dict[str, Any]]:
+            return [{"Resources": RTX, "Alive": True}]
+
+        def remote(self, **settings: Any) -> Any:
+            return lambda run: run
+
+    monkeypatch.setattr(ray, "import_ray", lambda address: FakeRay())
+    pool = ray.RayPool({}, 1, tmp_path, cluster=Cluster(num_gpus=gpus))
+    pool._connect()
+    assert (SHARED_GPU in pool.environment) == shares
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ..checks.memory import estimate_run, peak_bytes
 from ..data import Prompt
 from ..devices.device import GIB, mixed_precision
 from ..devices.sharding import kept
+from ..ground.machine import SHARED_BYTES
 from ..policy.lora import adapter_weights
 from ..policy.model import empty_model, model_config, saved_weights
 from ..record.events import RunHistory
@@ -30,7 +31,6 @@ from ..run.step import collate
 from ..run.sync import BOUNDS, precision, spot_check
 from ..spec.run import RunSpec
 from .gpu_backend import Backend
-from .machine import SHARED_BYTES
 
 CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share
 LIBRARIES = GIB / 4  # of a process without a GPU, that a run loads
