@@ -128,6 +128,22 @@ def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     run(folder / "2", RESUMED, {"steps": 3})
 
 
+def attempt(rank: int, size: int, folder: Path, name: str, changes: dict[str, Any], steps: int | None) -> None:
+    """One of `size` processes that run FOLDER/NAME, or continue it, to its end or for so many steps. What they read
+    they write again to FOLDER/NAME/again-SIZE."""
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{folder}/{name}-{size}-{steps}", rank=rank, world_size=size)
+    log = MemoryLog()
+    log.holds = lambda *_: True
+    if (folder / name / "checkpoints").is_dir():
+        spec = parse_run({**RUN, **changes}, name)
+        read, step = state.prepare(spec, folder / name, log, folder / "cache", lambda: False)  # pyright: ignore
+        read.directory = folder / name / f"again-{size}"
+        read.save(step)
+        read.close()
+    run(folder, name, changes, (lambda: False) if steps is None else StopAfter(steps))
+
+
 def gathers(rank: int, folder: Path) -> None:
     """Shard a model with and without autocast's gathers in bfloat16; FOLDER/gathers.json gets the bytes that both
     gathered in a pass and its backward pass, those of all layers, and which of log-probs and gradients differ."""

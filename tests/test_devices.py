@@ -16,6 +16,7 @@ from cohort.harness.devices.device import GIB
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
+from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
@@ -24,7 +25,9 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
-from ranks_at_work import RESUMED, RUN, begun, command, ends, gathers, group_of_two, side_by_side, until
+from ranks_at_work import RESUMED, RUN, attempt, begun, command, ends, gathers, group_of_two, side_by_side, until
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves_with_path
 from transformers import Qwen2Config
 
 
@@ -58,6 +61,30 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
     check_weights(RESUMED, tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 1), (4, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("algorithm", [case("ppo"), case(lora={"rank": 4})], ids=["ppo", "lora"])
+def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_and_moments(
+    tmp_path: Path, algorithm: dict[str, Any], sizes: tuple[int, int]
+):
+    changes = {**algorithm, "steps": 3}
+    (tmp_path / "cache").mkdir()
+    for name, parts in (("whole", [(1, None)]), ("moved", [(sizes[0], 1), (sizes[1], None)])):
+        for size, steps in parts:
+            own = [begun(attempt, rank, size, tmp_path, name, changes, steps) for rank in range(size)]
+            assert ends(*own) == [0] * size
+    moved = tmp_path / "moved"
+    written, again = (
+        Checkpoint(folder / "checkpoints" / "step-00000001", 1, {}) for folder in (moved, moved / f"again-{sizes[1]}")
+    )
+    for read in (saved_policy, Checkpoint.learner_state):
+        one, two = (dict(tree_leaves_with_path(read(checkpoint))) for checkpoint in (written, again))
+        assert len(one) > 10 and one.keys() == two.keys()
+        for path, value in one.items():
+            assert torch.equal(value, two[path]) if isinstance(value, torch.Tensor) else value == two[path], path
+    check_equal("moved", tmp_path / "whole", moved, size=sizes[1], since=1)
+
+
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
     torch.manual_seed(1)
     assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
@@ -67,10 +94,11 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
     assert [name for name in different if "norm" not in name] == []
 
 
-def check_equal(name: str, one: Path, two: Path) -> None:
+def check_equal(name: str, one: Path, two: Path, size: int = 2, since: int = 0) -> None:
     alone, both = (json.loads((folder / "log.json").read_text()) for folder in (one, two))
     assert alone["state"] == both["state"] == "complete", name
-    assert len(alone["threads"]) == 1 and both["threads"] == [1, 1]
+    assert len(alone["threads"]) == 1 and both["threads"] == [1] * size
+    alone["events"] = [(step, values) for step, values in alone["events"] if step > since or not since]
     assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]], name
     for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
         assert values.keys() == others.keys(), (name, step)
@@ -94,6 +122,11 @@ def check_weights(name: str, one: Path, two: Path) -> None:
     different = torch.cat([(first[key] - second[key]).abs().flatten() for key in first])
     # AdamW moves a weight by up to the rate (1e-4) a step, even if its gradient is little more than rounding.
     assert different.max() <= 1e-4 and (different > 1e-6).double().mean() <= 1e-4, name
+
+
+def saved_policy(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    files = (checkpoint.folder / "policy").glob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def last_policy(directory: Path) -> dict[str, torch.Tensor]:

@@ -20,13 +20,15 @@ from typing import Any
 import factories
 import fake_slurm
 import fake_trials
+import pretend_node
 import pytest
 import typer
 import yaml
-from cohort.harness.api.study import Study, launcher
+from cohort.harness.api.study import Study, launcher, study_of
 from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
 from cohort.harness.ground.machine import SHARED_GPU
+from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
@@ -320,6 +322,26 @@ def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: 
     calls = (cluster / "calls.log").read_text().splitlines()
     assert [line.split()[0] for line in calls].count("sbatch") == 2  # the question and the jobs, and no others
     assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.usefixtures("endless_disk")
+@pytest.mark.parametrize("name", factories.SHAPES)
+def test_a_study_at_scale_trains_in_jobs_on_nodes_with_a_gpu_though_the_login_node_has_none(
+    name: str, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sets, runs = [*factories.small_sets(name, tmp_path), "seeds=[0]", "steps=2"], tmp_path / "runs"
+    pretend_node.install(tmp_path / "plugins", monkeypatch)
+    study = study_of(name, sets, runs)
+    status = run_study(study.spec, runs, workers=2, command="cmd", cluster=launcher("slurm", study, None, None))
+    assert (status.finished, status.all_valid) == (True, True), list(status.trials)
+    assert len(status.trials) == {"gsm8k_qwen": 3, "math_7b": 2}[name]
+    for trial in status.trials:
+        told = read_history(trial.directory / EVENTS).latest()
+        assert told["memory/recomputes"] == 0 and told["train/optimizer_steps"] == 2
+        assert told["mismatch/after_sync"] < 0.5  # nats: of the engine, which has weights of its own
+    assert "--gpus-per-node=1" in fake_slurm.script(cluster)
 
 
 RTX = {"CPU": 16, "GPU": 1}
