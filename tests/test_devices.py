@@ -1,7 +1,11 @@
 """A trial on several devices is the trial on one: tokens, metrics and weights; and no rank that dies takes it along."""
 
 import json
+import multiprocessing.connection
 import os
+import signal
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,20 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
-from ranks_at_work import RESUMED, RUN, attempt, begun, command, ends, gathers, group_of_two, side_by_side, until
+from ranks_at_work import (
+    EVERY_STEP,
+    RESUMED,
+    RUN,
+    attempt,
+    begun,
+    command,
+    deadly_attempt,
+    ends,
+    gathers,
+    group_of_two,
+    side_by_side,
+    until,
+)
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves_with_path
 from transformers import Qwen2Config
@@ -83,6 +100,38 @@ def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_an
         for path, value in one.items():
             assert torch.equal(value, two[path]) if isinstance(value, torch.Tensor) else value == two[path], path
     check_equal("moved", tmp_path / "whole", moved, size=sizes[1], since=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.attack("SIGKILL of either process of a trial on two devices wherever a checkpoint is copied or written")
+def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
+    own = [begun(attempt, rank, 2, tmp_path, "whole", EVERY_STEP) for rank in range(2)]
+    assert ends(*own) == [0, 0]
+    for rank in range(2):
+        (tmp_path / "kills" / str(rank)).mkdir(parents=True)
+        for number in range(20):  # so that 140 may die
+            (tmp_path / "kills" / str(rank) / f"ended {number}").touch()
+    for number in count():
+        both = [begun(deadly_attempt, rank, tmp_path, "killed", number) for rank in range(2)]
+        multiprocessing.connection.wait([one.sentinel for one in both])
+        is_killed = -signal.SIGKILL in (one.exitcode for one in both)
+        for one in both if is_killed else ():  # as torch's agent does
+            one.kill()
+        if ends(*both) == [0, 0]:
+            break
+        assert is_killed, "an error of their own"
+    folders = [tmp_path / "kills" / str(rank) for rank in range(2)]
+    places = [[file.name for file in folder.iterdir() if not file.name.startswith("ended")] for folder in folders]
+    assert len(places[0]) >= 12 and len(places[1]) >= 6, places
+    record_property("tried", sum(map(len, places)))
+    for name in ("checkpoints/step-00000002", "checkpoints/step-00000003"):
+        one, two = (
+            json.loads((tmp_path / run / name / "state.json").read_text())["files"] for run in ("whole", "killed")
+        )
+        assert one == two
 
 
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
