@@ -51,6 +51,19 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+FEW_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 160}  # fmt: skip
+FEW_ROWS = {
+    "rollouts_per_step": 16, "steps": 1, "sampling.max_tokens": 4, "evaluation.num_prompts": 2,
+    "evaluation.num_test_prompts": 2, "evaluation.num_test_samples": 1,
+}  # fmt: skip
+
+
+def small_sets(name: str, folder: Path) -> list[str]:
+    """`real_sets` for a small model with weights, and for a few rows of a few tokens."""
+    return [*real_sets(name, folder, FEW_LAYERS), *(f"{key}={value}" for key, value in FEW_ROWS.items())]
+
+
 def real_scale(name: str, folder: Path) -> Study:
     """A study of the package on one GPU, as `real_sets` has it."""
     return study_of(name, real_sets(name, folder), folder / "runs")

@@ -52,7 +52,7 @@ def pretend_cuda(gib: float = 80, free: float | None = None) -> Iterator["Preten
         vars(torch.cuda).update({name: lambda *_: 0 for name in ANSWERS})
         vars(torch.cuda).update(is_available=lambda: True, mem_get_info=lambda *_: memory)
         torch.autocast = lambda kind, **settings: autocast("cpu", **settings)  # pyright: ignore
-        torch.Generator = lambda device="cpu": noise("cpu")  # pyright: ignore
+        torch.Generator = type("Generator", (noise,), {"__new__": lambda *_: noise("cpu")})  # pyright: ignore
         torch.is_autocast_enabled = lambda kind: is_autocast("cpu")  # pyright: ignore
         torch.nn.Parameter.__new__ = parameter  # pyright: ignore
         with PretendCuda() as mode:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
 from cohort.harness.devices.sharding import layers, shard, total_bytes
+from cohort.harness.policy import model
 from cohort.harness.policy.forward import token_logprobs
-from cohort.harness.run import state
+from cohort.harness.run import checkpoint, state
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
@@ -41,6 +42,7 @@ RUN = {
     "checkpoints": {"rollouts_every": 1},
 }
 RESUMED = "resumed"
+EVERY_STEP = {"steps": 3, "checkpoints": {"every": 1}}
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     ["cohort.harness.run.loop", "peft", "torch.distributed.fsdp", "torch.distributed.tensor",
@@ -126,6 +128,33 @@ def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
         run(folder / "2", name, changes)
     until((folder / "two's turn").exists)
     run(folder / "2", RESUMED, {"steps": 3})
+
+
+def attempt(
+    rank: int, size: int, folder: Path, name: str, changes: dict[str, Any], steps: int | None = None, meeting: str = ""
+) -> None:
+    """One of `size` processes that run FOLDER/NAME, or continue it, to its end or for so many steps. What the last ones
+    read they write again to FOLDER/NAME/again-SIZE."""
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{folder}/{name}-{size}-{steps}{meeting}", rank=rank, world_size=size)
+    if (folder / name / "checkpoints").is_dir() and not meeting:
+        log, spec = MemoryLog(), parse_run({**RUN, **changes}, name)
+        log.holds = lambda *_: True
+        read, step = state.prepare(spec, folder / name, log, folder / "cache", lambda: False)  # pyright: ignore
+        read.directory = folder / name / f"again-{size}"
+        read.save(step)
+        read.close()
+    run(folder, name, changes, (lambda: False) if steps is None else StopAfter(steps))
+
+
+def deadly_attempt(rank: int, folder: Path, name: str, number: int) -> None:
+    """One of two processes that run FOLDER/NAME, each of which dies once at every place that writes a checkpoint."""
+    os.environ["KILLS"] = str(folder / "kills" / str(rank))
+    import kill_points
+
+    for module, function in ((checkpoint, "write_hashed"), (model, "write_hashed"), (ranks, "joined_rows")):
+        setattr(module, function, kill_points._deadly(function, getattr(module, function)))
+    attempt(rank, 2, folder, name, EVERY_STEP, meeting=f"-{number}")
 
 
 def gathers(rank: int, folder: Path) -> None:

@@ -7,10 +7,12 @@ from copy import deepcopy
 import pytest
 import torch
 from cohort.harness.devices.ranks import without_storage
+from cohort.harness.devices.sharding import copied
 from cohort.harness.policy.model import write_safetensors
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import CHECKPOINTS
+from cohort.harness.run import state
 from cohort.harness.run.checkpoint import Writer, latest_checkpoint, save_checkpoint
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
@@ -111,46 +113,49 @@ def test_one_checkpoint_is_written_at_a_time_and_its_error_is_raised_by_whatever
         done.append(len(done))
         raise OSError(28, "No space left on device")
 
-    writer.begin(lambda: None, lambda _: done.append(len(done)), aside=True)
-    writer.begin(lambda: None, fail, aside=False)  # after the end of the first
+    writer.begin(lambda: None, lambda _: done.append(len(done)), at_once=False)
+    writer.begin(lambda: None, fail, at_once=True)  # after the end of the first
     with pytest.raises(OSError, match="No space left"):
-        writer.begin(lambda: None, lambda _: done.append(9), aside=True)
+        writer.begin(lambda: None, lambda _: done.append(9), at_once=False)
     writer.check(wait=True)  # it is told once
-    writer.begin(lambda: fail(None), lambda _: done.append(9), aside=True)  # a copy that fails holds nobody up
-    writer.copied.wait()
+    writer.begin(lambda: fail(None), lambda _: done.append(9), at_once=True)  # a copy that fails holds nobody up
     with pytest.raises(OSError, match="No space left"):
         writer.check(wait=True)
     assert done == [0, 1, 2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"staleness": 1}])
-def test_a_checkpoint_that_is_copied_while_the_run_samples_has_the_state_before_the_next_update(tmp_path, changes):
+def test_a_checkpoint_that_is_copied_while_the_run_samples_has_the_state_before_the_next_update(
+    tmp_path, changes, monkeypatch
+):
     log, order, begun, copier = MemoryLog(), [], threading.Event(), []
     varied = {"repetition": {"weight": 1.0, "ngram": 1}}  # a reward that differs between completions of a weak policy
     run, _ = prepare(make_spec(rollouts_per_step=16, rewards=varied, **changes), tmp_path, log, tmp_path, lambda: False)
     prompts = run.spec.task.prompts("train")
     train_step(run, prompts, 0)
-    state, begin_step = run.learner.state, run.learner.begin_step
-    policy, moments = deepcopy(run.learner.policy.state_dict()), state()["policy"]["state"]
+    begin_step = run.learner.begin_step
+    policy, moments = deepcopy([run.learner.policy.state_dict(), run.learner.state()["policy"]["state"]])
 
-    def slow_state(**how):
+    def slowly(tree, **how):
         copier.append(threading.current_thread())
         if begun.wait(0.2):  # without the wait for the copies an update would begin now
             order.append("too late")
         order.append("copied")
-        return state(**how)
+        return copied(tree, **how)
 
     def noted_step(step):
         begun.set()
         order.append("changes")
         return begin_step(step)
 
-    run.learner.state, run.learner.begin_step = slow_state, noted_step
+    run.learner.begin_step = noted_step
+    monkeypatch.setattr(state, "copied", slowly)
     run.save(1)
+    assert run.writer.copied.is_set() or not changes  # older weights take the policy's place at once
     train_step(run, prompts, 1)
     run.close()
-    assert order == ["copied", "changes"]
-    assert (copier == [threading.current_thread()]) == bool(changes)  # older weights take the policy's place at once
+    assert order == ["copied", "copied", "changes"]  # weights, moments
+    assert threading.current_thread() not in copier
     saved = latest_checkpoint(tmp_path / CHECKPOINTS, run.spec.digest(), run.inputs)
     assert saved is not None
     assert_same_weights(policy, saved.policy_weights(run.learner.policy))

@@ -1,7 +1,11 @@
 """A trial on several devices is the trial on one: tokens, metrics and weights; and no rank that dies takes it along."""
 
 import json
+import multiprocessing.connection
 import os
+import signal
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from cohort.harness.devices.device import GIB
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
+from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
@@ -24,7 +29,22 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
-from ranks_at_work import RESUMED, RUN, begun, command, ends, gathers, group_of_two, side_by_side, until
+from ranks_at_work import (
+    EVERY_STEP,
+    RESUMED,
+    RUN,
+    attempt,
+    begun,
+    command,
+    deadly_attempt,
+    ends,
+    gathers,
+    group_of_two,
+    side_by_side,
+    until,
+)
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves_with_path
 from transformers import Qwen2Config
 
 
@@ -58,6 +78,62 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
     check_weights(RESUMED, tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 1), (4, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("algorithm", [case("ppo"), case(lora={"rank": 4})], ids=["ppo", "lora"])
+def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_and_moments(
+    tmp_path: Path, algorithm: dict[str, Any], sizes: tuple[int, int]
+):
+    changes = {**algorithm, "steps": 3}
+    (tmp_path / "cache").mkdir()
+    for name, parts in (("whole", [(1, None)]), ("moved", [(sizes[0], 1), (sizes[1], None)])):
+        for size, steps in parts:
+            own = [begun(attempt, rank, size, tmp_path, name, changes, steps) for rank in range(size)]
+            assert ends(*own) == [0] * size
+    moved = tmp_path / "moved"
+    written, again = (
+        Checkpoint(folder / "checkpoints" / "step-00000001", 1, {}) for folder in (moved, moved / f"again-{sizes[1]}")
+    )
+    for read in (saved_policy, Checkpoint.learner_state):
+        one, two = (dict(tree_leaves_with_path(read(checkpoint))) for checkpoint in (written, again))
+        assert len(one) > 10 and one.keys() == two.keys()
+        for path, value in one.items():
+            assert torch.equal(value, two[path]) if isinstance(value, torch.Tensor) else value == two[path], path
+    check_equal("moved", tmp_path / "whole", moved, size=sizes[1], since=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.attack("SIGKILL of either process of a trial on two devices wherever a checkpoint is copied or written")
+def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
+    own = [begun(attempt, rank, 2, tmp_path, "whole", EVERY_STEP) for rank in range(2)]
+    assert ends(*own) == [0, 0]
+    for rank in range(2):
+        (tmp_path / "kills" / str(rank)).mkdir(parents=True)
+        for number in range(20):  # so that 140 may die
+            (tmp_path / "kills" / str(rank) / f"ended {number}").touch()
+    for number in count():
+        both = [begun(deadly_attempt, rank, tmp_path, "killed", number) for rank in range(2)]
+        multiprocessing.connection.wait([one.sentinel for one in both])
+        is_killed = -signal.SIGKILL in (one.exitcode for one in both)
+        for one in both if is_killed else ():  # as torch's agent does
+            one.kill()
+        if ends(*both) == [0, 0]:
+            break
+        assert is_killed, "an error of their own"
+    folders = [tmp_path / "kills" / str(rank) for rank in range(2)]
+    places = [[file.name for file in folder.iterdir() if not file.name.startswith("ended")] for folder in folders]
+    assert len(places[0]) >= 12 and len(places[1]) >= 6, places
+    record_property("tried", sum(map(len, places)))
+    for name in ("checkpoints/step-00000002", "checkpoints/step-00000003"):
+        one, two = (
+            json.loads((tmp_path / run / name / "state.json").read_text())["files"] for run in ("whole", "killed")
+        )
+        assert one == two
+
+
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
     torch.manual_seed(1)
     assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
@@ -67,10 +143,11 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
     assert [name for name in different if "norm" not in name] == []
 
 
-def check_equal(name: str, one: Path, two: Path) -> None:
+def check_equal(name: str, one: Path, two: Path, size: int = 2, since: int = 0) -> None:
     alone, both = (json.loads((folder / "log.json").read_text()) for folder in (one, two))
     assert alone["state"] == both["state"] == "complete", name
-    assert len(alone["threads"]) == 1 and both["threads"] == [1, 1]
+    assert len(alone["threads"]) == 1 and both["threads"] == [1] * size
+    alone["events"] = [(step, values) for step, values in alone["events"] if step > since or not since]
     assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]], name
     for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
         assert values.keys() == others.keys(), (name, step)
@@ -94,6 +171,11 @@ def check_weights(name: str, one: Path, two: Path) -> None:
     different = torch.cat([(first[key] - second[key]).abs().flatten() for key in first])
     # AdamW moves a weight by up to the rate (1e-4) a step, even if its gradient is little more than rounding.
     assert different.max() <= 1e-4 and (different > 1e-6).double().mean() <= 1e-4, name
+
+
+def saved_policy(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    files = (checkpoint.folder / "policy").glob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def last_policy(directory: Path) -> dict[str, torch.Tensor]:
@@ -181,6 +263,23 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
         preflight.check_devices([run(2, 2)])
     with pytest.raises(SpecError, match="devices must be at most 4, the processes of this group, got 8"):
         preflight.check_devices([run(8, 1)])
+
+
+def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run = {device: parse_run({**RUN, "devices": 2, "device": device}, "run") for device in ("auto", "cpu", "cuda")}
+    monkeypatch.setattr(preflight, "usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
+    for device, words in (("cpu", ""), ("auto", "is the CPU, because torch cannot use this machine's GPUs")):
+        preflight.check_machine([run[device]], [])
+        assert words in caplog.text and bool(words) == bool(caplog.text)
+    caplog.clear()
+    with pretend_cuda():
+        for free, is_told in ((None, False), (2**30, False), (2**26, True)):
+            monkeypatch.setattr(preflight, "shared_memory_bytes", lambda free=free: free)
+            preflight.check_machine([run["cuda"]], [run["cuda"]])
+            assert ("/dev/shm has less than 1 GiB free" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])

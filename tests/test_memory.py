@@ -226,7 +226,7 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
 
 
 def test_workers_share_the_memory_of_a_machine():
-    spec, free = make_spec(), device_bytes(torch.device("cpu"))
+    spec, free = make_spec(), device_bytes(torch.device("cpu"), 2)
     found, _ = estimate_run(spec)
     assert found is not None
     check_memory(spec, copies=1)
@@ -344,7 +344,11 @@ def test_a_run_may_use_what_other_processes_leave_less_a_reserve(monkeypatch):
     with pretend_cuda(gib=80, free=10), monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)  # of which the allocator gives 2 again
         patch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
-        assert device_bytes(torch.device("cuda")) == (10 + 3 - 1 - 2) * GIB
+        assert device_bytes(torch.device("cuda"), 2.5) == (10 + 3 - 1 - 2.5) * GIB
+        spec = make_spec(gpu_reserve_gib=11.5)  # 0.5 GiB are left
+        with pytest.raises(SpecError, match=r"the GPU has 0.50 GiB free beside 11.50 GiB for CUDA"):
+            check_fits(parts() | {"policy": GIB}, torch.device("cuda"), spec)
+        check_fits(parts() | {"policy": GIB}, torch.device("cuda"), make_spec())
 
 
 def test_a_run_decides_once_whether_it_recomputes_unless_that_no_longer_fits(tmp_path):
@@ -386,10 +390,15 @@ def test_a_learned_reward_is_counted_whole_on_each_device(tmp_path):
     assert parts()["rewards"] == 0
 
 
-def test_two_vllms_on_one_gpu_are_refused():
-    spec = make_spec(engine="vllm")
-    with pretend_cuda(), pytest.raises(SpecError, match=r"each vLLM must have a GPU for itself.*got 2 workers"):
-        check_memory(spec, copies=2)
+def test_two_vllms_on_one_gpu_are_refused(monkeypatch):
+    spec, refusal = make_spec(engine="vllm"), r"each vLLM must have a GPU for itself.*got several workers"
+    with pretend_cuda():
+        with pytest.raises(SpecError, match=refusal):
+            check_memory(spec, copies=2)
+        check_memory(spec)
+        monkeypatch.setenv(SHARED_GPU, "1")  # of a cluster that gives each worker a part of a GPU
+        with pytest.raises(SpecError, match=refusal):
+            check_memory(spec)
 
 
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):

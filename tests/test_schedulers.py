@@ -15,21 +15,25 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import factories
 import fake_slurm
 import fake_trials
+import pretend_node
 import pytest
 import typer
 import yaml
-from cohort.harness.api.study import Study, launcher
+from cohort.harness.api.study import Study, launcher, study_of
 from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
+from cohort.harness.ground.machine import SHARED_GPU
+from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import work, worker
-from cohort.harness.study.launchers import slurm
+from cohort.harness.study.launchers import ray, slurm
 from cohort.harness.study.launchers.ray import Cluster, run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters
 from cohort.harness.study.plan import Plan
@@ -300,7 +304,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
             preflight.check_machine(specs, specs)
         monkeypatch.setattr("cohort.harness.engines.vllm.compiler", lambda: "/usr/bin/cc")
         for size, fits in ((80, True), (16, False)):  # GiB
-            monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda device, size=size: size * 2**30)
+            monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda *_, size=size: size * 2**30)
             with nullcontext() if fits else pytest.raises(SpecError, match=r"must (fit in memory|leave vLLM room)"):
                 preflight.check_machine(specs, specs)
 
@@ -318,6 +322,26 @@ def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: 
     calls = (cluster / "calls.log").read_text().splitlines()
     assert [line.split()[0] for line in calls].count("sbatch") == 2  # the question and the jobs, and no others
     assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.usefixtures("endless_disk")
+@pytest.mark.parametrize("name", factories.SHAPES)
+def test_a_study_at_scale_trains_in_jobs_on_nodes_with_a_gpu_though_the_login_node_has_none(
+    name: str, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sets, runs = [*factories.small_sets(name, tmp_path), "seeds=[0]", "steps=2"], tmp_path / "runs"
+    pretend_node.install(tmp_path / "plugins", monkeypatch)
+    study = study_of(name, sets, runs)
+    status = run_study(study.spec, runs, workers=2, command="cmd", cluster=launcher("slurm", study, None, None))
+    assert (status.finished, status.all_valid) == (True, True), list(status.trials)
+    assert len(status.trials) == {"gsm8k_qwen": 3, "math_7b": 2}[name]
+    for trial in status.trials:
+        told = read_history(trial.directory / EVENTS).latest()
+        assert told["memory/recomputes"] == 0 and told["train/optimizer_steps"] == 2
+        assert told["mismatch/after_sync"] < 0.5  # nats: of the engine, which has weights of its own
+    assert "--gpus-per-node=1" in fake_slurm.script(cluster)
 
 
 RTX = {"CPU": 16, "GPU": 1}
@@ -340,6 +364,26 @@ def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device_wi
     cluster: Cluster, devices: int, nodes: list[dict[str, float]], cores: float, gpus: float
 ):
     assert cluster.asked(devices, nodes) == {"CPU": cores, "GPU": gpus}
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(0.5, True), (None, False), (0, False)])
+def test_a_worker_on_ray_with_a_part_of_a_gpu_knows_that_others_have_the_rest(
+    gpus: float | None, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class FakeRay:
+        def init(self, **settings: Any) -> None:
+            pass
+
+        def nodes(self) -> list[dict[str, Any]]:
+            return [{"Resources": RTX, "Alive": True}]
+
+        def remote(self, **settings: Any) -> Any:
+            return lambda run: run
+
+    monkeypatch.setattr(ray, "import_ray", lambda address: FakeRay())
+    pool = ray.RayPool({}, 1, tmp_path, cluster=Cluster(num_gpus=gpus))
+    pool._connect()
+    assert (SHARED_GPU in pool.environment) == shares
 
 
 @pytest.mark.parametrize(

@@ -120,28 +120,31 @@ def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(
     assert log.without_clocks() == whole.without_clocks()
 
 
-class LateWriter(Writer):
+class LateWriter:
     """Writes each checkpoint as late as it may: when it is waited for."""
 
-    work = staticmethod(lambda: None)
+    late = 0
 
-    def begin(self, work):
+    def begin(self, copy, write, *, at_once):
         self.check(wait=True)
-        self.work = work
+        copies = copy()
+        self.work = lambda: write(copies)
 
     def check(self, *, wait=False):
         if wait:
-            work, self.work = self.work, lambda: None
-            work()
+            LateWriter.late += "work" in vars(self)
+            vars(self).pop("work", lambda: None)()
 
 
 @pytest.mark.parametrize("name", ["ppo", "changing"])
 def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_path, cache, undisturbed, monkeypatch):
-    monkeypatch.setattr(state, "Writer", LateWriter)
+    for method in ("begin", "check"):
+        monkeypatch.setattr(Writer, method, getattr(LateWriter, method))
+    monkeypatch.setattr(LateWriter, "late", 0)
     train(SPECS[name], tmp_path, MemoryLog(), cache=cache)
     folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
     late, own = ([json.loads(file.read_text()) for file in sorted(folder.glob("*/state.json"))] for folder in folders)
-    assert [one["step"] for one in late] == [4, 5]
+    assert [one["step"] for one in late] == [4, 5] and LateWriter.late == 3
     assert [one["files"] for one in late] == [one["files"] for one in own]
     assert [one["progress"]["totals"]["rollouts"] for one in late] == [64, 80]
     sizes = [(folders[0] / f"step-{step:08d}/learner.pt").stat().st_size for step in (4, 5)]

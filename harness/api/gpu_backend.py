@@ -78,7 +78,7 @@ class Backend:
         return check_driver() if usable_gpus() or torch.cuda.is_available() else None
 
     def free_bytes(self) -> int:
-        return device_bytes(self.device)
+        return device_bytes(self.device, self.spec().gpu_reserve_gib)
 
     compiler = staticmethod(compiler)
     shared_memory_bytes = staticmethod(shared_memory_bytes)

@@ -19,7 +19,8 @@ import torch
 from ..checks.memory import estimate_run, peak_bytes
 from ..data import Prompt
 from ..devices.device import GIB, mixed_precision
-from ..devices.sharding import kept
+from ..devices.sharding import copied
+from ..ground.machine import SHARED_BYTES
 from ..policy.lora import adapter_weights
 from ..policy.model import empty_model, model_config, saved_weights
 from ..record.events import RunHistory
@@ -30,7 +31,6 @@ from ..run.step import collate
 from ..run.sync import BOUNDS, precision, spot_check
 from ..spec.run import RunSpec
 from .gpu_backend import Backend
-from .machine import SHARED_BYTES
 
 CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share
 LIBRARIES = GIB / 4  # of a process without a GPU, that a run loads
@@ -306,19 +306,19 @@ def checkpoints(backend: Backend) -> list[Number]:
     spec = backend.spec()
     policy, codec = backend.policy(spec)
     learner, begin = Learner(spec, policy), backend.now()
-    weights, state = kept(saved_weights(policy)), learner.state()
-    copied = backend.now()
+    weights, state = copied([saved_weights(policy), learner.state()])
+    made = backend.now()
     save_checkpoint(
         backend.folder / "written", 1, spec_digest=spec.digest(), policy=policy, weights=weights,
         tokenizer=codec.tokenizer, learner_state=state, progress={}, keep=1,
     )  # fmt: skip
-    seconds = backend.now() - copied
+    seconds = backend.now() - made
     gib = sum(file.stat().st_size for file in (backend.folder / "written").rglob("*.*")) / GIB
     return [
         Number("size", gib, "GiB"),
         Number("seconds per GiB", seconds / gib),
         Number("writing", seconds, "s", most=1 + 20 * gib),
-        Number("copying", copied - begin, "s", most=1 + 5 * gib),
+        Number("copying", made - begin, "s", most=1 + 5 * gib),
     ]
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")
 FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
-SHARED_BYTES = 2**30  # of /dev/shm: what NCCL's documentation asks for
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def check_driver() -> Check:
 
 def _helpers() -> list[Check]:
     """The checks of what Triton, vLLM and NCCL need beside a GPU. Not every run uses them, so none is a problem."""
-    from ..ground.machine import compiler, shared_memory_bytes
+    from ..ground.machine import SHARED_BYTES, compiler, shared_memory_bytes
 
     found, free = compiler(), shared_memory_bytes()
     tools = Check("compiler", "ok", f"{found}, and Python's headers")

@@ -5,7 +5,7 @@ worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a produc
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
 peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
 passes of a reward model, intermediates of the prefill, libraries, and unused bytes that the allocator holds, with glibc
-up to 60 % of the peak; on a GPU `GPU_RESERVE` stands for them.
+up to 60 % of the peak; on a GPU `gpu_reserve_gib` stands for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..data import Prompt
-from ..devices.device import GIB, GPU_RESERVE, device_bytes, resolve_device
+from ..devices.device import GIB, device_bytes, resolve_device
 from ..ground.machine import SHARED_GPU
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
@@ -39,10 +39,10 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     """SpecError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
     estimate."""
     device = resolve_device(spec.device)
-    if copies > 1 and spec.engine.name == "vllm" and device.type == "cuda":
+    if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
-            f"each vLLM must have a GPU for itself, because it measures what its start takes there, got {copies} "
-            "workers on a GPU; use fewer --workers or engine=transformers"
+            "each vLLM must have a GPU for itself, because it measures what its start takes there, got several workers "
+            "on a GPU; use fewer --workers, whole --gpus or engine=transformers"
         )
     spec = decided(spec, alone=copies == together == 1)
     found, _ = estimate_run(spec, together)
@@ -58,7 +58,7 @@ def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
         recompute = device.type == "cuda"
         if recompute and alone and spec.max_flops is None and SHARED_GPU not in os.environ:
             found, _ = estimate_run(spec)
-            recompute = found is None or peak_bytes(found) > device_bytes(device)
+            recompute = found is None or peak_bytes(found) > device_bytes(device, spec.gpu_reserve_gib)
     return spec.model_copy(update={"gradient_checkpointing": recompute})
 
 
@@ -77,10 +77,10 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
 
     It names the large components, and for each of them what makes it smaller, unless the run does that already.
     """
-    needed, available = peak_bytes(components), device_bytes(device)
+    needed, available = peak_bytes(components), device_bytes(device, spec.gpu_reserve_gib)
     if copies * needed <= available:
         return
-    beside = f" beside {gib(GPU_RESERVE)} for CUDA" if device.type == "cuda" else ""
+    beside = f" beside {spec.gpu_reserve_gib:.2f} GiB for CUDA" if device.type == "cuda" else ""
     has = f"{'the GPU' if beside else 'this machine'} has {gib(available)} free{beside}"
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
@@ -132,7 +132,7 @@ def judge(spec: RunSpec) -> dict[str, Any]:
         problem = str(error)
     peak = None if components is None else peak_bytes(components)
     return {
-        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device),
+        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device, spec.gpu_reserve_gib),
         "recomputes": spec.gradient_checkpointing is True, "problem": problem,
     }  # fmt: skip
 

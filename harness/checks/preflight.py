@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..data import Split
 from ..ground.inputs import Inputs, digested, expecting
-from ..ground.machine import usable_cores, usable_gpus
+from ..ground.machine import SHARED_BYTES, shared_memory_bytes, usable_cores, usable_gpus
 from ..interfaces import Task
 from ..mirror.store import check_runs_folder
 from ..policy.sources import model_sources
@@ -89,7 +89,8 @@ def check_machine(
     from .memory import check_memory
 
     for device in dict.fromkeys(spec.device for spec in specs):
-        resolve_device(device)
+        if resolve_device(device).type == "cpu" and device == "auto" and usable_gpus():
+            log.warning("device=auto is the CPU, because torch cannot use this machine's GPUs: see `cohort doctor`")
     for settings in {spec.engine.model_dump_json(): spec.engine for spec in specs}.values():
         settings.check_machine()
     check_devices(trained)
@@ -113,6 +114,9 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
                 f"devices must be at most {available}, the {what}, got {count}; lower devices, or take several hosts "
                 "(`torchrun`, or a study with --launcher ray)"
             )
+        free = shared_memory_bytes()
+        if kind == "cuda" and count > 1 and free is not None and free < SHARED_BYTES:
+            log.warning("/dev/shm has less than 1 GiB free, and GPUs of a run talk through it: see `cohort doctor`")
     for size in {spec.engine.processes for spec in specs}:
         if group.size() > 1 and group.size_here() % size:
             raise SpecError(

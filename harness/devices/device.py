@@ -11,7 +11,6 @@ import psutil
 import torch
 
 GIB = 2**30
-GPU_RESERVE = 2 * GIB  # of the CUDA context, cuBLAS, CUDA graphs and fragments, which no estimate counts
 
 
 def resolve_device(device: str) -> torch.device:
@@ -20,7 +19,8 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device must be available, got 'cuda' on a machine without CUDA; use device=cpu or device=auto"
+            "device must be available, got 'cuda' on a machine without CUDA; use device=cpu or device=auto, or see "
+            "what `cohort doctor` says of the driver"
         )
     return torch.device(device)
 
@@ -59,12 +59,12 @@ class Unmapped:
 UNMAPPED = Unmapped()  # of this process
 
 
-def device_bytes(device: torch.device) -> int:
-    """Bytes that a run may use: those of a GPU that other processes leave, less `GPU_RESERVE`, or those of the
-    machine's RAM (or the container's) that are free."""
+def device_bytes(device: torch.device, reserve_gib: float) -> int:
+    """Bytes that a run may use: those of a GPU that other processes leave, less the reserve, or those of the machine's
+    RAM (or the container's) that are free."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for a use
-        return max(0, torch.cuda.mem_get_info(device)[0] + held - GPU_RESERVE)
+        return max(0, torch.cuda.mem_get_info(device)[0] + held - int(reserve_gib * GIB))
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no limit, or a machine without cgroups

@@ -71,6 +71,21 @@ def gathered(value: T, group: Any) -> list[T]:
     return values
 
 
+def joined_rows(rows: Tensor, shape: Sequence[int], owner: int, group: Any) -> Tensor | None:
+    """The whole tensor of which each rank of the group has rows, as `chunk` deals them; None but on its owner."""
+    if rank() != owner:
+        if len(rows):
+            dist.send(rows, owner, group=group)
+        return None
+    whole = rows.new_empty(tuple(shape))
+    for source, part in enumerate(whole.chunk(world_size())):
+        if source == owner:
+            part.copy_(rows)
+        else:
+            dist.recv(part, source, group=group)
+    return whole
+
+
 def from_first(work: Callable[[], T]) -> T:
     """The result of rank 0, a model or a tree of tensors, on every rank; only rank 0 works, however long it takes.
 

@@ -8,6 +8,7 @@ A sharded tensor is a DTensor; every function leaves an unsharded model as it is
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -144,31 +145,55 @@ def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
 
 
-def kept(tree: Any, *, on_first: bool = False) -> Any:
-    """Copies on the CPU of all tensors in mappings and lists; one tensor at a time is gathered on the device.
+@dataclass
+class Part:
+    """This process's copy of its rows of a tensor of this shape, for the rank that gets all of them."""
 
-    Each tensor is on one rank, whose copies have the fewest bytes so far, or all are `on_first`; on other ranks it is
-    None.
+    rows: Tensor | None
+    shape: torch.Size
+    owner: int
+
+
+def copied(tree: Any, *, on_first: bool = False) -> Any:
+    """Copies on the CPU of this process's parts of all tensors in mappings and lists; no process waits for another.
+
+    Each tensor is for one rank, whose own have the fewest bytes so far, or all are for the first one (`on_first`). A
+    tensor that is not spread is None on other ranks.
     """
     taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
 
-    def copy(item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {key: copy(value) for key, value in item.items()}
-        if isinstance(item, list):
-            return [copy(value) for value in item]
-        if not isinstance(item, Tensor):
-            return item
+    def copy(item: Tensor) -> Any:
         owner = taken.index(min(taken))
         taken[owner] += total_bytes([item])
-        whole = full(item.detach())
-        return whole.to("cpu", copy=not is_spread(item)) if owner == own else None
+        if not is_spread(item):
+            return item.detach().to("cpu", copy=True) if owner == own else None
+        return Part(local(item.detach()).to("cpu", copy=True), item.shape, owner)
 
-    return copy(tree)
+    return _each(tree, Tensor, copy)
+
+
+def assembled(tree: Any, group: Any) -> Any:
+    """A `copied` tree with whole tensors, each on its rank of the group and None on others; frees the parts."""
+
+    def whole(part: Part) -> Tensor | None:
+        rows, part.rows = part.rows, None
+        assert rows is not None
+        return ranks.joined_rows(rows, part.shape, part.owner, group)
+
+    return _each(tree, Part, whole)
+
+
+def _each(tree: Any, kind: type[Any], work: Callable[[Any], Any]) -> Any:
+    """The tree with the results of `work` for everything of that kind in its mappings and lists, in their order."""
+    if isinstance(tree, Mapping):
+        return {key: _each(value, kind, work) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_each(value, kind, work) for value in tree]
+    return work(tree) if isinstance(tree, kind) else tree
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The tree of which all ranks have `kept` parts."""
+    """The tree of which each rank has `assembled` a part."""
     if isinstance(parts[0], Mapping):
         return {key: joined([part[key] for part in parts]) for key in parts[0]}
     if isinstance(parts[0], list):

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 SECRET = "COHORT_SECRET"  # environment variable, the same for all hosts of a group
+SHARED_BYTES = 2**30  # of /dev/shm: what NCCL's documentation asks for
 SHARED_GPU = "COHORT_SHARED_GPU"  # environment variable, set where a worker's GPUs have other workers too
 
 

@@ -68,18 +68,17 @@ class Writer:
         self.copied = threading.Event()  # nothing of the run's own state is still to be copied
         self.copied.set()
 
-    def begin(self, copy: Callable[[], T], write: Callable[[T], None], *, aside: bool) -> None:
-        """Start to write what `copy` returns when the one before is written. `aside`: the thread copies too, and what
-        it copies must not change before `copied` is set."""
+    def begin(self, copy: Callable[[], T], write: Callable[[T], None], *, at_once: bool) -> None:
+        """Have the thread write what `copy` returns there when the one before is written. What it copies must not
+        change before `copied` is set, which is so when this returns if it is to be `at_once`."""
         self.check(wait=True)
-        copies = None if aside else copy()
         self.copied.clear()
 
         def run() -> None:
             try:
-                given = copy() if copies is None else copies
+                copies = copy()
                 self.copied.set()
-                write(given)
+                write(copies)
             except BaseException as error:
                 self._error = error
             finally:
@@ -87,6 +86,8 @@ class Writer:
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+        if at_once:
+            self.copied.wait()
 
     def check(self, *, wait: bool = False) -> None:
         """Raise the error of the work if it has ended with one; `wait` for its end."""

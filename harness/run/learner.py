@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..devices.sharding import full, is_sharded, kept, local, shard, spread, spread_like
+from ..devices.sharding import full, is_sharded, local, shard, spread, spread_like
 from ..ground.streams import generator
 from ..ground.tensors import kl_k3
 from ..interfaces import Distribution
@@ -179,12 +179,12 @@ class Learner:
         return self.policy.state_dict()
 
     def state(self, *, to_train: bool = True) -> dict[str, Any]:
-        """Copies, on the CPU, of optimiser states, critic and adapter: everything that a resumed run needs besides the
-        policy's folder. Each rank gets a part. A run that trains no more needs the adapter alone.
+        """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder. The
+        tensors are the learner's own. A run that trains no more needs the adapter alone.
         """
         state: dict[str, Any] = {"adapter": adapter_weights(self.policy)} if self.adapted else {}
         if not to_train:
-            return kept(state)
+            return state
         state |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
@@ -193,7 +193,7 @@ class Learner:
             state["reference"] = self.reference.state_dict()
         if self.spec.staleness:
             state["older"] = list(self.older)
-        return kept(state)
+        return state
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from a saved policy and `state()`, whose tensors the first process has; ValueError if they do not

@@ -20,7 +20,7 @@ from ..checks.preflight import run_inputs
 from ..data import Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
-from ..devices.sharding import kept
+from ..devices.sharding import assembled, copied
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine
 from ..policy import flops
@@ -127,8 +127,8 @@ class Run:
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
-        devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. A run that is alone in its
-        process and samples from its newest weights is copied while it samples; `annotated` waits for the copies."""
+        devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. It is copied
+        while the run samples, unless older weights then take the policy's place; `annotated` waits for the copies."""
         self.writer.check(wait=True)  # one copy at a time
         progress = {
             "totals": vars(self.totals),
@@ -139,19 +139,19 @@ class Run:
             "ledger": self.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
-
-        def copy() -> dict[str, Any]:
-            weights = kept(saved_weights(self.learner.policy), on_first=self.spec.lora is not None)
-            return {"weights": weights, "learner_state": self.learner.state(to_train=not is_last)}
-
+        weights, state = saved_weights(self.learner.policy), self.learner.state(to_train=not is_last)
+        group, on_first = self.writer.group, self.spec.lora is not None
         save = partial(
             save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(),
             policy=self.learner.policy, tokenizer=self.tokenizer, progress=deepcopy(progress),
             keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base, is_last=is_last,
-            group=self.writer.group,
+            group=group,
         )  # fmt: skip
-        aside = self.models.is_alone and ranks.world_size() == 1 and not self.spec.staleness
-        self.writer.begin(copy, lambda copies: save(**copies), aside=aside)
+        self.writer.begin(
+            lambda: (copied(weights, on_first=on_first), copied(state)),
+            lambda copies: save(weights=assembled(copies[0], group), learner_state=assembled(copies[1], group)),
+            at_once=self.spec.staleness > 0,
+        )
 
     def close(self) -> None:
         """Wait for the last checkpoint, unless a user ends the process at once, and end the engine."""
@@ -240,9 +240,9 @@ def prepare(
     inputs = run_inputs([spec], cache)
 
     def has_its_events(checkpoint: Checkpoint) -> bool:
-        return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress["num_events"]))
+        return log.holds(checkpoint.step, checkpoint.progress["num_events"])
 
-    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
+    checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events))
     threads = ranks.shared(range(ranks.world_size()), lambda own: [torch.get_num_threads()] * len(own))
     log.resume(checkpoint.step if checkpoint else -1, threads)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ground.machine import usable_cores, usable_gpus
+from ...ground.machine import SHARED_GPU, usable_cores, usable_gpus
 from ...spec.errors import SpecError
 from ..worker import STORAGE
 from .local import CORES_PER_GPU, POLL_SECONDS, Pool, last_words, start_worker
@@ -74,6 +74,8 @@ class RayPool(Pool):
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
         asked = self.cluster.asked(self.devices, nodes)
+        if 0 < asked["GPU"] < self.devices:
+            self.environment[SHARED_GPU] = "1"
         room = sum(
             min((int(node.get(name, 0) / count + 1e-9) for name, count in asked.items() if count), default=1)
             for node in nodes
