@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..spec.raw import parse_overrides
     from ..study.estimates import cost, remaining_seconds
     from ..study.queue import study_status
-    from ..study.steering import clone_arm, resume_arm, stop_arm
+    from ..study.steering import clone_arm, drop_arm, resume_arm, stop_arm
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task

@@ -233,6 +233,15 @@ def study_resume(
     terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
 
+@command("study drop", "cohort study drop compare_algorithms 'clone 1 of grpo: algorithm.kl_beta=0.1'")
+def study_drop(
+    study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
+) -> None:
+    """Take back a clone or an arm that has not begun; the study's record and report say so."""
+    new = api.drop_arm(study, runs, arm, storage)
+    terminal.say(f"{arm} {'is taken back: none of its trials will run.' if new else 'was already taken back.'}")
+
+
 @command(
     "study clone",
     "cohort study clone compare_algorithms grpo --set algorithm.kl_beta=0.1",
