@@ -63,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Pa
         folder = tmp_path_factory.mktemp("browser")
         fake_trials.install(folder / "plugins", patch)
         with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
-            points.write(f"[mlflow.app]\n{APP} = cohort.harness.mirror.page:app\n")  # as an install has it
+            points.write(f"[mlflow.app]\n{APP} = cohort.harness.api.live:app\n")  # as an install has it
         runs = new_runs(folder / "runs")
         trace = write_study(runs)
         port = fake_trials.free_port()

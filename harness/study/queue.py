@@ -156,8 +156,9 @@ class Queue:
     def dropped(self) -> list[str]:
         return list(self._attributes().get(DROPPED, ()))
 
-    def has_begun(self, arm: str) -> bool:
-        return any(label == arm for label, _ in self._read().by_key)
+    def begun(self) -> set[str]:
+        """Labels of the arms with a trial that was ever claimed."""
+        return {label for label, _ in self._read().by_key}
 
     def drop(self, arm: str) -> None:
         """Take an arm that has not begun back. The caller holds the lock."""

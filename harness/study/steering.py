@@ -52,7 +52,7 @@ def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
     with queue.storage.lock():
         if arm in queue.dropped():
             return False
-        if queue.has_begun(arm):
+        if arm in queue.begun():
             raise SpecError(f"only an arm that has not begun can be taken back, and '{arm}' has: its results count; "
                             f"stop it instead: cohort study stop {shlex.quote(name)} {shlex.quote(arm)}")  # fmt: skip
         if arm == (study.baseline or study.arm_labels()[0]):
