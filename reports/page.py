@@ -102,7 +102,7 @@ def page_values(
         "reading": interval_reading(analysis),
         "notes": notes(analysis),
         "coverage": SIMULATED_COVERAGE,
-        "rollouts": _rollouts(analysis),
+        "rollouts": sampled_rollouts(analysis),
         "analysis": analysis,
         "threads": _threads(record),
         "spec_yaml": yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100).strip(),
@@ -269,7 +269,7 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _rollouts(analysis: Analysis) -> dict[str, Any]:
+def sampled_rollouts(analysis: Analysis) -> dict[str, Any]:
     """The same few prompts answered by the arms side by side, from each arm's first seed with samples."""
     trials = sorted(analysis.record.trials, key=lambda trial: (trial.state != "complete", trial.seed), reverse=True)
     known = {trial.arm: trial for trial in trials if trial.samples}  # complete ones last, by falling seed

@@ -92,8 +92,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
     )  # fmt: skip
-    html = Environment(autoescape=True, **_JINJA)
-    html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
+    html = html_environment()
     markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=in_markdown, **_JINJA)
     markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
     write_text(files.html, html.get_template("report.html").render(values), sync=False)
@@ -104,6 +103,13 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         write_text(folder / CAPABILITY, capability_csv(capable), sync=False)
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
+
+
+def html_environment() -> Environment:
+    """The templates of pages, which escape all text."""
+    html = Environment(autoescape=True, **_JINJA)
+    html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
+    return html
 
 
 def results_csv(record: StudyRecord) -> str:

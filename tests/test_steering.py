@@ -25,10 +25,11 @@ from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
-from cohort.harness.study.steering import clone_arm, resume_arm, stop_arm
+from cohort.harness.study.steering import clone_arm, drop_arm, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
+from cohort.reports.prose.notes import notes
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_study import fake_study
@@ -40,6 +41,7 @@ from safetensors.torch import load_file
 from test_checkpoint import save
 
 ARMS = ["group_size=2", "group_size=4"]
+CHANGED = {"algorithm.kl_beta": 0.2}
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -164,7 +166,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path],
     worker_main("real", folders[1], execute="test_steering:train_and_stop")
     (directory,) = (folders[1] / "studies/real/trials").iterdir()
     assert last_step(directory) == 2
-    clone_arm("real", folders[1], "one", {}, warm=True)
+    clone_arm("real", folders[1], "one", {"checkpoints.every": 3}, warm=True)
     changes = {"optimizer.learning_rate": 0.01, "algorithm.kl_beta": 0.5, "optimizer.weight_decay": 0.2}
     clone_arm("real", folders[1], "one", changes, warm=True)
     resume_arm("real", folders[1], "one")
@@ -188,7 +190,7 @@ def weights(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("start", ["one-seed0", "clone-1-"])
-def test_a_resumed_arm_and_a_warm_clone_without_changes_equal_a_run_that_was_never_stopped(
+def test_a_resumed_arm_and_a_warm_clone_that_learns_the_same_equal_a_run_that_was_never_stopped(
     steered: tuple[Path, Path], start: str
 ):
     (before, undisturbed), (after, found) = trial(steered[0], "one"), trial(steered[1], start)
@@ -263,14 +265,66 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
     torn = torn_checkpoints(queue, (3,))
     before = files_of(tmp_path)
     with pytest.raises(SpecError, match=f"none for seed 0; '{torn}' is torn, altered or missing: wait for the next"):
-        clone_arm("sizes", tmp_path, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE)
+        clone_arm("sizes", tmp_path, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE)
     assert not caplog.records and files_of(tmp_path) == before
     torn = torn_checkpoints(queue, (1, 3))
-    clone = clone_arm("sizes", tmp_path, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE)
+    clone = clone_arm("sizes", tmp_path, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE)
     assert list(clone.steps) == [1, 0]
     assert [record.message for record in caplog.records] == [
         f"a checkpoint must be as it was saved, but '{torn}' is torn, altered or missing; the run starts from step 1"
     ]
+
+
+# Arms that are taken back ---------------------------------------------------------------------------------------------
+
+
+def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs: Path):
+    clones: list[str] = []
+
+    def drop(status: StudyStatus) -> None:  # while a worker of another process has the trials in its plan
+        if at_work(status) and not clones:
+            for size in (8, 16):
+                clone = clone_arm("sizes", runs, ARMS[0], {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
+                clones.append(clone.label)
+            assert drop_arm("sizes", runs, clones[0])
+            assert drop_arm("sizes", runs, ARMS[1])
+            assert not drop_arm("sizes", runs, ARMS[1])
+            with pytest.raises(
+                SpecError, match=r"'group_size=2' has: its results count; stop it instead: cohort study"
+            ):
+                drop_arm("sizes", runs, ARMS[0])
+            with pytest.raises(SpecError, match="ARM must be an arm of study 'sizes', got 'group_size=4'; "):
+                stop_arm("sizes", runs, ARMS[1])
+            (runs / "hold").unlink()
+
+    (runs / "hold").touch()
+    status = run(a_study(seeds=[0]), runs, drop, workers=1)
+    assert [(trial.arm, trial.state) for trial in status.trials] == [(ARMS[0], "complete"), (clones[1], "complete")]
+    assert (status.finished, status.all_valid) == (True, True)
+    again = clone_arm("sizes", runs, ARMS[0], {"algorithm.group_size": 8}, execute=fake_trials.EXECUTE)
+    assert again.label == "clone 3 of group_size=2: algorithm.group_size=8"  # it is not the one that was taken back
+    drop_arm("sizes", runs, again.label)
+    assert run(a_study(seeds=[0]), runs, workers=1).counts() == {"complete": 2}  # a new start changes nothing
+    record = read_study(runs, "sizes")
+    assert (record.arms, record.expected) == ([ARMS[0]], 1)
+    assert [one["dropped"] for one in record.amendments] == [[clones[0]], [ARMS[1]], [again.label]]
+    assert not analysed(record).gaps and not record.strange
+    (text,) = [text for topic, text in notes(analysed(record)) if topic == "Some arms were taken back"]
+    assert text == f"Taken back before they began: {clones[0]}, {ARMS[1]} and {again.label}."
+
+
+def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path: Path):
+    a_queue(a_study(), tmp_path)
+    seeds = {"first": 3, "half_width": 0.1, "at_most": 4}
+    a_queue(a_study(name="staged", seeds=seeds), tmp_path)
+    for name, arm, words in (
+        ("sizes", ARMS[0], "the other arms are compared with 'group_size=2', so it stays"),
+        ("staged", ARMS[1], "the first seeds of all arms decide how many seeds 'staged' gets"),
+    ):
+        before = files_of(tmp_path)
+        with pytest.raises(SpecError, match=words):
+            drop_arm(name, tmp_path, arm)
+        assert files_of(tmp_path) == before
 
 
 # Clones that are asked for twice, and commands that are killed --------------------------------------------------------
@@ -293,7 +347,7 @@ def test_a_clone_that_is_asked_for_twice_is_there_once(tmp_path: Path):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
     ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], execute=fake_trials.EXECUTE)
-    for changes, warm in (({}, False), ({}, True), ({"algorithm.kl_beta": 0.5}, True)):
+    for changes, warm in ((CHANGED, False), (CHANGED, True), ({"algorithm.kl_beta": 0.5}, True)):
         one, before = ask(changes, warm=warm), files_of(tmp_path)
         assert ask(changes, warm=warm) == one and files_of(tmp_path) == before
     assert [list(clone.steps) for clone in open_queue(a_study(), tmp_path).clones()] == [[0, 0], [3, 0], [3, 0]]
@@ -330,15 +384,18 @@ def killed_at(moment: int, command: Callable[[], object]) -> bool:
 
 
 @pytest.mark.attack("A kill at every write of a command that stops, resumes or clones an arm")
-@pytest.mark.parametrize("what", ["stop", "resume", "clone", pytest.param("warm clone", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "what", ["stop", "resume", "clone", "drop", pytest.param("warm clone", marks=pytest.mark.long)]
+)
 def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_when_asked_again(
     tmp_path: Path, what: str, record_property: Callable[[str, object], None]
 ):
     ways: dict[str, Callable[[Path], object]] = {
         "stop": lambda runs: stop_arm("sizes", runs, ARMS[0]),
         "resume": lambda runs: resume_arm("sizes", runs, ARMS[0]),
-        "clone": lambda runs: clone_arm("sizes", runs, ARMS[0], {}, execute=fake_trials.EXECUTE),
-        "warm clone": lambda runs: clone_arm("sizes", runs, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE),
+        "drop": lambda runs: drop_arm("sizes", runs, ARMS[1]),
+        "clone": lambda runs: clone_arm("sizes", runs, ARMS[0], CHANGED, execute=fake_trials.EXECUTE),
+        "warm clone": lambda runs: clone_arm("sizes", runs, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE),
     }
     for moment in itertools.count():
         runs = tmp_path / str(moment)
@@ -354,6 +411,9 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
         ways[what](runs)
         queue = open_queue(a_study(), runs)
         trials = queue.status().trials
+        assert len(read_study(runs, "sizes").arms) == len({trial.arm for trial in trials} & {*ARMS})
+        assert (ARMS[1] not in [trial.arm for trial in trials]) == (what == "drop")
+        assert len(read_study(runs, "sizes").amendments) == (what == "drop")
         assert {trial.held for trial in trials if trial.arm == ARMS[0]} == {what == "stop"}
         assert [list(clone.steps) for clone in queue.clones()] == {"clone": [[0, 0]], "warm clone": [[3, 0]]}.get(
             what, []
@@ -371,7 +431,7 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
 ):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
-    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], {}, execute=fake_trials.EXECUTE)
+    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], CHANGED, execute=fake_trials.EXECUTE)
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "add_clone", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert killed_at(-1, functools.partial(ask, warm=True))
@@ -391,12 +451,21 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
         ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: group_size=2, gr"),
         (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
         (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
+        (ARMS[0], {}, False, "a setting that has an effect, and this one would repeat 'group_size=2'; change another"),
+        (ARMS[0], {}, True, "this one would repeat 'group_size=2'"),
+        (ARMS[0], {"algorithm.group_size": 4}, False, "this one would repeat 'group_size=4'"),
+        (
+            ARMS[0],
+            {"mismatch.bound": 3.0},
+            False,
+            r"'group_size=2' \(mismatch.bound has an effect only with a mismatch",
+        ),
         (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
         (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
         (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
         (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave --warm out"),
-        (ARMS[0], {}, True, r"has none for seed 0; those of a trial that has ended are deleted"),
-        (ARMS[1], {}, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
+        (ARMS[0], CHANGED, True, r"has none for seed 0; those of a trial that has ended are deleted"),
+        (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
     ],
 )
 def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(

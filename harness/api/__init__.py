@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from ..mirror.ui import browse
     from ..policy.bradley_terry import train_reward_model
     from ..record.run import model_folder
-    from ..spec.raw import parse_overrides
     from ..study.estimates import cost, remaining_seconds
     from ..study.queue import study_status
-    from ..study.steering import clone_arm, resume_arm, stop_arm
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from .result import Report, Result
     from .runs import Evaluation, estimate_runs, evaluate, register, train
     from .settings import shell
+    from .steer import steer
     from .study import (
         Study,
         changes,

@@ -231,9 +231,7 @@ def study_stop(
 
     The trials then wait for `cohort study resume`, and the study ends without them.
     """
-    new = api.stop_arm(study, runs, arm, storage)
-    words = "stops: its trials finish their step and write a checkpoint." if new else "is already stopped."
-    terminal.say(f"{arm} {words} To continue it: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
+    terminal.say(api.steer("stop", study, runs, arm, storage=storage))
 
 
 @command("study resume", "cohort study resume compare_algorithms dapo")
@@ -241,9 +239,15 @@ def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
-    new = api.resume_arm(study, runs, arm, storage)
-    words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
-    terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
+    terminal.say(api.steer("resume", study, runs, arm, storage=storage))
+
+
+@command("study drop", "cohort study drop compare_algorithms 'clone 1 of grpo: algorithm.kl_beta=0.1'")
+def study_drop(
+    study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
+) -> None:
+    """Take back a clone or an arm that has not begun; the study's record and report say so."""
+    terminal.say(api.steer("drop", study, runs, arm, storage=storage))
 
 
 @command(
@@ -265,10 +269,7 @@ def study_clone(
 
     It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
-    clone = api.clone_arm(study, runs, arm, api.parse_overrides(sets or ()), warm=warm, storage=storage)
-    left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
-    terminal.say(f"New arm: {clone.label}{f' ({left})' if warm else ''}")
-    terminal.say("It runs as soon as a worker is free. If the study has ended, run its command again.")
+    terminal.say(api.steer("clone", study, runs, arm, sets=sets or (), warm=warm, storage=storage))
 
 
 @command(

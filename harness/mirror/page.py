@@ -1,4 +1,4 @@
-"""The app that `cohort ui` serves: MLflow's own, with a start page that first stores the studies' views in the browser.
+"""MLflow's own app, which `cohort ui` serves, with a start page that first stores the studies' views in the browser.
 
 MLflow keeps the look of a table and its charts only in the browser, under the experiment's number. A link to a saved
 view would also show it, but with a warning. A user's changes stay until the study's view changes. MLflow finds this app

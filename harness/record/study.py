@@ -107,7 +107,8 @@ class StudyRecord:
     probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
-    amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest
+    amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest;
+              and `dropped`, the arms and clones that were taken back before they began
     """
 
     name: str
@@ -246,7 +247,9 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
         seeds = two_stage.get("seeds")
     trials, clones, strange = _trials(folder, document, status["failed"], seeds)
-    arms = document["labels"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
+    dropped = {arm for one in document.get("amendments", ()) for arm in one.get("dropped", ())}
+    labels = [arm for arm in document["labels"] if arm not in dropped]
+    arms = labels or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
     if seeds is None:
         assert two_stage is not None
         seeds = sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})

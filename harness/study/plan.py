@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -78,6 +78,10 @@ class Plan:
                 arm = self.study.changed(self.arms[clone.parent], clone.label, clone.changes)
                 self.clones[clone.label] = clone
                 self.add([(replace(arm, phase="exploratory"), clone.seeds)])
+
+    def drop(self, labels: Collection[str]) -> None:
+        """Leave out the trials of arms that were taken back."""
+        self.keys = [key for key in self.keys if key[0] not in labels]
 
     def spec(self, key: Key) -> RunSpec:
         return self.arms[key[0]].run_spec(key[1])

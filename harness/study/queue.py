@@ -44,6 +44,7 @@ MAX_LOST = 10  # how many attempts in a row may lose their worker without progre
 SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
+DROPPED = "dropped"  # and labels of arms that were taken back before they began
 HELD = "stopped on request; `cohort study resume` continues it"
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,17 @@ class Queue:
         """Let a clone's trials be claimed. The caller holds the lock."""
         self._study.set_user_attr(CLONES, [*self._attributes().get(CLONES, ()), asdict(clone)])
         self._read()
+
+    def dropped(self) -> list[str]:
+        return list(self._attributes().get(DROPPED, ()))
+
+    def begun(self) -> set[str]:
+        """Labels of the arms with a trial that was ever claimed."""
+        return {label for label, _ in self._read().by_key}
+
+    def drop(self, arm: str) -> None:
+        """Take an arm that has not begun back. The caller holds the lock."""
+        self._study.set_user_attr(DROPPED, [*self.dropped(), arm])
 
     def search_record(self) -> dict[str, Any]:
         """The content of `search.json` (see `ArmSearch.record`); of a tuned comparison `{"tuning": {cell: record}}`."""
@@ -280,6 +292,7 @@ class Queue:
             self.plan.take(self._decided["seeds"] if self._decided else ())
             self._add_searched()
             self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
+            self.plan.drop(attributes.get(DROPPED, ()))
         return Attempts(trials, attributes.get(RETRY_BELOW, 0))
 
     def _attributes(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Handles a user's requests to the arms of a running study: stop, resume, clone.
+"""Handles a user's requests to the arms of a running study: stop, resume, clone, drop.
 
 A request is stored in the queue's record, so it reaches every worker within a step, survives any worker, and still
 holds when the study is started again. Everything is checked before anything is written.
@@ -6,7 +6,9 @@ holds when the study is started again. Everything is checked before anything is 
 
 import itertools
 import json
+import shlex
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,11 @@ from typing import Any
 from ..checks.preflight import check_runs
 from ..data import FINAL
 from ..record.run import read_result
+from ..record.study import keep_document
+from ..spec.effect import identical
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.run import RunSpec
+from ..spec.study import TwoStage
 from .checks import check_metrics
 from .plan import Clone
 from .queue import Queue, open_queue
@@ -35,6 +40,36 @@ def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Let the trials of a stopped arm continue; returns whether this changed anything."""
     return _queue(name, runs, arm, storage).hold(arm, False)
+
+
+def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+    """Take back an arm or a clone that has not begun, which the study's document records as an amendment; returns
+    whether this changed anything. SpecError for an arm that others need or that has results."""
+    queue = open_queue(name, runs.resolve(), storage)
+    if queue.plan.study.searches() or arm not in queue.dropped():
+        queue = _queue(name, runs, arm, storage)
+    study = queue.plan.study
+    with queue.storage.lock():
+        if arm in queue.dropped():
+            return False
+        if arm in queue.begun():
+            raise SpecError(f"only an arm that has not begun can be taken back, and '{arm}' has: its results count; "
+                            f"stop it instead: cohort study stop {shlex.quote(name)} {shlex.quote(arm)}")  # fmt: skip
+        if arm == (study.baseline or study.arm_labels()[0]):
+            raise SpecError(f"the other arms are compared with '{arm}', so it stays; stop it, or start a study with "
+                            "another baseline under another name")  # fmt: skip
+        if arm in study.arm_labels() and isinstance(study.seeds, TwoStage):
+            raise SpecError(f"the first seeds of all arms decide how many seeds '{name}' gets, so '{arm}' stays; stop "
+                            "it instead")  # fmt: skip
+        document = {"amendments": [], **(queue.storage.read_document() or {})}
+        if all(arm not in one.get("dropped", ()) for one in document["amendments"]):  # else a command was killed here
+            amendment = {"time": round(1000 * time.time()), "arms": [], "seeds": [], "dropped": [arm]}
+            document["amendments"] = [*document["amendments"], {**amendment, "digest": document["digest"]}]
+            queue.storage.write_document(document)
+        keep_document(queue.plan.folder, document)
+        queue.drop(arm)
+        _clear({seed: queue.plan.directory((label, seed)) for label, seed in queue.plan.keys if label == arm})
+    return True
 
 
 def clone_arm(
@@ -64,6 +99,7 @@ def clone_arm(
         label = f"clone {number} of {parent}: {shown}"
         seeds = [seed for arm, seed in plan.keys if arm == parent]
         spec = plan.study.changed(plan.arms[parent], label, changes).spec
+        _check_differs(queue, parent, changes, spec, warm)
         if spec.devices > plan.study.devices:
             raise SpecError(
                 f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, got "
@@ -78,11 +114,28 @@ def clone_arm(
         _clear(targets)  # left by a command that was killed
         if warm:
             clone = replace(clone, steps=_forked(queue, clone, spec, targets))
-        if (known := next((one for one in clones if replace(one, label=label) == clone), None)) is None:
+        there = (one for one in clones if replace(one, label=label) == clone and one.label not in queue.dropped())
+        if (known := next(there, None)) is None:
             queue.add_clone(clone)
         else:
             _clear(targets)
     return known or clone
+
+
+def _check_differs(queue: Queue, parent: str, changes: Mapping[str, Any], spec: RunSpec, warm: bool) -> None:
+    """SpecError if a clone would repeat an arm; a warm one has its parent's past, so it repeats that one alone."""
+    ours = spec.model_dump(mode="json")
+    for label, arm in queue.plan.arms.items():
+        other = queue.plan.clones.get(label)
+        is_asked_again = other is not None and (other.parent, dict(other.changes)) == (parent, dict(changes))
+        if label in queue.dropped() or is_asked_again or ((warm or (other and any(other.steps))) and label != parent):
+            continue
+        theirs = arm.spec.model_dump(mode="json")
+        same = identical({label: theirs, "the clone": ours})
+        if same or theirs | {"seed": 0} == ours | {"seed": 0}:
+            why = f" ({same[0][1]})" if same else ""
+            raise SpecError(f"a clone must differ from every arm in a setting that has an effect, and this one would "
+                            f"repeat '{label}'{why}; change another with --set")  # fmt: skip
 
 
 def _clear(targets: Mapping[int, Path]) -> None:

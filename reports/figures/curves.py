@@ -62,10 +62,10 @@ class _Line:
     is_dashed: bool = False
 
 
-def learning_curves(analysis: Analysis) -> list[Drawing]:
-    """The study's metric against steps, rollouts, tokens, seconds and operations."""
+def learning_curves(analysis: Analysis, wanted: Sequence[str] = ()) -> list[Drawing]:
+    """The study's metric against steps, rollouts, tokens, seconds and operations, or the `wanted` ones of these."""
     metric, drawings = analysis.record.metric, []
-    for name, cost, label in _COSTS:
+    for name, cost, label in (one for one in _COSTS if not wanted or one[0] in wanted):
         if lines := _arm_lines(analysis, metric, cost):
             title = f"{wording.capitalised(wording.spoken(metric))} against {label}"
             draw = _line_chart(lines, label, axis_label(metric))

@@ -162,7 +162,11 @@ def _added_note(analysis: Analysis) -> _Note | None:
         what = [f"{kind}{'s' * (len(names) > 1)} {wording.listed(names, len(names))}" for kind, names in kinds if names]
         shown += [f"{' and '.join(what)} ({day})"] if what else []
     text = f"Added: {'; '.join(shown)}. Whoever added them may have seen results: a choice made then is no plan."
-    return ("Some arms or seeds came later", text) if shown else None
+    dropped = [arm for one in analysis.record.amendments for arm in one.get("dropped", ())]
+    without = f"Taken back before they began: {wording.listed(dropped, len(dropped))}."
+    if not shown:
+        return ("Some arms were taken back", without) if dropped else None
+    return "Some arms or seeds came later", f"{text} {without}" if dropped else text
 
 
 def _seeds_note(analysis: Analysis) -> _Note | None:
