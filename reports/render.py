@@ -125,7 +125,9 @@ def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
     staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
     known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
     columns = (*COLUMNS, *known, *staged)
-    factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in columns))
+    of_arms = [path for overrides in (record.spec.get("arms") or {}).values() for path in overrides]
+    named = [*(name for trial in record.trials for name in trial.factors), *of_arms]
+    factors = [name for name in dict.fromkeys(named) if name not in columns]
     logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
     accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)
     studies = record.studies if isinstance(record, JoinedStudy) else {}
@@ -144,10 +146,16 @@ def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
             stage = 1 if trial.seed < record.two_stage["first"] else 2
             fixed |= {"stage": stage, **{name: record.two_stage[name] for name in staged[1:]}}
         values = [fixed.get(name, trial.summary.get(name)) for name in columns]
-        values += [trial.factors.get(name) for name in factors]
+        values += [trial.factors.get(name, _varied(trial, name)) for name in factors]
         values += [score(trial, name) for name in accuracies]
         rows.append(values)
     return [*columns, *factors, *accuracies], rows
+
+
+def _varied(trial: TrialRecord, path: str) -> Any:
+    """The value of a setting that arms vary; a reward's is its weight, a plugin's its name."""
+    value = setting(trial.spec, path)
+    return value.get("weight", value.get("name")) if isinstance(value, Mapping) else value
 
 
 def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:

@@ -146,7 +146,8 @@ def of_study(runs: Path, name: str, trial: str, **tags: str) -> dict[str, str]:
     """Tags of a trial of a study that has begun; `tags` without their prefix."""
     file = runs / "studies" / name / "study.json"
     design = read_json(file)["digest"] if file.exists() else ""
-    known = {"study": name, "design": design, "trial": trial, "kind": "trial", "seed": "0", "factors": "{}", **tags}
+    known = {"study": name, "design": design, "trial": trial, "kind": "trial", "seed": "0", "factors": "{}"}
+    known |= {"phase": "final", **tags}
     return {f"cohort.{key}": value for key, value in known.items()}
 
 

@@ -152,6 +152,14 @@ def test_the_csv_has_exactly_the_promised_columns_and_one_row_per_trial() -> Non
     last = dict(zip(rows[0], rows[-1], strict=True))
     assert (last["algorithm.group_size"], last["algorithm.kl_beta"], last["seed"]) == ("8", "0.01", "1")
     assert float(last["test_accuracy"]) == record.trials[-1].summary["test_accuracy"]
+    settings = {"optimizer.learning_rate": 0.5, "rewards.accuracy": 2.0}
+    listed = fake_study([FakeArm("a", "grpo", 0.5, {}, {}), FakeArm("b", "grpo", 0.5, settings, {})], seeds=[0])
+    listed = dataclasses.replace(listed, spec={"arms": {"a": {}, "b": settings}})
+    table = list(csv.DictReader(results_csv(listed).splitlines()))
+    assert [(row["optimizer.learning_rate"], row["rewards.accuracy"]) for row in table] == [
+        ("0.0001", "1"),
+        ("0.5", "2"),
+    ]
     named_alike = fake_study([FakeArm("a", "grpo", 0.5, {}, {"arm": "a", "steps": 3})], seeds=[0])
     assert results_csv(named_alike).splitlines()[0].split(",") == [*COLUMNS, "steps"]
 

@@ -480,6 +480,24 @@ def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs:
     assert not (tmp_path / "none").exists()
 
 
+def test_the_first_view_leaves_out_clones_and_stopped_trials(runs: Path):
+    open_study(runs, a_study())
+    log_trial(runs, "group_size=2", 0, "complete")
+    log_trial(runs, "group_size=4", 0, "stopped")
+    tags = fake_trials.of_study(runs, "sizes", "clone", arm="clone 1 of group_size=2: steps=3", phase="exploratory")
+    log = open_log(runs, "studies/sizes/trials/clone", a_spec(seed=0), experiment="sizes", run_name="c", tags=tags)
+    log.finish("complete", None, {})
+    catch_up(runs)
+    client = MlflowClient(tracking_uri(runs))
+    experiment = client.get_experiment_by_name("sizes")
+    assert experiment is not None
+    found = read_view(experiment.tags)
+    assert found is not None
+    every, shown = (client.search_runs([experiment.experiment_id], text) for text in ("", found[0]["searchFilter"]))
+    assert len(every) == 4
+    assert {run.data.tags.get("cohort.arm", "the study") for run in shown} == {"the study", "group_size=2"}
+
+
 def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_its_arms_as_groups(runs: Path):
     open_study(runs, a_study())
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
@@ -490,7 +508,7 @@ def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_
     assert {"tags.`cohort.state`", "params.`algorithm.group_size`", "tags.`cohort.seed`"} < set(view["selectedColumns"])
     assert view["columnOrder"] == ["attributes.`Run Name`", *view["selectedColumns"]] == list(view["columnWidths"])
     assert view["columnWidths"]["attributes.`Run Name`"] > 250  # of MLflow's 190 a name gets half
-    assert view["orderByKey"] == "metrics.`validation/accuracy`"
+    assert view["orderByKey"] == "metrics.`summary/test_accuracy`"
     assert view["compareRunCharts"][0]["metricKey"] == "validation/accuracy"
     assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cohort.group"}]
     arms = {"tag.cohort.group.group_size=2": PALETTE[0], "tag.cohort.group.group_size=4": PALETTE[1]}

@@ -22,7 +22,7 @@ from ..record.study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, study_settings
 from . import store
 from .address import is_outage, remote_uri
 from .traces import storable
-from .view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
+from .view import GROUP, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class StudyMirror:
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {
             GROUP: STUDY_GROUP,
+            PHASE: STUDY_GROUP,
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
             store.NOTE: spec["question"],
@@ -123,6 +124,7 @@ class StudyMirror:
                 tags = {
                     "cohort.kind": "trial", "cohort.study": self.folder.name, "cohort.trial": one["trial"],
                     "cohort.arm": one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
+                    PHASE: "final",
                 }  # fmt: skip
                 run = client.create_run(experiment, tags=tags, run_name=f"{one['arm']} | seed {one['seed']}")
             store.show_state(client, run.info.run_id, "failed", tags={"cohort.reason": one["reason"] or ""})
@@ -137,7 +139,8 @@ class StudyMirror:
         if report.colors:
             groups, experiment = {}, client.get_run(run_id).info.experiment_id
             for (arm, _), run in _trial_runs(client, experiment, run_id).items():
-                color = groups[run.data.tags.get(GROUP, arm)] = report.colors.get(arm, GREY)
+                color = report.colors.get(arm) or run.data.tags.get(RUN_COLOR, GREY)  # a report has no clones
+                groups[run.data.tags.get(GROUP, arm)] = color
                 if color != run.data.tags.get(RUN_COLOR):
                     store.set_tags(client, run.info.run_id, {RUN_COLOR: color})
             client.set_experiment_tag(experiment, *color_tag(groups))

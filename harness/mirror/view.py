@@ -17,6 +17,8 @@ VIEW_NAME = "Arms"
 MAX_TAG = 20_000  # characters of an experiment's tag
 GROUP = "cohort.group"  # a tag of a trial's run: its arm, in few words
 STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
+PHASE = "cohort.phase"  # a tag: that of a trial's arm, `exploratory` for a clone; STUDY_GROUP for the parent run
+SHOWN = f"tags.`{PHASE}` != 'exploratory' and attributes.status != 'KILLED'"  # by the first view
 NAME_COLUMN = "attributes.`Run Name`"
 
 
@@ -39,8 +41,9 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
 
 
 def view_tag(metric: str, factors: Sequence[str]) -> tuple[str, str]:
-    """The experiment's tag with the view of a study of these factors (their paths): runs grouped by arm, best first,
-    with the metric's curves as the first chart."""
+    """The experiment's tag with the view of a study of these factors (their paths): runs grouped by arm, without clones
+    and stopped trials, best first by the compared accuracy, with the metric's curves as the first chart."""
+    compared = "summary/test_accuracy" if metric == "validation/accuracy" else metric
     columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
     columns += [f"params.`{path}`" for path in factors]
     columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
@@ -57,7 +60,7 @@ def view_tag(metric: str, factors: Sequence[str]) -> tuple[str, str]:
     }  # fmt: skip
     group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": GROUP}]}
     view = {
-        "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
+        "searchFilter": SHOWN, "orderByKey": f"metrics.`{compared}`", "orderByAsc": False, "startTime": "ALL",
         "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
         "selectedColumns": columns, "columnOrder": order, "columnWidths": widths, "runsExpanded": {}, "runsPinned": [],
         "runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False,

@@ -143,7 +143,7 @@ def study_document(
     id        the same at every start and on every host
     command   that which started the study; an empty one keeps the known one
     labels    of the arms, as far as a design names them
-    shown     how a mirror shows it: paths of the factors, colour of each arm by its short label
+    shown     how a mirror shows it: paths of what arms vary, colour of each arm by its short label
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
     The other keys are the settings of the study.
     """
@@ -164,7 +164,9 @@ def study_document(
         "versions": dict(versions()),
         "labels": study.arm_labels(),
         "shown": {
-            "factors": list(dict.fromkeys(path for arm in arms for path in arm.levels if path != "arm")),
+            "factors": list(
+                dict.fromkeys(path for arm in arms for path in (*arm.levels, *arm.overrides) if path != "arm")
+            ),
             "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
         },
         "amendments": amendments,

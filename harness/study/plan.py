@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import plugins
-from ..data import GREY
+from ..data import GREY, PALETTE
 from ..ground.inputs import NO_INPUTS, Inputs, digest
 from ..interfaces import RolloutEngine
 from ..spec.run import RunSpec
@@ -101,12 +101,15 @@ class Plan:
             "cohort.parent": clone.parent, "cohort.changes": json.dumps(clone.changes),
             "cohort.left_at": str(clone.left_at(key[1])),
         }  # fmt: skip
+        colors = self.study.arm_colors()
+        if clone is not None:
+            colors[key[0]] = PALETTE[(len(colors) + list(self.clones).index(key[0])) % len(PALETTE)]
         return {
             **origin,
             "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
             "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
             "cohort.trial": self.directory(key).name, "cohort.design": self._digest,
-            "cohort.group": arm.short_label, "mlflow.runColor": self.study.arm_colors().get(key[0], GREY),
+            "cohort.group": arm.short_label, "mlflow.runColor": colors.get(key[0], GREY),
         }  # fmt: skip
 
 
