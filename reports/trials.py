@@ -49,7 +49,7 @@ def choose_outcome(record: StudyRecord) -> Outcome:
     complete = [trial for trial in record.trials if trial.state == "complete"]
     area, _, quantity = record.metric.partition("/")
     test = f"test/{quantity}"
-    if area == "validation" and complete and all(score(trial, test) is not None for trial in complete):
+    if area in ("validation", "test") and complete and all(score(trial, test) is not None for trial in complete):
         tested = {frozenset(trial.per_problem) for trial in complete}
         if quantity != "accuracy" or len(tested) > 1:
             return Outcome(test, False)
