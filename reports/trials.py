@@ -118,6 +118,11 @@ def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
     return replace(kept, expected=record.expected - len(wanted_pairs(record)) + len(wanted_pairs(kept)))
 
 
+def is_imported(record: StudyRecord) -> bool:
+    """Whether something else measured its scores, so that the record has nothing but them."""
+    return record.spec.get("design") == "imported"
+
+
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
     """The findings of a study's own search; None for other designs."""
     return record.search if record.search is not None and "tuning" not in record.search else None

@@ -7,6 +7,7 @@ seed; its last step counts. Scores are taken as they are. Files are hostile: siz
 
 import csv
 import json
+import math
 import re
 import shlex
 import struct
@@ -15,10 +16,9 @@ import uuid
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import pyarrow as pa
@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.types import FailFast
 
+from ...reports.prose import wording
 from ..ground.files import publish_folder, read_json, write_json, write_text
 from ..ground.inputs import digest, digested
 from ..record.events import EVENTS, event_line, summed
@@ -34,10 +35,9 @@ from ..record.run import INFO, RESULT, RunInfo
 from ..record.study import STUDY
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.raw import is_number
+from .result import Result
 from .settings import runs_folder, shell
-
-if TYPE_CHECKING:
-    from .result import Result
+from .study import open_result
 
 MOST_ROWS, MOST_RUNS, MOST_FILES = 2_000_000, 2_000, 10_000
 MOST_BYTES, MOST_JSON = 2**29, 2**26  # of a file; of one JSON value, which takes up to 30 times its bytes in memory
@@ -47,10 +47,10 @@ _INSPECT = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # correct, partial, incorre
 _ZSTD = 93  # a zip file's number for it, which Python's own reader lacks
 _Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], FailFast()]
 _Counts = Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], FailFast()]
-_Run = dict[int, dict[tuple[str, int], float]]  # step -> problem and number of its sample -> score
+_Run = dict[int, tuple[dict[str, dict[int, float]], list[float]]]  # step -> problem -> sample -> score; tokens
 
 
-class Scores(BaseModel, coerce_numbers_to_str=True, extra="forbid"):
+class Scores(BaseModel, coerce_numbers_to_str=True, allow_inf_nan=False):
     """Columns of scores, a row for each; an optional one is empty if nothing is known."""
 
     arm: _Words
@@ -64,26 +64,23 @@ class Scores(BaseModel, coerce_numbers_to_str=True, extra="forbid"):
 
 
 def import_scores(
-    scores: "pd.DataFrame | str | Path",
+    scores: pd.DataFrame | str | Path,
     name: str,
     *,
     baseline: str | None = None,
     score: str | None = None,
     runs: str | Path | None = None,
-) -> "Result":
-    """A study of scores that something else measured, written to RUNS/studies/NAME; its result.
+) -> Result:
+    """The result of a new study, RUNS/studies/NAME, of scores that something else measured.
 
         scores    a frame with a row for each score, or a file or folder as `cohort import` takes. Columns: `arm`,
-                  `seed`, `problem`, `score` (a fraction from 0 to 1), and as far as known `sample` (number of one of
-                  several completions), `step` (of training), `tokens` (generated until then), `family` (of related
-                  problems)
+                  `seed`, `problem`, `score` (0 to 1), and if known `sample` (number of one of several completions),
+                  `step` (of training), `tokens` (generated until then), `family` (of related problems)
         baseline  the arm to compare with, by default the first
         score     the name of the score, where there are several
 
-    The same scores under the same name change nothing. ValueError with rule, value and fix for all others.
+    The same scores again change nothing. ValueError with rule, value and fix for all others.
     """
-    from .study import open_result
-
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
         raise SpecError(f"--as must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
     inputs, command = {}, "cohort.import_scores(frame)"
@@ -94,20 +91,18 @@ def import_scores(
         path, given = Path(scores), {"--as": name, "--baseline": baseline, "--score": score}
         columns, command = _read(path, score), shell(f"cohort import {shlex.quote(str(path))}", given)
         inputs = digested({"scores": {path.name: path}}) if path.is_file() else {}
-    found, tokens, families = _checked(columns)
-    arms, seeds = list(dict.fromkeys(arm for arm, _ in found)), sorted({seed for _, seed in found})
+    trials = _checked(columns)
+    arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
     baseline = baseline or arms[0]
-    for arm in (baseline, *arms):
-        if arm not in arms:
-            raise SpecError(f"--baseline must be an arm of the scores, got '{arm}'; {did_you_mean(arm, arms)}arms: "
-                            f"{', '.join(arms):.400}")  # fmt: skip
-        if not any((arm, seed) in found and (baseline, seed) in found for seed in seeds):
-            raise SpecError(f"every arm must share a seed with the baseline '{baseline}', as differences are taken "
-                            f"seed by seed; '{arm}' has none: number the runs of each arm 0, 1, 2")  # fmt: skip
-    trials = {run: _events(steps, tokens[run], families) for run, steps in found.items()}
-    question = f"How do the imported scores of {', '.join(arms[:8])}{' and others' * (len(arms) > 8)} compare?"
-    settings = {"name": name, "question": question, "design": "imported", "metric": "test/accuracy",
-                "baseline": baseline, "seeds": seeds}  # fmt: skip
+    if baseline not in arms:
+        near = did_you_mean(baseline, arms)
+        raise SpecError(f"--baseline must be an arm, got '{baseline}'; {near}arms: {', '.join(arms):.400}")
+    for arm in arms:
+        if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
+            raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
+                            f"seed, and '{arm}' has none; number the runs of each arm 0, 1, 2")  # fmt: skip
+    settings = {"name": name, "question": f"How do imported scores of {wording.listed(arms, 8)} compare?",
+                "design": "imported", "metric": "test/accuracy", "baseline": baseline, "seeds": seeds}  # fmt: skip
     identity = digest([settings, sorted((*run, events) for run, events in trials.items())])
     folder = runs_folder(runs) / "studies" / name
     if (folder / STUDY).exists() and read_json(folder / STUDY)["digest"] != identity:
@@ -231,8 +226,8 @@ def _split(row: Mapping[str, Any], file: Path, number: int, score: str | None) -
     return known, {key: row[key] for key in keys if key == name or (name not in keys and key not in known)}
 
 
-def _checked(given: Mapping[str, Any]) -> tuple[dict[tuple[str, int], _Run], Mapping[Any, Any], dict[str, str]]:
-    """The scores of each run, its tokens by step, and the families of problems. SpecError for the first fault."""
+def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The events of each run. SpecError for the first fault of the columns."""
     try:
         scores = Scores.model_validate(given)
     except ValidationError as error:
@@ -243,56 +238,50 @@ def _checked(given: Mapping[str, Any]) -> tuple[dict[tuple[str, int], _Run], Map
         where = f"column {column} of the scores{''.join(f', row {int(place) + 1}' for place in row)}"
         got = f"got {one['input']!r:.80}; correct it" if row else f"got {len(one['input']):,}"
         raise SpecError(f"{where}: {one['msg'][0].lower()}{one['msg'][1:]}, {got}") from None
-    if not all(0 <= value <= 1 for value in scores.score):
-        ends: dict[str, list[float]] = {}
-        for arm, value in zip(scores.arm, scores.score, strict=True):
-            low, high = ends.get(arm, (value, value))
-            ends[arm] = [min(low, value), max(high, value)]
-        each = ", ".join(f"'{arm}' {low:g} to {high:g}" for arm, (low, high) in ends.items())
-        raise SpecError(f"scores must be fractions from 0 to 1 in every arm, got {each:.200}; divide percents by 100")
-    runs, tokens, families = dict[tuple[str, int], _Run](), defaultdict[Any, Any](dict), dict[str, str]()
-    columns = [values or [0] * len(scores.score) for values in vars(scores).values()]
-    for arm, seed, problem, value, sample, step, spent, family in zip(*columns, strict=True):
-        scored = runs.setdefault((arm, seed), {}).setdefault(step, {})
+    ends = dict.fromkeys(scores.arm, (math.inf, -math.inf))
+    for arm, value in zip(scores.arm, scores.score, strict=True):
+        if not 0 <= value <= 1:
+            ends[arm] = min(ends[arm][0], value), max(ends[arm][1], value)
+    if wrong := [f"'{arm}' has {low:g} to {high:g}" for arm, (low, high) in ends.items() if low < math.inf]:
+        which = "all arms" if len(wrong) == len(ends) else f"{len(wrong)} of {len(ends)} arms"
+        raise SpecError(f"scores must be fractions from 0 to 1, not so in {which} ({wording.listed(wrong)}); divide "
+                        "percentages by 100, and give all arms the same scale")  # fmt: skip
+    runs, families, optional = defaultdict[tuple[str, int], _Run](dict), dict[str, str](), [0] * len(scores.score)
+    for arm, seed, problem, value, sample, step, tokens, family in zip(
+        *(values or optional for values in vars(scores).values()), strict=True
+    ):
+        scored, spent = runs[arm, seed].setdefault(step, ({}, []))
         if len(runs) > MOST_RUNS:
             raise SpecError(f"scores must be of at most {MOST_RUNS:,} runs (an arm with a seed), got more; is the "
                             "problem in the column seed?")  # fmt: skip
-        if (problem, sample) in scored:
+        if sample in (samples := scored.setdefault(problem, {})):
             raise SpecError(f"a run must score a problem once at a step, got '{problem}' of '{arm}', seed {seed}, step "
                             f"{step} twice; number several completions in a column sample")  # fmt: skip
         if family and families.setdefault(problem, family) != family:
             raise SpecError(f"a problem has one family, got '{family}' and '{families[problem]}' for '{problem}'")
-        scored[problem, sample] = value
-        if scores.tokens:
-            tokens[arm, seed][step] = spent
-    last = {run: {problem for problem, _ in steps[max(steps)]} for run, steps in runs.items()}
-    problems = set[str]().union(*last.values())
-    if lost := {run: problems - known for run, known in last.items() if problems - known}:
-        (arm, seed), missing = next(iter(lost.items()))
-        raise SpecError(f"every run must score the same problems at its last step, and {len(lost):,} of {len(runs):,} "
-                        f"do not: '{arm}', seed {seed}, lacks {len(missing):,} of {len(problems):,}, such as "
-                        f"'{min(missing)}'; add them, with 0 for a completion that failed, or leave them out "
-                        "everywhere")  # fmt: skip
-    return runs, tokens, families
+        samples[sample] = value
+        spent += [tokens] if scores.tokens else []
+    problems = {problem for steps in runs.values() for problem in steps[max(steps)][0]}
+    for (arm, seed), steps in runs.items():
+        if lost := problems - steps[max(steps)][0].keys():
+            raise SpecError(f"every run must score the same problems at its last step, and '{arm}', seed {seed}, lacks "
+                            f"{len(lost):,} of {len(problems):,}, such as '{min(lost)}'; add them, with 0 for a failed "
+                            "completion, or leave them out everywhere")  # fmt: skip
+    return {run: _events(steps, families) for run, steps in runs.items()}
 
 
-def _events(steps: _Run, tokens: Mapping[int, float], families: Mapping[str, str]) -> list[dict[str, Any]]:
+def _events(steps: _Run, families: Mapping[str, str]) -> list[dict[str, Any]]:
     """The events of a run. Earlier steps with the last one's problems are tests, too; others are training batches."""
-    events, means = [], dict[int, dict[str, float]]()
-    for step, scored in sorted(steps.items()):
-        each = defaultdict[str, list[float]](list)
-        for (problem, _), score in scored.items():
-            each[problem].append(score)
-        means[step] = {problem: fmean(values) for problem, values in each.items()}
-    last = max(means)
-    for step, fractions in means.items():
-        area = "test" if fractions.keys() == means[last].keys() else "train"
-        values = {f"{area}/accuracy": fmean(fractions.values()), f"{area}/num_prompts": float(len(fractions))}
-        values |= {"train/generated_tokens": tokens[step]} if step in tokens else {}
+    means = {step: {problem: fmean(each.values()) for problem, each in one.items()} for step, (one, _) in steps.items()}
+    events, last = [], max(means)
+    for step, one in sorted(means.items()):
+        area = "test" if one.keys() == means[last].keys() else "train"
+        values = {f"{area}/accuracy": fmean(one.values()), f"{area}/num_prompts": float(len(one))}
+        values |= {"train/generated_tokens": max(steps[step][1])} if steps[step][1] else {}
         events.append({"type": "metrics", "step": step, "values": values})
-    known = {problem: families[problem] for problem in means[last] if problem in families}
+    known = {"families": {problem: families[problem] for problem in means[last] if problem in families}}
     found = {"type": "per_problem", "step": last, "area": "test", "fractions": means[last]}
-    return [*events, found | ({"families": known} if known else {})]
+    return [*events, found | (known if known["families"] else {})]
 
 
 def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, events: list[dict[str, Any]]) -> None:
@@ -307,7 +296,7 @@ def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, eve
     summary = {key: latest[metric] for key, metric in reached.items() if metric in latest}
     end = {"state": state, "reason": reason, "summary": summary}
     folder.mkdir(parents=True)
-    write_json(folder / INFO, asdict(info), sync=False)
+    write_json(folder / INFO, vars(info), sync=False)
     lines = [{"type": "start", **info.identity(), "threads": ""}, *events, {"type": "finish", **end}]
     stamped = [summed({**event, "time": time.time_ns() // 1_000_000}) for event in lines]
     write_text(folder / EVENTS, "".join(map(event_line, stamped)), sync=False)
