@@ -324,7 +324,7 @@ def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
     )
 
 
-def cold_start_note(specs: _Specs) -> _Note | None:
+def cold_start_note(specs: _Specs) -> _Note:
     starts = _values(specs, "cold_start", {})
     if len({repr(start) for start in starts.values()}) > 1:
         return (
