@@ -34,7 +34,6 @@ from ..record.provenance import versions
 from ..record.run import INFO, RESULT, RunInfo
 from ..record.study import STUDY
 from ..spec.errors import SpecError, did_you_mean
-from ..spec.raw import is_number
 from .result import Result
 from .settings import runs_folder, shell
 from .study import open_result
@@ -43,6 +42,7 @@ MOST_ROWS, MOST_RUNS, MOST_FILES = 2_000_000, 2_000, 10_000
 MOST_BYTES, MOST_JSON = 2**29, 2**26  # of a file; of one JSON value, which takes up to 30 times its bytes in memory
 _SUFFIXES = (".csv", ".jsonl", ".parquet", ".eval", ".json")
 _HEAVY = ("completion", "model_response", "doc", "advantage")  # columns that hold no score
+_KNOWN = ("arm", "seed", "problem", "sample", "step", "tokens", "family")  # what a row may say beside its score
 _INSPECT = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # correct, partial, incorrect, no answer, as inspect counts them
 _ZSTD = 93  # a zip file's number for it, which Python's own reader lacks
 _Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], FailFast()]
@@ -120,13 +120,12 @@ def import_scores(
 def _read(path: Path, score: str | None) -> dict[str, Any]:
     """The columns of a file or a folder, as they stand there."""
     found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
-    keys = [key for key in Scores.model_fields if key != "score"]
     for file, place in list(_of_runs(path)) if path.is_dir() else [(path, {})]:
         try:
             for number, row in enumerate(_rows(file)):
                 known, scores = _split(row, file, number, score)
                 for name, value in scores.items():
-                    found[name].append((*map({**known, **place}.get, keys), value))
+                    found[name].append((*map({**known, **place}.get, _KNOWN), value))
                     if len(found[name]) > MOST_ROWS:
                         raise SpecError(f"scores must have at most {MOST_ROWS:,} rows, '{path}' has more; give each "
                                         "problem's mean over its samples")  # fmt: skip
@@ -140,7 +139,7 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
     if name not in found:
         raise SpecError(f"'{path}' has no score '{name}'; {did_you_mean(name, list(found))}choose one with --score: "
                         f"{', '.join(sorted(found)):.400}")  # fmt: skip
-    columns = dict(zip([*keys, "score"], map(list, zip(*found[name], strict=True)), strict=True))
+    columns = {key: [row[i] for row in found[name]] for i, key in enumerate((*_KNOWN, "score"))}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}
 
 
@@ -200,30 +199,34 @@ def _member(log: zipfile.ZipFile, name: str) -> Any:
     return json.loads(pa.decompress(stream.read(member.compress_size), member.file_size, codec="zstd", asbytes=True))
 
 
-def _split(row: Mapping[str, Any], file: Path, number: int, score: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(
+    row: Mapping[str, Any], file: Path, number: int, score: str | None
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """What a row says beside its scores, and these by name, by the program that wrote it."""
-    keys = row.keys()
-    if {"doc_id", "filter", "metrics"} <= keys:  # lm-eval: a row for each problem and filter
+    keys, known = row.keys(), row
+    if "prompt_id" in keys:  # as `Result.problems` has it
+        known = {**row, "problem": row["prompt_id"]}
+    elif "problem" in keys:
+        pass
+    elif {"doc_id", "filter", "metrics"} <= keys:  # lm-eval: a row for each problem and filter
         task = file.name.removeprefix("samples_").rpartition("_")[0]
         scores = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
-        return {"problem": f"{task}/{row['doc_id']}/{row['doc_hash'][:16]}"}, scores
-    if {"eval", "id", "epoch"} <= keys:  # inspect: a row for each problem and epoch
+        return {"problem": f"{task}/{row['doc_id']}/{row.get('doc_hash', '')[:16]}"}, scores
+    elif {"eval", "id", "epoch"} <= keys:  # inspect: a row for each problem and epoch
         values = {name: one["value"] for name, one in (row["scores"] or {}).items()}
         scores = {name: _INSPECT.get(str(value), value) for name, value in values.items()}
         return {"problem": f"{row['eval']}/{row['id']}", "sample": row["epoch"]}, scores
-    numbers = {**row, **row.get("metric", {})} if "doc" in keys else row
-    numbers = {key: value for key, value in numbers.items() if is_number(value) or isinstance(value, bool)}
-    if {"doc", "metric"} <= keys:  # lighteval: a row for each problem
-        return {"problem": f"{row['doc']['task_name']}/{row['doc']['id']}"}, numbers
-    if "step" in keys and "problem" not in keys and not {"prompt", "input"}.isdisjoint(keys):  # TRL, verl
-        del numbers["step"]  # a row for each completion of a problem
-        prompt = row["prompt"] if "prompt" in keys else row["input"]
-        return {"problem": digest(prompt), "sample": number, "step": row["step"]}, numbers
-    known = {key: row.get(key) for key in Scores.model_fields} | (
-        {"problem": row["prompt_id"]} if "prompt_id" in keys else {}
-    )
-    name = score or next((name for name in ("score", "accuracy") if name in keys), "")
-    return known, {key: row[key] for key in keys if key == name or (name not in keys and key not in known)}
+    elif {"doc", "metric"} <= keys:  # lighteval: a row for each problem
+        return {"problem": f"{row['doc']['task_name']}/{row['doc']['id']}"}, _numbers(row["metric"])
+    elif "step" in keys and not {"prompt", "input"}.isdisjoint(keys):  # TRL, verl: a row for each completion
+        problem = digest(row["prompt"] if "prompt" in keys else row["input"])
+        return {"problem": problem, "sample": number, "step": row["step"]}, _numbers(row)
+    name = score or ("score" if "score" in keys else "accuracy")
+    return known, {name: row[name]} if name in keys else {key: row[key] for key in keys if key not in _KNOWN}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
 
 
 def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
