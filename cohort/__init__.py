@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # pyright resolves names by folder, and in a checkout the API
         compare,
         evaluate,
         grade,
+        import_scores,
         load_study,
         open_result,
         report,
@@ -35,8 +36,8 @@ _CHECKOUT = Path(__file__).parents[1]
 if (_CHECKOUT / "harness" / "api").is_dir():  # in a wheel they lie in this folder
     __path__.append(str(_CHECKOUT))
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
-           "report", "run", "train", "verify"]  # fmt: skip
+__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study",
+           "open_result", "report", "run", "train", "verify"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

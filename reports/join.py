@@ -48,6 +48,11 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
                 f"studies must list their arms to be compared: those of '{record.name}' were found by its search; run "
                 "the setting that it chose in a study that lists it, with other seeds"
             )
+        if record.spec.get("design") == "imported":  # nothing says how it was measured
+            raise ValueError(
+                f"studies must be measured here to be compared, got the imported '{record.name}'; import its scores "
+                "and those of the others (Result.problems) as one study"
+            )
         if record.metric != first.metric:
             raise ValueError(
                 f"studies must share their metric to be compared: '{first.name}' has {first.metric}, '{record.name}' "

@@ -19,11 +19,12 @@ from .figures.style import Drawing, color_of, roles
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
 from .prose.answer import answer, progress
+from .prose.methods import methods
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from .scaling import Scalings
 from .statistics import SIMULATED_COVERAGE, Interval
 from .suites import suite, suite_rows
-from .trials import ArmSummary, score, search_of, setting, tuning_of, wanted_pairs
+from .trials import ArmSummary, is_imported, score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 FLOPS = {  # part of a run's operations -> its column
@@ -65,7 +66,7 @@ def page_values(
     if analysis.controls:
         facts.append(wording.plural(len(analysis.controls), "control arm"))
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
-        facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
+        facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, 'unknown')) for t in record.trials))}")
     plans = {}  # arm -> its detectable difference, and the seeds needed for each planned one
     for one in analysis.comparisons:
         found = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)
@@ -101,6 +102,8 @@ def page_values(
         "method": interval_method(analysis),
         "reading": interval_reading(analysis),
         "notes": notes(analysis),
+        "methods": methods(analysis),
+        "is_imported": is_imported(record),
         "coverage": SIMULATED_COVERAGE,
         "rollouts": sampled_rollouts(analysis),
         "analysis": analysis,

@@ -49,7 +49,7 @@ def choose_outcome(record: StudyRecord) -> Outcome:
     complete = [trial for trial in record.trials if trial.state == "complete"]
     area, _, quantity = record.metric.partition("/")
     test = f"test/{quantity}"
-    if area == "validation" and complete and all(score(trial, test) is not None for trial in complete):
+    if area in ("validation", "test") and complete and all(score(trial, test) is not None for trial in complete):
         tested = {frozenset(trial.per_problem) for trial in complete}
         if quantity != "accuracy" or len(tested) > 1:
             return Outcome(test, False)
@@ -116,6 +116,11 @@ def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
         trials=[trial for trial in record.trials if trial.arm in arms],
     )
     return replace(kept, expected=record.expected - len(wanted_pairs(record)) + len(wanted_pairs(kept)))
+
+
+def is_imported(record: StudyRecord) -> bool:
+    """Whether something else measured its scores, so that the record has nothing but them."""
+    return record.spec.get("design") == "imported"
 
 
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:

@@ -9,10 +9,14 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from cohort.harness.record.study import StudyRecord, TrialRecord
+import pandas as pd
+from cohort.harness.api.imports import import_scores
+from cohort.harness.record.study import StudyRecord, TrialRecord, read_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import Analysis
 from cohort.reports.claims import check_claims
@@ -228,6 +232,25 @@ def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
         yield analysed(dataclasses.replace(whole, trials=[one for one in whole.trials if one.seed < count]))
 
 
+def imported(rng: Generator, num_seeds: int, families: bool = False) -> Iterator[Analysis]:
+    """Scores that another program measured, of three arms and a baseline that share no start and no noise, written as a
+    table and imported: every second arm has fewer runs. With `families`, of 8 families of problems."""
+    problems, members = 64, np.repeat(np.arange(8), 8)
+    related = {"families": members.tolist(), "arm_by_family": 0.6} if families else {}
+    scores = random_scores(rng, 4, num_seeds, problems, **related)
+    rows = [
+        (f"arm {arm}", seed, f"p{problem}", float(scores[arm, seed, problem]), f"story {members[problem]}")
+        for arm in range(4)
+        for seed in range(num_seeds - (arm % 2) * (num_seeds > 3))
+        for problem in range(problems)
+    ]
+    frame = pd.DataFrame(rows, columns=["arm", "seed", "problem", "score", "family"])
+    with TemporaryDirectory() as folder:
+        import_scores(frame if families else frame.drop(columns="family"), "x", runs=folder)
+        record = read_study(Path(folder), "x")
+    yield analysed(record)
+
+
 def read_until(pages: Iterator[Analysis]) -> tuple[bool, Analysis]:
     """Whether a page claims a difference, and the page at which a reader stops: that one, or else the last."""
     page = None
@@ -345,6 +368,8 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "families of 8, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=(8,) * 8)),
     "families of 1 to 20, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=UNEVEN)),
     "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
+    "imported": ((2, 3, 5, 10), imported),
+    "imported, families of 8": ((2, 3, 5, 10), partial(imported, families=True)),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),

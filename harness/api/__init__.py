@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .contamination import probe
     from .gpu import run_book
     from .hub import publish
+    from .imports import import_scores
     from .machine import check_machine
     from .planner import plan
     from .regrade import grade
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
         watch,
     )
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
-           "report", "run", "train", "verify"]  # fmt: skip
+__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study",
+           "open_result", "report", "run", "train", "verify"]  # fmt: skip
 _HOME = {  # name -> its module, as the imports above say, which only type checkers run
     alias.name: "." * node.level + str(node.module)
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))

@@ -242,6 +242,8 @@ def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
         return place.differs("", "run.json", None, "settings of a run")
     place.compare("events", "run.json", "seed", info.spec.get("seed"), trial.seed)
     _check_result(trial, history, result, place)
+    if "task" not in info.spec:
+        return place.lacks("its scores were imported, so nothing can be graded again")
     try:
         task, *others = (
             parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")

@@ -1,6 +1,7 @@
 """The cores, GPUs, compiler and network interfaces of this machine, and whether this process is one of a group."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -41,6 +42,19 @@ def usable_gpus() -> tuple[str, ...]:
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     gpus = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
     return tuple(str(i) for i, _ in enumerate(gpus))
+
+
+@lru_cache(maxsize=1)
+def hardware() -> dict[str, str]:
+    """Names of the processor, and of the kinds of GPU that this process may use."""
+    about, asked = Path("/proc/cpuinfo"), ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found = {"processor": (named or [platform.processor() or platform.machine()])[0]}
+    if usable_gpus() and shutil.which("nvidia-smi"):
+        said = subprocess.run(asked, capture_output=True, text=True, check=False)
+        found["gpu"] = ", ".join(sorted({*said.stdout.splitlines()} - {""}))
+    return found
 
 
 def compiler() -> str | None:

@@ -25,6 +25,7 @@ import psutil
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
 from ..ground.inputs import Inputs, digest
+from ..ground.machine import hardware
 from ..spec.errors import SpecError
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
 from .provenance import versions, write_diff
@@ -145,7 +146,7 @@ class RunLog:
             write_diff(directory)
         self.directory, self._on_progress = directory, on_progress
         self._info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
-        self._info.objective, self._info.versions = dict(spec.algorithm.objective), dict(versions())
+        self._info.objective, self._info.versions = dict(spec.algorithm.objective), {**versions(), **hardware()}
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self.latest: dict[str, float] = {}  # the last value of every metric of this run

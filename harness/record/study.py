@@ -398,7 +398,7 @@ def _unasked(
 
 def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
     """The results of probes on the task with a model that trials start from, the newest first."""
-    starts = [_start(trial.spec) for trial in trials if trial.spec]
+    starts = [_start(trial.spec) for trial in trials if "task" in trial.spec]
     files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
     for one in map(read_json, files):
         reads = inputs.keys() & one["inputs"].keys()

@@ -447,6 +447,8 @@ class StudySpec(Section):
 
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     """The study that a mapping describes, with every arm validated; otherwise SpecError."""
+    if raw.get("design") == "imported":
+        raise SpecError(f"{where}: a study must have settings to run, got imported scores; use cohort report")
     study = parsed(StudySpec, raw, where)
     controlled = [arm for arm in study.checked_arms() if arm.spec.control is not None]
     if controlled and study.search is not None:

@@ -9,11 +9,18 @@ from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA, any_time_width
-from ..trials import Outcome, arm_specs, search_of, setting, share_of_alpha
+from ..trials import Outcome, arm_specs, is_imported, search_of, setting, share_of_alpha
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
 _Note = tuple[str, str]  # topic, text
+_IMPORTED = (
+    "Scores from elsewhere",
+    "They were imported and taken as they are: nothing was trained or graded here. An accuracy is their mean at the "
+    "last step. Not known are the model, budgets, tuning, what was chosen by these scores, and which other runs there "
+    "were; a difference may come from any of these. Runs are paired by the number of their seed: that is valid whether "
+    "or not they share a start, if runs with different seeds are independent.",
+)
 _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
 
@@ -99,6 +106,9 @@ def notes(analysis: Analysis) -> list[_Note]:
     specs = arm_specs(analysis.record.trials)
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
+    if is_imported(analysis.record):
+        found = [_IMPORTED, _looks_note(analysis), _invalid_note(analysis), _selection_note(analysis)]
+        return [note for note in found if note is not None]
     paid = {  # arm -> name -> weight of its rewards; empty for one whose record does not name them
         arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}
         for arm, rewards in _values(specs, "rewards", {}).items()
@@ -113,7 +123,7 @@ def notes(analysis: Analysis) -> list[_Note]:
     mixed = "; ".join(f"{key} {' or '.join(found)}" for key, found in seen.items() if len(found) > 1)
     found = [
         ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
-        ("Trials ran with different versions", f"{mixed}.") if mixed else None,
+        ("Trials ran with different versions, or on different processors", f"{mixed}.") if mixed else None,
         _join_note(analysis),
         _seeds_note(analysis),
         _looks_note(analysis),
@@ -122,10 +132,10 @@ def notes(analysis: Analysis) -> list[_Note]:
         _clip_note(specs),
         _reward_note(paid, blind),
         _collapse_note(analysis, blind),
-        _cold_start_note(specs),
-        _budget_note(analysis, specs),
+        cold_start_note(specs),
+        budget_note(analysis, specs),
         ("Equal rollouts are not equal tokens", tokens) if ratio >= 1.1 else None,
-        _evaluation_note(analysis, specs),
+        evaluation_note(analysis, specs),
         _selection_note(analysis),
     ]
     return [note for note in found if note is not None]
@@ -318,7 +328,7 @@ def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
     )
 
 
-def _cold_start_note(specs: _Specs) -> _Note | None:
+def cold_start_note(specs: _Specs) -> _Note:
     starts = _values(specs, "cold_start", {})
     if len({repr(start) for start in starts.values()}) > 1:
         return (
@@ -336,7 +346,7 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
     )
 
 
-def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
+def budget_note(analysis: Analysis, specs: _Specs) -> _Note:
     most = set(_values(specs, "max_flops").values())
     if len(most) == 1 and None not in most:
         (limit,) = most
@@ -372,7 +382,7 @@ def _extremes(analysis: Analysis, cost: str, verb: str = "drew") -> tuple[str, s
     return first, f"{most} {wording.quantity(costs[most])}", costs[most] / costs[least] if costs[least] else 1.0
 
 
-def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
+def evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
     spec, is_test = next(iter(specs.values())), analysis.outcome.name.startswith("test/")
     samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
     samples = (is_test and setting(spec, "evaluation.num_test_samples")) or samples

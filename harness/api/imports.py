@@ -1,0 +1,306 @@
+"""Imports scores that other programs measured as a study of the runs folder, whose record reports read as any other.
+
+A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/, in it what one run left: sample logs
+of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl dump, or a table. A run is an arm with a
+seed; its last step counts. Scores are taken as they are. Files are hostile: sizes are bounded before they are unpacked.
+"""
+
+import csv
+import json
+import math
+import re
+import shlex
+import struct
+import time
+import uuid
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.types import FailFast
+
+from ...reports.prose import wording
+from ..ground.files import publish_folder, read_json, write_json, write_text
+from ..ground.inputs import digest, digested
+from ..record.events import EVENTS, event_line, summed
+from ..record.provenance import versions
+from ..record.run import INFO, RESULT, RunInfo
+from ..record.study import STUDY
+from ..spec.errors import SpecError, did_you_mean
+from .result import Result
+from .settings import runs_folder, shell
+from .study import open_result
+
+MOST_ROWS, MOST_RUNS, MOST_FILES = 2_000_000, 2_000, 10_000
+MOST_BYTES, MOST_JSON = 2**29, 2**26  # of a file; of one JSON value, which takes up to 30 times its bytes in memory
+_SUFFIXES = (".csv", ".jsonl", ".parquet", ".eval", ".json")
+_HEAVY = ("completion", "model_response", "doc", "advantage")  # columns that hold no score
+_KNOWN = ("arm", "seed", "problem", "sample", "step", "tokens", "family")  # what a row may say beside its score
+_INSPECT = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # correct, partial, incorrect, no answer, as inspect counts them
+_ZSTD = 93  # a zip file's number for it, which Python's own reader lacks
+_Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], FailFast()]
+_Counts = Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], FailFast()]
+_Run = dict[int, tuple[dict[str, dict[int, float]], list[float]]]  # step -> problem -> sample -> score; tokens
+
+
+class Scores(BaseModel, coerce_numbers_to_str=True, allow_inf_nan=False):
+    """Columns of scores, a row for each; an optional one is empty if nothing is known."""
+
+    arm: _Words
+    seed: _Counts
+    problem: _Words
+    score: Annotated[list[float], FailFast()] = Field(min_length=1, max_length=MOST_ROWS)
+    sample: _Counts = []
+    step: _Counts = []
+    tokens: Annotated[list[Annotated[float, Field(ge=0)]], FailFast()] = []
+    family: Annotated[list[Annotated[str, Field(max_length=300)]], FailFast()] = []
+
+
+def import_scores(
+    scores: pd.DataFrame | str | Path,
+    name: str,
+    *,
+    baseline: str | None = None,
+    score: str | None = None,
+    runs: str | Path | None = None,
+) -> Result:
+    """The result of a new study, RUNS/studies/NAME, of scores that something else measured.
+
+        scores    a frame with a row for each score, or a file or folder as `cohort import` takes. Columns: `arm`,
+                  `seed`, `problem`, `score` (0 to 1), and if known `sample` (number of one of several completions),
+                  `step` (of training), `tokens` (generated until then), `family` (of related problems)
+        baseline  the arm to compare with, by default the first
+        score     the name of the score, where there are several
+
+    The same scores again change nothing. ValueError with rule, value and fix for all others.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
+        raise SpecError(f"--as must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
+    inputs, command = {}, "cohort.import_scores(frame)"
+    if isinstance(scores, pd.DataFrame):
+        frame = scores.rename(columns={"prompt_id": "problem", score or "accuracy": "score"})
+        columns = {str(key): values.tolist() for key, values in frame.items() if key in Scores.model_fields}
+    else:
+        path, given = Path(scores), {"--as": name, "--baseline": baseline, "--score": score}
+        columns, command = _read(path, score), shell(f"cohort import {shlex.quote(str(path))}", given)
+        inputs = digested({"scores": {path.name: path}}) if path.is_file() else {}
+    trials = _checked(columns)
+    arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
+    baseline = baseline or arms[0]
+    if baseline not in arms:
+        near = did_you_mean(baseline, arms)
+        raise SpecError(f"--baseline must be an arm, got '{baseline}'; {near}arms: {', '.join(arms):.400}")
+    for arm in arms:
+        if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
+            raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
+                            f"seed, and '{arm}' has none; number the runs of each arm 0, 1, 2")  # fmt: skip
+    settings = {"name": name, "question": f"How do imported scores of {wording.listed(arms, 8)} compare?",
+                "design": "imported", "metric": "test/accuracy", "baseline": baseline, "seeds": seeds}  # fmt: skip
+    identity = digest([settings, sorted((*run, events) for run, events in trials.items())])
+    folder = runs_folder(runs) / "studies" / name
+    if (folder / STUDY).exists() and read_json(folder / STUDY)["digest"] != identity:
+        raise SpecError(f"'{folder}' holds another study, or other scores; import these under another name")
+    if not (folder / STUDY).exists():
+        about = {"id": uuid.uuid4().hex, "digest": identity, "inputs": inputs, "command": command, "labels": arms,
+                 "versions": {**versions()}, "shown": {"factors": [], "colors": {}}, "amendments": []}  # fmt: skip
+        with publish_folder(folder) as new:
+            write_json(new / STUDY, {**about, **settings}, sync=False)
+            for arm, seed in ((arm, seed) for arm in arms for seed in seeds):
+                _write_trial(new / "trials", name, identity, arm, seed, trials.get((arm, seed), []))
+    return open_result(name, runs=runs)
+
+
+def _read(path: Path, score: str | None) -> dict[str, Any]:
+    """The columns of a file or a folder, as they stand there."""
+    found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
+    for file, place in list(_of_runs(path)) if path.is_dir() else [(path, {})]:
+        try:
+            for number, row in enumerate(_rows(file)):
+                known, scores = _split(row, file, number, score)
+                for name, value in scores.items():
+                    found[name].append((*map({**known, **place}.get, _KNOWN), value))
+                    if len(found[name]) > MOST_ROWS:
+                        raise SpecError(f"scores must have at most {MOST_ROWS:,} rows, '{path}' has more; give each "
+                                        "problem's mean over its samples")  # fmt: skip
+        except (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError, csv.Error, struct.error,
+                zipfile.BadZipFile) as error:  # fmt: skip
+            if isinstance(error, SpecError):
+                raise
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise SpecError(f"'{file}' holds no scores ({words:.120}); docs/import.md shows the formats") from None
+    name = score or ("score" if "score" in found or len(found) != 1 else next(iter(found)))
+    if name not in found:
+        raise SpecError(f"'{path}' has no score '{name}'; {did_you_mean(name, list(found))}choose one with --score: "
+                        f"{', '.join(sorted(found)):.400}")  # fmt: skip
+    columns = {key: [row[i] for row in found[name]] for i, key in enumerate((*_KNOWN, "score"))}
+    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
+
+
+def _of_runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each file of a folder with its arm and seed."""
+    files = [file for file in sorted(folder.glob("*/*/**/*")) if file.suffix in _SUFFIXES and file.is_file()]
+    if not 0 < len(files) <= MOST_FILES:
+        raise SpecError(f"'{folder}' must hold ARM/SEED/ with a run's files, such as grpo/0/samples_gsm8k.jsonl, "
+                        f"{MOST_FILES:,} at most; it has {len(files):,}")  # fmt: skip
+    for file in files:
+        arm, seed, *_ = file.relative_to(folder).parts
+        if (number := re.fullmatch(r"(?:seed[-_=]?)?(\d{1,15})", seed)) is None:
+            raise SpecError(f"'{folder}' must hold ARM/SEED/, with a number as in grpo/0, got '{arm}/{seed}'; rename")
+        yield file, {"arm": arm, "seed": int(number[1])}
+
+
+def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file as it has them."""
+    if file.suffix not in _SUFFIXES or not file.is_file():
+        raise SpecError(f"scores must be a file ({', '.join(_SUFFIXES)}) or a folder of ARM/SEED/, got '{file}'")
+    if (size := file.stat().st_size) > (most := MOST_JSON if file.suffix == ".json" else MOST_BYTES):
+        raise SpecError(f"'{file}' must have at most {most:,} bytes, got {size:,}; write its scores as a table")
+    if file.suffix == ".csv":
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            yield from csv.DictReader(stream, restkey="more", strict=True)
+    elif file.suffix == ".jsonl":
+        with file.open("rb") as stream:
+            while line := stream.readline(MOST_JSON):
+                yield json.loads(line)
+    elif file.suffix == ".parquet":
+        table = pq.ParquetFile(file)
+        unpacked = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
+        if table.metadata.num_rows > MOST_ROWS or unpacked > MOST_BYTES:
+            raise SpecError(f"'{file}' must have at most {MOST_ROWS:,} rows and {MOST_BYTES:,} bytes unpacked, got "
+                            f"{table.metadata.num_rows:,} and {unpacked:,}; leave out the completions")  # fmt: skip
+        names = [name for name in table.schema_arrow.names if name not in _HEAVY]
+        leaves = ["doc.id", "doc.task_name"] if "doc" in table.schema_arrow.names else []
+        for batch in table.iter_batches(columns=[*names, *leaves]):
+            yield from batch.to_pylist()
+    else:  # of inspect; other JSON has no samples
+        with zipfile.ZipFile(file) if file.suffix == ".eval" else file.open("rb") as log:
+            about = _member(log, "header.json") if isinstance(log, zipfile.ZipFile) else json.load(log)
+            samples = _member(log, "summaries.json") if isinstance(log, zipfile.ZipFile) else about.get("samples")
+        for one in samples or ():
+            yield {**one, "eval": about["eval"]["task"]}
+
+
+def _member(log: zipfile.ZipFile, name: str) -> Any:
+    """The JSON in a member of a zip file. ValueError for one that is too large."""
+    member, stream = log.getinfo(name), log.fp
+    if stream is None or member.file_size > MOST_JSON:
+        raise ValueError(f"{name} must have at most {MOST_JSON:,} bytes, got {member.file_size:,}")
+    if member.compress_type != _ZSTD:
+        return json.loads(log.read(member))
+    stream.seek(member.header_offset)
+    stream.seek(sum(struct.unpack("<26xHH", stream.read(30))), 1)  # past the file's name and what else is said of it
+    return json.loads(pa.decompress(stream.read(member.compress_size), member.file_size, codec="zstd", asbytes=True))
+
+
+def _split(
+    row: Mapping[str, Any], file: Path, number: int, score: str | None
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """What a row says beside its scores, and these by name, by the program that wrote it."""
+    keys, known = row.keys(), row
+    if "prompt_id" in keys:  # as `Result.problems` has it
+        known = {**row, "problem": row["prompt_id"]}
+    elif "problem" in keys:
+        pass
+    elif {"doc_id", "filter", "metrics"} <= keys:  # lm-eval: a row for each problem and filter
+        task = file.name.removeprefix("samples_").rpartition("_")[0]
+        scores = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
+        return {"problem": f"{task}/{row['doc_id']}/{row.get('doc_hash', '')[:16]}"}, scores
+    elif {"eval", "id", "epoch"} <= keys:  # inspect: a row for each problem and epoch
+        values = {name: one["value"] for name, one in (row["scores"] or {}).items()}
+        scores = {name: _INSPECT.get(str(value), value) for name, value in values.items()}
+        return {"problem": f"{row['eval']}/{row['id']}", "sample": row["epoch"]}, scores
+    elif {"doc", "metric"} <= keys:  # lighteval: a row for each problem
+        return {"problem": f"{row['doc']['task_name']}/{row['doc']['id']}"}, _numbers(row["metric"])
+    elif "step" in keys and not {"prompt", "input"}.isdisjoint(keys):  # TRL, verl: a row for each completion
+        problem = digest(row["prompt"] if "prompt" in keys else row["input"])
+        return {"problem": problem, "sample": number, "step": row["step"]}, _numbers(row)
+    name = score or ("score" if "score" in keys else "accuracy")
+    return known, {name: row[name]} if name in keys else {key: row[key] for key in keys if key not in _KNOWN}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+
+
+def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The events of each run. SpecError for the first fault of the columns."""
+    try:
+        scores = Scores.model_validate(given)
+    except ValidationError as error:
+        column, *row = (one := error.errors()[0])["loc"]
+        if one["type"] == "missing":
+            raise SpecError(f"scores must have a column {column} (or arm and seed as folders ARM/SEED/), got only "
+                            f"{', '.join(given):.200}; add it") from None  # fmt: skip
+        where = f"column {column} of the scores{''.join(f', row {int(place) + 1}' for place in row)}"
+        got = f"got {one['input']!r:.80}; correct it" if row else f"got {len(one['input']):,}"
+        raise SpecError(f"{where}: {one['msg'][0].lower()}{one['msg'][1:]}, {got}") from None
+    ends = dict.fromkeys(scores.arm, (math.inf, -math.inf))
+    for arm, value in zip(scores.arm, scores.score, strict=True):
+        if not 0 <= value <= 1:
+            ends[arm] = min(ends[arm][0], value), max(ends[arm][1], value)
+    if wrong := [f"'{arm}' has {low:g} to {high:g}" for arm, (low, high) in ends.items() if low < math.inf]:
+        which = "all arms" if len(wrong) == len(ends) else f"{len(wrong)} of {len(ends)} arms"
+        raise SpecError(f"scores must be fractions from 0 to 1, not so in {which} ({wording.listed(wrong)}); divide "
+                        "percentages by 100, and give all arms the same scale")  # fmt: skip
+    runs, families, optional = defaultdict[tuple[str, int], _Run](dict), dict[str, str](), [0] * len(scores.score)
+    for arm, seed, problem, value, sample, step, tokens, family in zip(
+        *(values or optional for values in vars(scores).values()), strict=True
+    ):
+        scored, spent = runs[arm, seed].setdefault(step, ({}, []))
+        if len(runs) > MOST_RUNS:
+            raise SpecError(f"scores must be of at most {MOST_RUNS:,} runs (an arm with a seed), got more; is the "
+                            "problem in the column seed?")  # fmt: skip
+        if sample in (samples := scored.setdefault(problem, {})):
+            raise SpecError(f"a run must score a problem once at a step, got '{problem}' of '{arm}', seed {seed}, step "
+                            f"{step} twice; number several completions in a column sample")  # fmt: skip
+        if family and families.setdefault(problem, family) != family:
+            raise SpecError(f"a problem has one family, got '{family}' and '{families[problem]}' for '{problem}'")
+        samples[sample] = value
+        spent += [tokens] if scores.tokens else []
+    problems = {problem for steps in runs.values() for problem in steps[max(steps)][0]}
+    for (arm, seed), steps in runs.items():
+        if lost := problems - steps[max(steps)][0].keys():
+            raise SpecError(f"every run must score the same problems at its last step, and '{arm}', seed {seed}, lacks "
+                            f"{len(lost):,} of {len(problems):,}, such as '{min(lost)}'; add them, with 0 for a failed "
+                            "completion, or leave them out everywhere")  # fmt: skip
+    return {run: _events(steps, families) for run, steps in runs.items()}
+
+
+def _events(steps: _Run, families: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The events of a run. Earlier steps with the last one's problems are tests, too; others are training batches."""
+    means = {step: {problem: fmean(each.values()) for problem, each in one.items()} for step, (one, _) in steps.items()}
+    events, last = [], max(means)
+    for step, one in sorted(means.items()):
+        area = "test" if one.keys() == means[last].keys() else "train"
+        values = {f"{area}/accuracy": fmean(one.values()), f"{area}/num_prompts": float(len(one))}
+        values |= {"train/generated_tokens": max(steps[step][1])} if steps[step][1] else {}
+        events.append({"type": "metrics", "step": step, "values": values})
+    known = {"families": {problem: families[problem] for problem in means[last] if problem in families}}
+    found = {"type": "per_problem", "step": last, "area": "test", "fractions": means[last]}
+    return [*events, found | (known if known["families"] else {})]
+
+
+def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, events: list[dict[str, Any]]) -> None:
+    """The record of a run; one without scores is invalid, because nothing says why they are missing."""
+    folder = trials / f"seed{seed}-{digest([arm, seed])}"
+    tags = {"study": study, "arm": arm, "seed": str(seed), "factors": "{}", "phase": "final", "trial": folder.name}
+    tags = {f"cohort.{key}": tag for key, tag in {**tags, "design": design}.items()}
+    info = RunInfo(study, f"{arm} | seed {seed}", tags, {"seed": seed})
+    latest = {key: value for event in events for key, value in event.get("values", {}).items()}
+    reached = {"test_accuracy": "test/accuracy", "generated_tokens": "train/generated_tokens"}
+    state, reason = ("complete", None) if events else ("invalid", "the imported scores have no such run")
+    summary = {key: latest[metric] for key, metric in reached.items() if metric in latest}
+    end = {"state": state, "reason": reason, "summary": summary}
+    folder.mkdir(parents=True)
+    write_json(folder / INFO, vars(info), sync=False)
+    lines = [{"type": "start", **info.identity(), "threads": ""}, *events, {"type": "finish", **end}]
+    stamped = [summed({**event, "time": time.time_ns() // 1_000_000}) for event in lines]
+    write_text(folder / EVENTS, "".join(map(event_line, stamped)), sync=False)
+    write_json(folder / RESULT, {**end, "metrics": latest}, sync=False)

@@ -1,0 +1,404 @@
+"""Scores that other programs measured: read from their files, refused in one sentence, reported as our own."""
+
+import dataclasses
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cohort.harness.api import imports
+from cohort.harness.api.verification import verify_study
+from cohort.harness.data import Group, Rollout
+from cohort.harness.record.evidence import write_evidence
+from cohort.harness.record.run import RunInfo, RunLog
+from cohort.harness.record.study import StudyRecord, read_study
+from cohort.harness.run.evaluate import evaluate_again
+from cohort.harness.run.grading import completion_row
+from cohort.reports.join import join
+from cohort.reports.prose.methods import best_checkpoint, methods
+from cohort.reports.render import analysed, write_report
+from factories import make_spec
+from fake_study import fake_study, with_trials
+from numpy.random import Generator
+
+import cohort
+
+ROW = {"arm": "a", "seed": 0, "problem": "p", "score": 1.0}
+
+
+def table(rng: Generator | None = None, arms: Mapping[str, float] = {"a": 0.4, "b": 0.7}, **more: Any) -> pd.DataFrame:
+    """Scores 0 or 1 of two arms with three seeds on 40 problems."""
+    rng = rng or np.random.default_rng(0)
+    rows = [
+        {"arm": arm, "seed": seed, "problem": f"p{i}", "score": float(rng.random() < right), **more}
+        for arm, right in arms.items()
+        for seed in range(3)
+        for i in range(40)
+    ]
+    return pd.DataFrame(rows)
+
+
+def logs(folder: Path, files: Mapping[str, Any]) -> Path:
+    """A folder of JSON files, and of JSON Lines from lists."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = content if name.endswith(".jsonl") else [content]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def problems(result: cohort.Result) -> dict[tuple[str, int], dict[str, float]]:
+    return {(trial.arm, trial.seed): dict(trial.per_problem) for trial in record_of(result).trials}
+
+
+def record_of(result: cohort.Result) -> StudyRecord:
+    return read_study(result.folder.parents[1], result.name)
+
+
+def lm_eval_line(doc_id: int, question: str, target: str, response: str, score: float, name: str) -> dict[str, Any]:
+    """A line of `lm_eval --log_samples`, version 0.4.13."""
+    return {
+        "doc_id": doc_id, "doc": {"question": question, "answer": target}, "target": target,
+        "arguments": {"gen_args_0": {"arg_0": question, "arg_1": {"until": ["\n"]}}}, "resps": [[response]],
+        "filtered_resps": [response], "filter": name, "metrics": ["exact_match"], "doc_hash": f"{doc_id:064x}",
+        "prompt_hash": "0" * 64, "target_hash": "1" * 64, "exact_match": score,
+    }  # fmt: skip
+
+
+def test_a_log_of_lm_eval_and_our_evaluation_of_the_same_completions_give_the_same_intervals(tmp_path: Path):
+    task = make_spec().task
+    prompts, rng, files = task.prompts("test")[:30], np.random.default_rng(1), {}
+    graded: dict[tuple[str, int], dict[str, float]] = {}
+    for arm, chance in (("grpo", 0.5), ("ppo", 0.8)):
+        for seed in range(4):
+            texts = [f"#### {p.gold if rng.random() < chance else '-9'}" for p in prompts]
+            made = [(Rollout(text, (1,), (), "stop"),) for text in texts]
+            groups = [Group(prompt, (), rollouts) for prompt, rollouts in zip(prompts, made, strict=True)]
+            result = evaluate_again(task, [completion_row(group, group) for group in groups], "test")
+            graded[arm, seed] = {prompt: float(count) for prompt, count in result.correct_counts.items()}
+            files[f"{arm}/{seed}/model/samples_sums_2026-11-25T08-21-58.7.jsonl"] = [
+                lm_eval_line(i, prompt.text, prompt.gold, text, float(text == f"#### {prompt.gold}"), filtered)
+                for filtered in ("strict-match", "flexible-extract")
+                for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+            ]
+            files[f"{arm}/{seed}/model/results_2026-11-25T08-21-58.7.json"] = {"results": {"sums": {"exact_match": 1}}}
+    imported = cohort.import_scores(
+        logs(tmp_path / "logs", files), "lm", score="exact_match,strict-match", runs=tmp_path
+    )
+    record = fake_study(seeds=range(4))
+    ours = dataclasses.replace(record, arms=["grpo", "ppo"], baseline="grpo", trials=[
+        dataclasses.replace(record.trials[0], arm=arm, seed=seed, per_problem=cells,
+                            summary={"test_accuracy": sum(cells.values()) / 30})
+        for (arm, seed), cells in graded.items()
+    ])  # fmt: skip
+    one, two = analysed(ours), analysed(record_of(imported))
+    assert 0 < one.arm("grpo").mean < one.arm("ppo").mean < 1
+    for mine, theirs in zip([*one.arms, *one.comparisons], [*two.arms, *two.comparisons], strict=True):
+        assert mine.interval and theirs.interval
+        for field in ("estimate", "low", "high"):
+            assert getattr(theirs.interval, field) == pytest.approx(getattr(mine.interval, field), abs=1e-12)
+    assert one.comparisons[0].p == pytest.approx(two.comparisons[0].p, abs=1e-12)
+
+
+def zstd_zip(file: Path, members: Mapping[str, Any]) -> None:
+    """A zip file with members that are packed by zstd, as inspect writes its logs."""
+    whole = {name: json.dumps(content).encode() for name, content in members.items()}
+    with zipfile.ZipFile(file, "w") as stored:
+        for name, content in whole.items():
+            stored.writestr(name, pa.compress(content, codec="zstd", asbytes=True))
+    data = bytearray(file.read_bytes())
+    start = data.index(b"PK\1\2")
+    for content in whole.values():  # of the central directory: the method, and the length before packing
+        struct.pack_into("<H", data, start + 10, 93)
+        struct.pack_into("<I", data, start + 24, len(content))
+        start = data.find(b"PK\1\2", start + 4)
+    file.write_bytes(data)
+
+
+INSPECT = [
+    {"id": f"p{i}", "epoch": epoch, "scores": {"match": {"value": value, "answer": "4"}, "f1": {"value": 0.25}}}
+    for i, values in enumerate(("CI", "CC", "PN"))
+    for epoch, value in enumerate(values, start=1)
+]
+
+
+def inspect_json(run: Path) -> None:
+    (run / "log.json").write_text(json.dumps({"version": 2, "eval": {"task": "toy"}, "samples": INSPECT}))
+
+
+def inspect_eval(run: Path) -> None:
+    zstd_zip(run / "log.eval", {"header.json": {"eval": {"task": "toy"}}, "summaries.json": INSPECT})
+
+
+def inspect_deflated(run: Path) -> None:
+    with zipfile.ZipFile(run / "log.eval", "w", zipfile.ZIP_DEFLATED) as log:
+        log.writestr("header.json", json.dumps({"eval": {"task": "toy"}}))
+        log.writestr("summaries.json", json.dumps(INSPECT))
+
+
+def lighteval(run: Path) -> None:
+    rows = [
+        {"doc": {"id": str(i), "query": "?", "task_name": "toy|0"}, "model_response": {"text": ["4"]},
+         "metric": {"match": value, "f1": 0.5, "notes": None}}
+        for i, value in enumerate((0.5, 1.0, 0.25))
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), run / "details_toy_2026.parquet")
+
+
+def trl(run: Path) -> None:
+    """Two steps, four completions of two prompts in the last."""
+    for step, rows in ((5, [("x", 0.0), ("y", 1.0)]), (10, [("x", 0.0), ("x", 1.0), ("y", 1.0), ("y", 1.0)])):
+        made = [
+            {"step": step, "prompt": [{"role": "user", "content": prompt}], "completion": [{"content": "4"}],
+             "match": value, "format": 0.5, "advantage": 0.1}
+            for prompt, value in rows
+        ]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(made), run / f"completions_{step:05d}.parquet")
+
+
+def verl(run: Path) -> None:
+    rows = [("x", False), ("x", True), ("y", True), ("y", True)]
+    lines = [{"input": x, "output": "4", "gts": "4", "score": 2.0, "step": 10, "match": right} for x, right in rows]
+    logs(run, {"10.jsonl": lines})
+
+
+@pytest.mark.parametrize(
+    ("write", "means"),
+    [  # two epochs of correct, incorrect, partial, no answer: (1 + 0) / 2, (1 + 1) / 2, (1/2 + 0) / 2
+        *((write, [0.25, 0.5, 1.0]) for write in (inspect_json, inspect_eval, inspect_deflated, lighteval)),
+        *((write, [0.5, 1.0]) for write in (trl, verl)),  # x is right in one of two completions, y in both
+    ],
+)
+def test_the_logs_of_other_programs_are_read(write: Callable[[Path], None], means: list[float], tmp_path: Path):
+    for arm in ("a", "b"):
+        (run := tmp_path / "logs" / arm / "seed1").mkdir(parents=True)
+        write(run)
+    found = problems(cohort.import_scores(tmp_path / "logs", "x", score="match", runs=tmp_path))
+    assert {run: sorted(cells.values()) for run, cells in found.items()} == {("a", 1): means, ("b", 1): means}
+    with pytest.raises(ValueError, match="has no score 'mach'; did you mean 'match'"):
+        cohort.import_scores(tmp_path / "logs", "x", score="mach", runs=tmp_path)
+
+
+def test_steps_with_other_problems_are_training_and_those_with_the_same_are_tests(tmp_path: Path):
+    rows = [("p", 0.0, 1), ("q", 1.0, 1), ("z", 0.5, 2), ("p", 1.0, 3), ("q", 1.0, 3)]
+    frame = pd.DataFrame(rows, columns=["problem", "score", "step"]).assign(
+        arm="a", seed=0, tokens=[10, 10, 20, 30, 30]
+    )
+    (trial,) = record_of(cohort.import_scores(frame, "x", runs=tmp_path)).trials
+    assert trial.history["test/accuracy"] == [(1, 0.5), (3, 1.0)]
+    assert trial.history["train/accuracy"] == [(2, 0.5)]
+    assert trial.history["train/generated_tokens"] == [(1, 10.0), (2, 20.0), (3, 30.0)]
+    assert trial.summary == {"test_accuracy": 1.0, "generated_tokens": 30.0}
+
+
+def test_all_forms_of_a_table_are_the_same_study(tmp_path: Path):
+    frame = table().assign(family=[f"f{i % 8}" for i in range(240)])
+    frame.to_csv(tmp_path / "scores.csv", index=False)
+    frame.to_json(tmp_path / "scores.jsonl", orient="records", lines=True)
+    frame.to_parquet(tmp_path / "scores.parquet")
+    for (arm, seed), rows in frame.groupby(["arm", "seed"]):
+        (run := tmp_path / "runs" / str(arm) / f"{seed}").mkdir(parents=True)
+        rows[["problem", "score", "family"]].to_csv(run / "scores.csv", index=False)
+    first = cohort.import_scores(frame, "frame", runs=tmp_path)
+    assert len(record_of(first).trials[0].families) == 40
+    for number, path in enumerate(("scores.csv", "scores.jsonl", "scores.parquet", "runs")):
+        other = cohort.import_scores(tmp_path / path, f"file-{number}", runs=tmp_path)
+        assert problems(other) == problems(first)
+        pd.testing.assert_frame_equal(other.compare(), first.compare())
+    # what a study of ours has by problem is a table, too
+    again = cohort.import_scores(first.problems, "again", runs=tmp_path)
+    assert problems(again) == problems(first)
+
+
+def test_the_same_scores_again_change_nothing_and_others_need_another_name(tmp_path: Path):
+    first = cohort.import_scores(table(), "mine", runs=tmp_path)
+    before = {file: file.read_bytes() for file in first.folder.rglob("*") if file.is_file()}
+    cohort.import_scores(table(), "mine", runs=tmp_path)
+    assert {file: file.read_bytes() for file in first.folder.rglob("*") if file.is_file()} == before
+    for other in (table(np.random.default_rng(5)), table().replace({"arm": {"a": "c"}})):
+        with pytest.raises(ValueError, match="holds another study, or other scores; import these under another name"):
+            cohort.import_scores(other, "mine", runs=tmp_path)
+    with pytest.raises(ValueError, match="must have settings to run, got imported scores"):
+        cohort.run("mine", runs=tmp_path)
+
+
+def test_a_run_without_scores_is_invalid_and_the_others_are_tested(tmp_path: Path):
+    frame = table()
+    result = cohort.import_scores(frame[(frame.arm != "b") | (frame.seed != 2)], "x", runs=tmp_path)
+    assert "(2 seeds, Holm-adjusted p" in result.answer and "1 invalid trial is left out" in result.answer
+    assert "Preliminary" not in result.answer
+    text = dict(methods(analysed(record_of(result))))["What was left out?"]
+    assert text == "Left out: b, seed 2 (invalid: the imported scores have no such run)."
+
+
+def changed(**columns: Any) -> pd.DataFrame:
+    return pd.DataFrame([ROW, {**ROW, "problem": "q"}]).assign(**columns)
+
+
+REFUSED = [
+    (changed(score=["0.5", "yes"]), "column score of the scores, row 2: input should be a valid number", "'yes'"),
+    (changed(score=[0.5, math.nan]), "row 2: input should be a finite number", "nan"),
+    (changed(step=[1, None]), "column step of the scores, row 2: input should be a finite number", "correct it"),
+    (changed(score=[0.5, 87.5]), "scores must be fractions from 0 to 1, not so in all arms ('a' has 87.5", "by 100"),
+    (changed(score=[-1.0, 1.0]), "('a' has -1 to -1)", "divide percentages by 100"),
+    (changed(arm=["a", "b"], score=[0.5, 50.0]), "not so in 1 of 2 arms ('b' has 50 to 50)", "the same scale"),
+    (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
+    (changed(seed=[0, 1]), "'a', seed 0, lacks 1 of 2, such as 'q'; add them, with 0 for a failed", "everywhere"),
+    (changed(arm=["a", "b"], seed=[0, 1], problem="p"), "arms must share seeds with the baseline 'a'", "0, 1, 2"),
+    (changed(seed=[0, 0.5]), "column seed of the scores, row 2: input should be a valid integer", "0.5"),
+    (changed(seed=[0, -1]), "column seed of the scores, row 2", "greater than or equal to 0, got -1"),
+    (changed(arm=["a", ""]), "column arm of the scores, row 2: string should have at least 1 character", "''"),
+    (changed(problem=["p", "q" * 301]), "column problem of the scores, row 2", "at most 300 characters"),
+    (changed(problem="p", sample=[0, 1], family=["f", "g"]), "a problem has one family, got 'g' and 'f' for 'p'", ""),
+    (changed().drop(columns="seed"), "scores must have a column seed (or arm and seed as folders ARM/SEED/)", "add it"),
+    (changed()[:0], "column score of the scores: list should have at least 1 item", "got 0"),
+    (pd.DataFrame([{**ROW, "seed": i} for i in range(2001)]), "at most 2,000 runs (an arm", "column seed?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("frame", "words", "fix"), REFUSED)
+def test_a_bad_table_is_refused_in_one_sentence(frame: pd.DataFrame, words: str, fix: str, tmp_path: Path):
+    with pytest.raises(ValueError) as caught:
+        cohort.import_scores(frame, "bad", runs=tmp_path)
+    assert words in str(caught.value) and fix in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "studies").exists()
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a/b", "a" * 81, "..", "-x", "a\n"])
+@pytest.mark.attack("Names of imported studies that lead out of the runs folder")
+def test_no_name_of_an_import_leaves_the_runs_folder(name: str, tmp_path: Path):
+    with pytest.raises(ValueError, match="--as must be letters"):
+        cohort.import_scores(table(), name, runs=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.txt", b"1", "scores must be a file (.csv, .jsonl, .parquet, .eval, .json) or a folder"),
+        ("x.csv", b"arm,seed,problem\na,0,p\n", "x.csv' has no score 'score'; choose one with --score: "),
+        ("x.csv", b"\xff\xfe", "holds no scores (UnicodeDecodeError"),
+        ("x.csv", b"arm,seed\n" + b"a" * 200_000, "holds no scores (Error: field larger than field limit"),
+        ("x.jsonl", b"[" * 100_000, "holds no scores ("),
+        ("x.jsonl", b"3\n", "holds no scores (AttributeError"),
+        ("x.jsonl", b'{"score": ' + b"9" * 5000 + b"}", "holds no scores (ValueError: Exceeds the limit"),
+        ("x.parquet", b"PAR1", "holds no scores (ArrowInvalid"),
+        ("x.json", b'{"samples": 3, "eval": 4}', "holds no scores (TypeError"),
+        ("x.eval", b"PK", "holds no scores (BadZipFile"),
+    ],
+)
+@pytest.mark.attack("Files of scores that are none")
+def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name: str, content: bytes, words: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        cohort.import_scores(tmp_path / name, "bad", runs=tmp_path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.attack("A log that unpacks to far more than its size")
+def test_nothing_is_unpacked_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with zipfile.ZipFile(tmp_path / "x.eval", "w", zipfile.ZIP_DEFLATED) as log:
+        log.writestr("header.json", "{}")
+        log.writestr("summaries.json", b" " * (imports.MOST_JSON + 1))
+    zeros = pa.array(np.zeros(1_000_000))
+    pq.write_table(pa.table({"score": zeros, "more": zeros}), tmp_path / "x.parquet", use_dictionary=False)
+    assert max(file.stat().st_size for file in tmp_path.iterdir()) < 1_000_000
+    monkeypatch.setattr(imports, "MOST_BYTES", 8_000_000)
+    for name, words in (("x.eval", "must have at most 67,108,864 bytes"), ("x.parquet", "8,000,000 bytes unpacked")):
+        with pytest.raises(ValueError, match=words):
+            cohort.import_scores(tmp_path / name, "bad", runs=tmp_path)
+    table().to_csv(tmp_path / "x.csv")
+    monkeypatch.setattr(imports, "MOST_ROWS", 239)
+    with pytest.raises(ValueError, match=r"at most 239 rows, .*x\.csv' has more"):
+        cohort.import_scores(tmp_path / "x.csv", "bad", runs=tmp_path)
+
+
+@pytest.mark.attack("Markup in the names of imported arms, problems and families")
+def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name(tmp_path: Path):
+    evil = "<script>alert(1)</script>"
+    frame = table(arms={evil: 0.3, "b": 0.6}).assign(family=evil)
+    frame.loc[frame.problem == "p0", "problem"] = evil
+    result = cohort.import_scores(frame, "evil", runs=tmp_path)
+    files = write_report(record_of(result), tmp_path / "report")
+    page, text = files.html.read_text("utf-8"), files.markdown.read_text("utf-8")
+    assert "<script" not in page and all("<script" not in part for part in text.split("```")[::2])
+    assert "Scores from elsewhere" in page and "Not known are the model, budgets, tuning" in page
+    assert page.count("because scores were imported") == 12  # six answers, in the list and in the paragraph
+    assert "Validation accuracy" not in page and "Tokens<br>" not in page
+    assert "model unknown" in page
+
+
+def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_graded(tmp_path: Path):
+    result = cohort.import_scores(table(), "mine", runs=tmp_path)
+    record = record_of(result)
+    write_report(record, result.folder / "report")
+    write_evidence(result.folder, record)
+    _, findings = verify_study(result.folder)
+    assert findings.mismatches == [] and findings.numbers["events"] > 0
+    assert len(findings.lacks) == 6 and all("imported, so nothing can be graded" in words for words in findings.lacks)
+
+
+def test_imported_scores_are_not_joined_with_a_study(tmp_path: Path):
+    result = cohort.import_scores(table(), "mine", runs=tmp_path)
+    with pytest.raises(ValueError, match="must be measured here to be compared, got the imported 'mine'"):
+        join([record_of(result), fake_study()])
+
+
+def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
+    curves = {0: [(0, 0.9), (10, 0.5), (20, 0.8), (30, 0.6)], 1: [(0, 0.9), (10, 0.4), (20, 0.5), (30, 0.7)]}
+    record = with_trials(
+        fake_study(seeds=range(2)), lambda trial: {"history": {"validation/accuracy": curves[trial.seed]}}
+    )
+    # (0.8 - 0.6 + 0.7 - 0.7) / 2 = 0.1; the start is no checkpoint
+    assert best_checkpoint(analysed(record)).count("10.0 points to ") == 3
+    short = with_trials(record, lambda _: {"history": {"validation/accuracy": curves[0][:2]}})
+    assert best_checkpoint(analysed(short)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "question", "words"),
+    [
+        ({}, "compared", "They were fixed before the first run."),
+        ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the start, as the notes say."),
+        ({}, "settings", "Nothing was tuned in this study"),
+        (
+            {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},
+            "settings",
+            "ppo (2) and grpo (1)",
+        ),
+        ({}, "compute", "on hardware that is not recorded"),
+        ({}, "budgets", "All arms draw 128 rollouts per step"),
+        ({}, "test used", "scored once, at the end of each run"),
+        ({}, "left out", "Left out: no run."),
+    ],
+)
+def test_what_a_reviewer_asks_is_answered_from_the_record(change: dict[str, Any], question: str, words: str):
+    record = dataclasses.replace(fake_study(seeds=range(3)), **change)
+    (answer,) = [text for asked, text in methods(analysed(record)) if question in asked]
+    assert words in answer
+
+
+def test_compute_is_the_sum_over_runs_on_named_hardware():
+    def on(trial: Any) -> dict[str, Any]:
+        spent = {"seconds": 1200.0, "core_seconds": 3600.0, "gpu_seconds": 1800.0, "peak_memory_bytes": 2.0**30}
+        return {"versions": {"processor": "Xeon", "gpu": "H100"}, "summary": {**trial.summary, **spent}}
+
+    record = with_trials(fake_study(seeds=range(2)), on)  # 6 runs: 7200 s, 6 core-hours, 3 GPU-hours
+    text = dict(methods(analysed(record)))["How much compute, on what?"]
+    assert (
+        text
+        == "All runs took 2 h 00 min, 6 core-hours, 3 GPU-hours, with at most 1.00 GiB of memory, on H100 and Xeon."
+    )
+
+
+def test_a_run_records_its_processor(tmp_path: Path):
+    RunLog(tmp_path, tmp_path / "run", make_spec(), experiment="train", run_name="run")
+    info = RunInfo.load(tmp_path / "run")
+    assert info is not None and info.versions["processor"]
