@@ -217,7 +217,9 @@ def test_two_browsers_that_stop_and_clone_at_once_have_one_effect_each(site: Sit
         list(pool.map(lambda button: button.click(), yes))
         answers = [said(one, "To continue it: cohort study resume sizes group_size=4") for one in both]
         assert sorted(" stops: " in text for text in answers) == [False, True]  # the other: is already stopped
-        yes = [dialog(one, "clone", "group_size=2", "algorithm.kl_beta=0.5\noptimizer.weight_decay=2\n") for one in both]
+        yes = [
+            dialog(one, "clone", "group_size=2", "algorithm.kl_beta=0.5\noptimizer.weight_decay=2\n") for one in both
+        ]
         list(pool.map(lambda button: button.click(), yes))
         label = "clone 1 of group_size=2: algorithm.kl_beta=0.5, optimizer.weight_decay=2"
         for one in both:
