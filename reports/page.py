@@ -162,7 +162,7 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
         last = [value for one in arm.trials if (value := score(one, analysis.record.metric)) is not None]
         steps = sorted(set(arm.left_at.values()))
         rows.append({
-            "label": arm.label,
+            "label": f"{arm.label} (stopped)" if arm.label in analysis.record.stopped else arm.label,
             "parent": arm.parent,
             "changes": ", ".join(f"{path} = {value}" for path, value in arm.changes.items()) or "nothing",
             "left": " to ".join(map(str, dict.fromkeys([steps[0], steps[-1]]))) if any(steps) else "the beginning",
@@ -170,6 +170,10 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
             "last": wording.number(fmean(last) if last else math.nan, analysis.record.metric),
             "outcome": wording.number(fmean(scores) if scores else math.nan, metric),
         })  # fmt: skip
+    known = {*analysis.record.arms, *(arm.label for arm in analysis.record.exploratory)}
+    nothing = dict.fromkeys(("parent", "changes", "left", "seeds", "last", "outcome"), "n/a")
+    rows += [{**nothing, "label": f"{arm} (stopped before it began)"}
+             for arm in analysis.record.stopped if arm not in known]  # fmt: skip
     return rows
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import fake_trials
 import pytest
 from cohort.harness.cli import app
+from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import catch_up
-from cohort.harness.mirror.store import check_runs_folder
+from cohort.harness.mirror.store import check_runs_folder, moved_from
 from cohort.harness.mirror.ui import serve_ui
 from cohort.harness.mirror.writer import Place
 from cohort.harness.record.evidence import write_evidence
@@ -18,6 +19,9 @@ from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import run_study
 from fake_trials import a_study, begin_study, free_port, in_mlflow
+from mlflow import MlflowClient
+from mlflow.tracking._tracking_service import utils
+from queues import check_as_undisturbed, executions, run
 from test_tracking import log_trial
 
 TAKEN = ["#", "%", "%%", " ", "'", '"', "\u00e9", "e\u0301", "\u6f22", "\n", "\t", "\r", "\x01", "\x7f", "\u202e", "&",
@@ -79,9 +83,7 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
 
 @pytest.mark.long
 @pytest.mark.attack("A copied runs folder")
-def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_from_its_records(
-    tmp_path: Path, new_runs: Callable[[Path], Path]
-):
+def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path: Path, new_runs: Callable[[Path], Path]):
     original = new_runs(tmp_path / "original")
     folder = begin_study(original, a_study())
     log = log_trial(original, "group_size=2", 0, "complete")
@@ -94,11 +96,18 @@ def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_fro
     before, written = contents(original), contents(copy)
     assert repr(read_study(copy, "sizes")) == repr(read_study(original, "sizes"))
     catch_up(copy)
-    with pytest.raises(ValueError, match=r"moved or copied; move it back, or delete mlflow.db and mlartifacts"):
-        check_runs_folder(copy)
     assert contents(copy) == written
-    shutil.rmtree(copy / "mlartifacts")
-    catch_up(new_runs(copy))
+    lease = copy / "studies/sizes/trials/x/lease"
+    lease.parent.mkdir()
+    lease.touch()
+    with pytest.raises(ValueError, match="a worker is at work in this folder or was when it was copied; use one path"):
+        check_runs_folder(copy)
+    shutil.rmtree(lease.parent)
+    assert contents(copy) == written
+    (original / "mlartifacts").rename(hidden := tmp_path / "hidden")  # so that nothing can come from there
+    check_runs_folder(copy)
+    assert moved_from(copy) is None and moved_from(original) is None
+    catch_up(copy)
     address = f"http://127.0.0.1:{(port := free_port())}"
     with serve_ui(copy, port):
         for place, name, content in (
@@ -106,4 +115,19 @@ def test_a_copied_folder_is_read_and_left_alone_and_its_pages_are_made_again_fro
             (folder.relative_to(original), "report/index.html", b"<p>yes"),
         ):
             assert content in fetched(address, Place.load(copy / place).run_id, name)
+    hidden.rename(original / "mlartifacts")
     assert contents(original) == before
+
+
+@pytest.mark.attack("A copied runs folder")
+def test_a_study_goes_on_in_a_copy_of_its_runs_folder(runs: Path, tmp_path: Path):
+    run(a_study(seeds=[0]), runs, workers=1)
+    copy = Path(shutil.copytree(runs, tmp_path / "copy"))
+    before = contents(runs)
+    utils._artifact_repos_cache.clear()  # as in the new process that continues a copy
+    assert run(a_study(seeds=[0, 1]), copy, workers=1).counts() == {"complete": 4}
+    assert len(executions(copy)) == 4  # two of them before the copy
+    check_as_undisturbed(a_study(seeds=[0, 1]), copy)
+    assert contents(runs) == before
+    found = MlflowClient(tracking_uri(copy)).search_runs(["1"])
+    assert len(found) == 5 and all(one.info.artifact_uri.startswith(copy.as_uri() + "/") for one in found)

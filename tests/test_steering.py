@@ -16,6 +16,7 @@ import fake_trials
 import pytest
 from cohort.harness.console.progress import Page, spark, watch
 from cohort.harness.ground.files import read_json, whole_manifest, write_json
+from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import CHECKPOINTS, STATE
@@ -25,7 +26,7 @@ from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
-from cohort.harness.study.steering import clone_arm, drop_arm, resume_arm, stop_arm
+from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
@@ -42,6 +43,7 @@ from test_checkpoint import save
 
 ARMS = ["group_size=2", "group_size=4"]
 CHANGED = {"algorithm.kl_beta": 0.2}
+STOPPED = ["clone 2 of a: algorithm.group_size=16"]
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -325,6 +327,49 @@ def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path: Path)
         with pytest.raises(SpecError, match=words):
             drop_arm(name, tmp_path, arm)
         assert files_of(tmp_path) == before
+
+
+def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs: Path, tmp_path: Path):
+    def stop(status: StudyStatus) -> None:
+        if at_work(status) and (runs / "hold").exists():
+            (runs / "hold").unlink()
+            for size in (8, 16):
+                clone_arm("sizes", runs, "a", {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
+            stop_arm("sizes", runs, *STOPPED)
+
+    (runs / "hold").touch()
+    run(a_study(factors={}, arms={"a": {"algorithm.group_size": 2}}, seeds=[0]), runs, stop, workers=1)
+    record = dataclasses.replace(read_study(runs, "sizes"), stopped=["clone 1 of a: algorithm.group_size=8", *STOPPED])
+    assert read_study(runs, "sizes").stopped[-1:] == STOPPED
+    page = render(record, tmp_path, formats=()).html.read_text()
+    section = page.split('<section id="exploratory">')[1].split("</section>")[0]
+    assert "group_size=8 (stopped)" in section and "group_size=16 (stopped before it began)" in section
+
+
+# Studies that are deleted ---------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs: Path, url: str | None):
+    study = a_study(seeds=[0])
+    queue = a_queue(study, runs, url)
+    claim = claimed(queue)
+    with pytest.raises(SpecError, match="'sizes' has 1 trials at work; stop its command with Ctrl-C first"):
+        remove_study("sizes", runs, url)
+    queue.finish(claim, DONE)
+    remove_study("sizes", runs, url)
+    with pytest.raises(SpecError, match="no study 'sizes' was started"):
+        study_status("sizes", runs, url)
+    assert not list(runs.glob("studies/*")) and not list(runs.glob(".*"))
+    again = a_queue(study, runs, url)
+    assert {trial.state for trial in again.status().trials} == {"waiting"} and again.num_claims() == 0
+
+
+def test_mlflow_forgets_a_deleted_study(runs: Path):
+    run(a_study(seeds=[0]), runs, workers=1)
+    begun = a_queue(a_study(name="other"), runs).plan.folder
+    assert study_pages(runs, "").keys() == {"sizes"}
+    remove_study("sizes", runs)
+    assert study_pages(runs, "") == {} and begun.exists()
 
 
 # Clones that are asked for twice, and commands that are killed --------------------------------------------------------

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..record.run import model_folder
     from ..study.estimates import cost, remaining_seconds
     from ..study.queue import study_status
+    from ..study.steering import remove_study
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task

@@ -209,6 +209,7 @@ def run_to_report(
     """
     from ..console.progress import phase_bar, study_view
     from ..study.launchers.local import default_workers
+    from ..study.queue import study_status
     from ..study.runner import run_study
     from .reporting import write_report
 
@@ -217,6 +218,10 @@ def run_to_report(
         workers = default_workers(spec.devices)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
+    with suppress(SpecError):  # it was not started
+        if at_work := study_status(spec.name, runs, storage).counts().get("running"):
+            what = f"{at_work} trial{'s' * (at_work > 1)} at work"
+            terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
     with study_view() as view:
         status = run_study(
             spec, runs, workers=workers, command=command, on_status=view, storage=storage,

@@ -250,6 +250,22 @@ def study_drop(
     terminal.say(api.steer("drop", study, runs, arm, storage=storage))
 
 
+@command("study rm", "cohort study rm quickstart", "cohort study rm quickstart --yes")
+def study_rm(
+    study: options.Started,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    storage: options.Storage = None,
+    runs: options.Runs = options.RUNS,
+) -> None:
+    """Delete a study: its trials, checkpoints and report, and its runs in MLflow. It cannot be brought back."""
+    counts = ", ".join(f"{n} {state}" for state, n in api.study_status(study, runs, storage).counts().items())
+    if yes or typer.confirm(f"Delete '{study}' of {runs} for good ({counts})?"):
+        api.remove_study(study, runs, storage)
+        terminal.say(f"'{study}' is deleted.")
+    else:
+        terminal.say("Nothing was deleted.")
+
+
 @command(
     "study clone",
     "cohort study clone compare_algorithms grpo --set algorithm.kl_beta=0.1",

@@ -13,6 +13,7 @@ import re
 import sqlite3
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from importlib.util import find_spec
@@ -47,6 +48,12 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+log = logging.getLogger(__name__)
+_PLACES = (  # tables and columns of the store that may name a file of the runs folder
+    ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"),
+    ("model_versions", "source"), ("model_versions", "storage_location"), ("logged_models", "artifact_location"),
+)  # fmt: skip
+LEASE_SECONDS = 60.0  # after which the lease of a worker that is at work was renewed
 _KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
 
 
@@ -133,8 +140,8 @@ def source_tags(about: Mapping[str, Any]) -> dict[str, str]:
     return tags | ({"cohort.inputs": inputs} if about["inputs"] else {})
 
 
-def moved_from(runs: Path) -> Path | None:
-    """The runs folder in which the store was made, if it is not this one: artifacts would go there."""
+def moved_from(runs: Path) -> str | None:
+    """The URI of the runs folder in which the store was made, if it is not this one: artifacts would go there."""
     store = runs.resolve() / "mlflow.db"
     return None if remote_uri() is not None or not store.exists() else _look_into(store)[1]
 
@@ -241,14 +248,30 @@ def _check_file(runs: Path) -> None:
             f"it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
         )
     if moved is not None:
+        _settle(store, moved)
+
+
+def _settle(store: Path, moved: str) -> None:
+    """Let the store of a runs folder that was moved or copied from the URI `moved` name the files here.
+
+    ValueError while a worker is at work in it, perhaps on a host that has the folder under that path.
+    """
+    leases = store.parent.glob("studies/*/trials/*/lease")
+    if any(time.time() - lease.stat().st_mtime < LEASE_SECONDS for lease in leases):
         raise ValueError(
-            f"{store} was made in '{moved}': this runs folder was moved or copied; move it back, or delete mlflow.db "
-            "and mlartifacts in it: they are made again from the records, without the registered policies"
+            f"{store} was made in '{moved}', and a worker is at work in this folder or was when it was copied; use one "
+            f"path of the folder on all hosts, or wait {LEASE_SECONDS:.0f} s after a copy"
         )
+    here = store.parent.as_uri()
+    with closing(sqlite3.connect(store, timeout=LOCK_SECONDS)) as database, database:
+        for table, column in _PLACES:
+            move = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+            database.execute(move, (here, len(moved) + 1, len(moved) + 1, f"{moved}/"))
+    log.warning("this runs folder was moved or copied from %s; its MLflow store now names the files here", moved)
 
 
-def _look_into(store: Path) -> tuple[str, Path | None]:
-    """The schema revision of a store, and the runs folder in which it was made if that is another one; waits
+def _look_into(store: Path) -> tuple[str, str | None]:
+    """The schema revision of a store, and the URI of the runs folder in which it was made if that is another one; waits
     LOCK_SECONDS while it is locked.
 
     sqlite3.DatabaseError for a file that is not a store, or is still locked.
@@ -257,8 +280,8 @@ def _look_into(store: Path) -> tuple[str, Path | None]:
     with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=LOCK_SECONDS, uri=True)) as database:
         revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
         places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-    folders = [Path(unquote(urlsplit(place).path)).parent for place in places]
-    others = [one.parent for one in folders if one.name == "mlartifacts" and one.parent != store.parent]
+    folders = [place.rpartition("/mlartifacts/")[0] for place in places if "/mlartifacts/" in place]
+    others = [one for one in folders if Path(unquote(urlsplit(one).path)) != store.parent]
     return ", ".join(revisions) or "none", next(iter(others), None)
 
 

@@ -159,6 +159,22 @@ def fetch_study(runs: Path, name: str) -> None:
         log.warning("%s; '%s' is read from the runs folder alone", error, name)
 
 
+def forget_study(runs: Path, folder: Path) -> None:
+    """Delete the runs of a study in MLflow, which keeps them until `mlflow gc`; a warning if the store is away."""
+    try:
+        if (run_id := Place.load(folder).run_id) is None or store.moved_from(runs) is not None:
+            return
+        client = store.connect(runs)
+        if (parent := store.active_run(client, run_id)) is not None:
+            for run in store.search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'"):
+                client.delete_run(run.info.run_id)
+            client.delete_run(run_id)
+    except Exception as error:
+        if not is_outage(error):
+            raise
+        log.warning("%s; MLflow keeps its copy of '%s'", error, folder.name)
+
+
 def _fetch(runs: Path, name: str) -> None:
     client, folder = store.connect(runs), runs / "studies" / name
     parent = store.active_run(client, Place.load(folder).run_id)

@@ -164,6 +164,10 @@ class Queue:
         """Take an arm that has not begun back. The caller holds the lock."""
         self._study.set_user_attr(DROPPED, [*self.dropped(), arm])
 
+    def remove(self) -> None:
+        """Delete what lies outside of the study's folder. The caller holds the lock."""
+        self.storage.remove([self.plan.study.name, *(search.name for search in self._searches)])
+
     def search_record(self) -> dict[str, Any]:
         """The content of `search.json` (see `ArmSearch.record`); of a tuned comparison `{"tuning": {cell: record}}`."""
         attempts = self._read()

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
+from ..mirror.studies import forget_study
 from ..record.run import read_result
 from ..record.study import keep_document
 from ..spec.effect import identical
@@ -70,6 +71,23 @@ def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
         queue.drop(arm)
         _clear({seed: queue.plan.directory((label, seed)) for label, seed in queue.plan.keys if label == arm})
     return True
+
+
+def remove_study(name: str, runs: Path, storage: str | None = None) -> None:
+    """Delete a started study: its queue, its folder, and its runs in MLflow. SpecError while a worker runs a trial."""
+    runs = runs.resolve()
+    queue = open_queue(name, runs, storage)
+    with queue.storage.lock():
+        if running := [trial.arm for trial in queue.status().trials if trial.state == "running"]:
+            raise SpecError(f"a study that runs cannot be deleted, and '{name}' has {len(running)} trials at work; "
+                            "stop its command with Ctrl-C first")  # fmt: skip
+        forget_study(runs, queue.plan.folder)
+        queue.remove()
+        gone = runs / f".{name}.removed"  # moved first: a kill leaves no half of a study
+        shutil.rmtree(gone, ignore_errors=True)
+        if queue.plan.folder.exists():
+            queue.plan.folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def clone_arm(

@@ -139,3 +139,6 @@ class Storage(ABC):
 
     @abstractmethod
     def write_document(self, document: Mapping[str, Any]) -> None: ...
+
+    def remove(self, names: Collection[str]) -> None:  # noqa: B027
+        """Delete what lies outside of the study's folder; `names` are those of its studies of Optuna."""

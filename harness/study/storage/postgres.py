@@ -15,11 +15,12 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
@@ -127,6 +128,13 @@ class PostgresStorage(Storage):
         statement = """INSERT INTO cohort_studies VALUES (:study, :document)
                ON CONFLICT (study) DO UPDATE SET document = excluded.document"""
         self._execute(statement, document=json.dumps(document))
+
+    def remove(self, names: Collection[str]) -> None:
+        for name in names:
+            with suppress(KeyError):  # a command was killed here
+                optuna.delete_study(study_name=name, storage=self.optuna)
+        self._execute("DELETE FROM cohort_leases WHERE study = :study")
+        self._execute("DELETE FROM cohort_studies WHERE study = :study")
 
     def _renew(self, directory: Path, token: str) -> bool:
         """Write a heartbeat and the trial's progress, which every heartbeat carries."""
