@@ -213,8 +213,10 @@ def analysed(record: StudyRecord) -> Analysis:
     grid = grid_of(arms, record) if search_of(record) is None else None
     comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
+    same = same_as_baseline(record)
+    comparisons = [replace(one, p=math.nan) if one.arm in same else one for one in comparisons]
     # one that waits for seeds has no p yet, and yet its place in the family
-    p_values = [1.0 if math.isnan(one.p) and one.share < 1 else one.p for one in comparisons]
+    p_values = [1.0 if math.isnan(one.p) and one.share < 1 and one.arm not in same else one.p for one in comparisons]
     p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
@@ -235,6 +237,12 @@ def analysed(record: StudyRecord) -> Analysis:
         compared = _compare(alike, summary, everything, outcome, rng)
         found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
     return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found)
+
+
+def same_as_baseline(record: StudyRecord) -> list[str]:
+    """The arms that cannot differ from the baseline by construction: no hypothesis, so they have no p."""
+    groups = [labels for labels, _ in record.identical if record.baseline in labels]
+    return [label for labels in groups for label in labels if label != record.baseline]
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:

@@ -221,6 +221,30 @@ def extended_families(
         yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
 
 
+def limited_operations(rng: Generator, num_seeds: int, by_problem: bool) -> Iterator[Analysis]:
+    """Five arms and a baseline with 10, 5 or 20 steps, or with a limit of operations that ends each run elsewhere.
+
+    All of them end at the same accuracy; the shorter they train, the more their seeds differ.
+    """
+    steps = np.resize([10, 5, 20], 6)
+    scores = random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6 * by_problem, seed_deviations=UNEQUAL)
+    record = _scored(_record(_arms, 6, num_seeds), scores)
+
+    def limited(trial: TrialRecord) -> dict[str, Any]:
+        arm = record.arms.index(trial.arm)
+        last = int(steps[arm] if arm < 3 else rng.integers(steps[arm] // 2, steps[arm] + 1))
+        final = trial.summary["test_accuracy"]
+        curve = [(step, final * step / last) for step in range(last)] + [(last, final)]
+        return {
+            "history": {"validation/accuracy": curve, **({"test/accuracy": [(last, final)]} if by_problem else {})},
+            "summary": {"test_accuracy": final, "flops_total": 1e12 * last} if by_problem else {},
+            "per_problem": trial.per_problem if by_problem else {},
+            "spec": {**trial.spec, "steps": int(steps[arm]), "max_flops": None if arm < 3 else 1e12 * int(steps[arm])},
+        }
+
+    yield analysed(with_trials(record, limited))
+
+
 def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
     """As many seeds as planned, unless a page before the last one shows something."""
     whole = _curved(_record(_arms, 4, num_seeds), _luck(rng, luck, 4, num_seeds))
@@ -345,6 +369,8 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "families of 8, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=(8,) * 8)),
     "families of 1 to 20, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=UNEVEN)),
     "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
+    "unequal limits of operations": ((3, 5, 10), partial(limited_operations, by_problem=True)),
+    "unequal limits of operations, seeds alone": ((3, 5, 10), partial(limited_operations, by_problem=False)),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),

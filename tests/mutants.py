@@ -51,7 +51,7 @@ TESTS = {
                 "test_components", "test_controls", "test_claims"),
 }  # fmt: skip
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
-         "reports/capability.py", "reports/analysis.py")  # fmt: skip
+         "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
 HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot")
 
 OTHER: dict[type, type] = {
@@ -341,20 +341,27 @@ def main() -> int:
     seconds, lines = survey(files, sorted({name for folder in folders for name in TESTS[folder]}))
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
+    by_room = {folder: [0, 0, 0] for folder in folders}  # tried, listed, left
     for number, mutant in enumerate(drawn, 1):
         tests = sorted(tests_of(mutant, trees[mutant.file], lines), key=lambda test: seconds[test])
-        if number % 50 == 0:
-            print(f"# {number} mutants, {time.perf_counter() - since:.0f} s", file=sys.stderr, flush=True)
+        room = next(counts for folder, counts in by_room.items() if mutant.file.startswith(f"{folder}/"))
+        room[0] += 1
+        if number % 20 == 0:
+            took = time.perf_counter() - since
+            print(f"# {number} mutants, {took:.0f} s; tried, listed, left: {by_room}", file=sys.stderr, flush=True)
         if not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
             continue
         is_listed = mutant.key in reasons
         listed, left = listed + is_listed, left + (not is_listed)
+        room[1 if is_listed else 2] += 1
         if not is_listed:
             print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
     share, took = left / max(len(drawn), 1), time.perf_counter() - since
+    for folder, (tried, with_reason, open_) in by_room.items():
+        print(f"{folder}: {tried} mutants, {with_reason} listed with a reason, {open_} left")
     print(f"{len(drawn)} mutants, {listed} listed with a reason, {left} left ({share:.1%}), {took:.0f} s")
     return int(share > MOST_LEFT or bool(stale))
 

@@ -1,11 +1,11 @@
 """Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...harness.data import short_path
-from ..analysis import Analysis, Comparison, marginal
+from ..analysis import Analysis, Comparison, marginal, same_as_baseline
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
@@ -114,12 +114,6 @@ def _unexplained(analysis: Analysis) -> str:
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
-def _identical(analysis: Analysis) -> Sequence[str]:
-    """The arms that cannot differ from the baseline."""
-    groups = [labels for labels, _ in analysis.record.identical if analysis.record.baseline in labels]
-    return [label for labels in groups for label in labels if label != analysis.record.baseline]
-
-
 def _twins(analysis: Analysis) -> str:
     """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
     found = [f"{wording.listed(labels, len(labels))} are identical by construction ({reason})"
@@ -156,13 +150,11 @@ def _finding(analysis: Analysis) -> str:
             f"{reaches}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a result; the "
             f"baseline {analysis.record.baseline} has none, so no difference to it can be stated"
         )
-    same = _identical(analysis)
+    same = same_as_baseline(analysis.record)
     compared = [one for one in analysis.comparisons if one.arm not in same]
     if same and not compared:
         verb = "is" if len(same) == 1 else "are"
-        return (
-            f"{wording.listed(list(same), len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
-        )
+        return f"{wording.listed(same, len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
     if not compared:
         return f"{reaches}; no arm shares a complete seed with the baseline {baseline.label} yet"
     if all(comparison.interval is None for comparison in compared):
@@ -234,7 +226,7 @@ def _grid_finding(analysis: Analysis) -> str:
 
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
-    compared = [comparison for comparison in analysis.comparisons if comparison.arm not in _identical(analysis)]
+    compared = [one for one in analysis.comparisons if one.arm not in same_as_baseline(analysis.record)]
     sizes = [comparison.detectable for comparison in compared if not math.isnan(comparison.detectable)]
     is_effect_detected = analysis.grid is not None and analysis.grid.is_any_detected
     if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):
