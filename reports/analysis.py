@@ -134,11 +134,25 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of arms over the seeds that all of them completed; `interval` is the one stated in reports."""
+    """A weighted sum of arms over the seeds that all of them completed.
+
+    interval    the one stated in reports
+    tests       the intervals behind its p; empty without a test, as while planned seeds are to come
+    resolution  of the scores, as in `t_test`
+    variance    of one seed, and of one problem of `num_problems`; None with fewer than 2 seeds
+    """
 
     differences: Mapping[int, float]
     interval: Interval | None
-    p: float
+    tests: Sequence[Interval] = ()
+    resolution: float = 0.0
+    variance: CrossedVariance | None = None
+    num_problems: int = 1
+
+    @property
+    def p(self) -> float:
+        """Of no difference: the largest of its tests'; NaN without."""
+        return _p_value(self.tests, self.resolution)
 
     @property
     def estimate(self) -> float:
@@ -251,28 +265,29 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
     interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
     if interval is None or awaits_seeds(record, seeds):
-        return Contrast(sums, interval, math.nan)
-    return Contrast(sums, interval, statistics.t_test(interval))
+        return Contrast(sums, interval)
+    spread = CrossedVariance(float(np.var(list(sums.values()), ddof=1)), 0.0, 0.0)
+    return Contrast(sums, interval, [interval], variance=spread)
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
     """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
     found = contrast(analysis.record, {arm.label: arm.scores for arm in analysis.arms}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
+    counted = analysis.arm(next(iter(weights))).num_problems
+    found = replace(found, resolution=1 / counted if counted else 0.0)
     cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     if found.interval is None or len(weighted) < len(weights):
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first, share = num_first(analysis.record, found.differences), found.interval.share
-    waits = awaits_seeds(analysis.record, found.differences)
-    p = (
-        math.nan
-        if waits
-        else _p_value(found.differences, summed, first, share, 1 / analysis.arm(next(iter(weights))).num_problems)
-    )
     interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
-    return Contrast(found.differences, interval, p)
+    if not found.tests:
+        return replace(found, interval=interval)
+    tests = [*found.tests, *statistics.cautious_intervals(summed, first, share)[1:]]
+    spread = statistics.crossed_variance(summed)
+    return replace(found, interval=interval, tests=tests, variance=spread, num_problems=summed.shape[1])
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -284,7 +299,7 @@ def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
     if not arms or not set.intersection(*(set(arm.scores) for arm in arms)):
         return None
     if len(arms) == 1:
-        return Contrast(arms[0].scores, arms[0].interval, math.nan)
+        return Contrast(arms[0].scores, arms[0].interval)
     return outcome_contrast(analysis, {arm.label: 1 / len(arms) for arm in arms})
 
 
@@ -341,24 +356,21 @@ def _compare(
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
         waits = awaits_seeds(record, differences)
-        p = math.nan if waits else _p_value(differences, cells, first, share, resolution)
+        tests = [statistics.t_interval(list(differences.values()), first, share)]
+        if cells is not None:
+            tests += statistics.cautious_intervals(cells, first, share)[1:]
+        p = math.nan if waits else _p_value([test for test in tests if test is not None], resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first, share))
     return found
 
 
-def _p_value(
-    seeds: Mapping[int, float], cells: Floats | None, first: int | None, share: float, resolution: float
-) -> float:
+def _p_value(tests: Sequence[Interval], resolution: float) -> float:
     """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
 
     NaN if one of them is: a difference without spread whose scores were not counted.
     """
-    tests = [statistics.t_interval(list(seeds.values()), first, share)]
-    if cells is not None:
-        tests += statistics.cautious_intervals(cells, first, share)[1:]
-    found = [statistics.t_test(test, resolution) for test in tests if test is not None]
-    return float(np.max(found)) if found else math.nan
+    return float(np.max([statistics.t_test(test, resolution) for test in tests])) if tests else math.nan
 
 
 def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:

@@ -49,6 +49,7 @@ def page_drawings(
         "slices": outcome.slices(analysis),
         "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
+        "claims": outcome.claims(check_claims(analysis)),
     }
 
 

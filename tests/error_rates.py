@@ -20,7 +20,16 @@ from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
 from factories import make_study
-from fake_study import FakeArm, factor_grid, fake_study, random_scores, wanted_studies, with_trials
+from fake_study import (
+    FakeArm,
+    factor_grid,
+    fake_study,
+    random_scores,
+    random_scores_truth,
+    wanted_studies,
+    with_claims,
+    with_trials,
+)  # fmt: skip
 from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
@@ -29,8 +38,20 @@ AT_MOST = 16
 LUCK = ("usual", "heavy tails", "collapses")
 PROBLEMS = 64
 UNEVEN = (20, 12, 8, 6, 4, 4, 3, 2, 2, 1, 1, 1)  # problems of a family
+MARGIN = 0.08  # of a claim on scores of single problems
 UNEQUAL = (0.05, 0.16, 0.6)  # logits: a stable, a usual and an unstable arm
 GRID = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}
+_ON_THE_ENDS: Sequence[Mapping[str, Any]] = (
+    {"contrast": {"ppo": 1, "grpo 8 0.04": -1}, "metric": "peak_memory_bytes", "ratio": True, "margin": 1.7},
+    {"contrast": {"ppo": 1, "grpo 8 0.04": -1}, "metric": "seconds/step", "value": "mean", "ratio": True,
+     "margin": 1 / 0.65},
+    {"contrast": {"grpo 8 0.04": 1, "ppo": -1}},
+    {"contrast": {"grpo 8 0.04": 1, "grpo 16 0.04": 1, "grpo 4 0.04": -2}, "metric": "validation/accuracy",
+     "value": "fall", "predicts": "below"},
+    {"contrast": [{"grpo 8 0.04": 1, f"grpo 8 {beta}": -1} for beta in (0.0, 0.1)]},
+    {"contrast": {"grpo 16 0.04": 1, "grpo 4 0.04": -1}, "predicts": "not_above"},
+    {"predicts": "ordered", "order": ["grpo 4 0.04", "grpo 8 0.04", "grpo 16 0.04"]},
+)  # fmt: skip
 _P = re.compile(r"p (?:= |< )(\d\.\d+)")
 
 
@@ -114,25 +135,39 @@ def search(rng: Generator, num_seeds: int) -> bool:
 
 
 def claims(rng: Generator, num_seeds: int) -> bool:
-    """Arms that lie exactly on the bounds of all six claims: any verdict but undecided is false."""
+    """Six arms that lie exactly on the ends of what seven claims predict: any verdict but undecided is false."""
     record = _record(_claimed, 6, num_seeds)
     record = _scored(record, random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6))
 
     def measured(trial: TrialRecord) -> dict[str, Any]:
-        cells, is_ppo = list(trial.per_problem.values()), trial.arm == "ppo"
+        is_ppo = trial.arm == "ppo"
         seconds, peak = np.exp(rng.normal(0, 0.03, 2)) * ((1 / 0.65, 1.7) if is_ppo else (1, 1))
         history = {
-            "test/accuracy_level_1": [(10, float(np.mean(cells[::2])))],
-            "test/accuracy_level_2": [(10, float(np.mean(cells[1::2])))],
             "validation/accuracy": list(enumerate(rng.binomial(256, 0.7, 4) / 256)),
-            "seconds/step": [(1, 9.0), (2, float(seconds))],
+            "seconds/step": [(1, 9.0), (2, float(seconds)), (3, float(seconds))],
         }
         return {"history": history, "summary": {**trial.summary, "peak_memory_bytes": float(peak)}}
 
-    found = check_claims(analysed(with_trials(record, measured)))
-    if sum(claim.verdict == "not tested" for claim in found) > 2:  # counts may be equal in few seeds, by chance
+    found = check_claims(analysed(with_claims(with_trials(record, measured), *_ON_THE_ENDS)))
+    if any(claim.verdict == "not tested" for claim in found):
         raise ValueError(f"claims must be tested, got {[claim.measured for claim in found]}")
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
+
+
+def margins(
+    rng: Generator, num_seeds: int, predicts: str, difference: float, wrong: Sequence[str], by_problem: bool = True
+) -> bool:
+    """Whether the verdict is one of `wrong` on an arm that is `difference` (a fraction, at most 0) above another, held
+    against a margin of MARGIN. With `by_problem` each right sample is wrong with the chance that makes this exact."""
+    record = _record(_arms, 2, num_seeds)
+    if by_problem:
+        scores = random_scores(rng, 2, num_seeds, PROBLEMS, arm_by_problem=0.6)
+        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / random_scores_truth()) / 4
+        record = _scored(record, scores)
+    else:
+        record = _curved(record, _luck(rng, "usual", 2, num_seeds) + np.array([[0.0], [difference]]))
+    claim = {"contrast": {"arm 1": 1, "arm 0": -1}, "predicts": predicts, "margin": MARGIN if by_problem else 0.02}
+    return check_claims(analysed(with_claims(record, claim)))[0].verdict in wrong
 
 
 def components(rng: Generator, num_seeds: int) -> bool:
@@ -355,7 +390,13 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "grid, families of 8": partial(related, sizes=(8,) * 8, build=_grid),
     "half of the problems named": partial(related, sizes=(*(8,) * 8, *(1,) * 64), unnamed=64),
     "search of 12 arms": search,
-    "6 claims": claims,
+    "7 claims": claims,
+    "equivalent, difference of the margin": partial(
+        margins, predicts="equivalent", difference=-MARGIN, wrong=("supported",)
+    ),
+    "not below, difference of the margin": partial(
+        margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
+    ),
     "4 components": components,
     "5 arms, missing problems": missing_problems,
     "2 studies, shared seeds, unequal numbers": joined,
@@ -380,6 +421,12 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "families of one": partial(related, sizes=(1,) * 64),
     "missing problems": missing,
     "5 arms, unequal budgets": unequal_budgets,
+    "equivalent, difference of the margin, seeds alone": partial(
+        margins, predicts="equivalent", difference=-0.02, wrong=("supported",), by_problem=False
+    ),
+    "equivalent, no difference, called different": partial(
+        margins, predicts="equivalent", difference=0.0, wrong=("contradicted",)
+    ),
     "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
 }
 

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
+from .claim import Claim, Weights
 from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
@@ -148,6 +149,12 @@ class StudySpec(Section):
     )
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(default=None, description="label of the arm to compare with; by default the first")
+    claim: list[Claim] = Field(default_factory=list, description="a prediction, or several, fixed before the start")
+
+    @field_validator("claim", mode="before")
+    @classmethod
+    def _claims(cls, claim: Any) -> Any:
+        return [claim] if isinstance(claim, Mapping) else claim
 
     @field_validator("factors", mode="before")
     @classmethod
@@ -187,8 +194,8 @@ class StudySpec(Section):
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         if self.design in REFERENCE and self.baseline not in (None, reference := REFERENCE[self.design]):
             raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
-        if self.design == "search" and self.baseline is not None:
-            raise ValueError("a search has no arm names beforehand; leave 'baseline' out")
+        if self.design == "search" and (self.baseline is not None or self.claim):
+            raise ValueError("a search has no arm names beforehand; leave 'baseline' and 'claim' out")
         return self
 
     @model_validator(mode="after")
@@ -290,6 +297,14 @@ class StudySpec(Section):
         """Labels of the compared arms, as far as they are known before the study runs."""
         return [] if self.design == "search" else [arm.label for arm in self._known]
 
+    def claimed(self) -> list[list[Weights]]:
+        """The contrasts of each claim. SpecError for one that does not fit the arms, of which controls are none."""
+        levels = {arm.label: arm.levels for arm in self.design_arms() if arm.spec.control is None}
+        try:
+            return [claim.contrasts(levels) for claim in self.claim]
+        except ValueError as error:
+            raise SpecError(f"study '{self.name}': {error}") from None
+
     def arm_colors(self) -> dict[str, str]:
         """The colour of each known arm on pages, as in a report without results."""
         labels = self.arm_labels()
@@ -315,7 +330,7 @@ class StudySpec(Section):
         """A stable hash of the runs of every arm: it must not change between resumes.
 
         A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials. The
-        settings that decide the number of seeds, or how they may grow, may not change either.
+        settings that decide the number of seeds, or how they may grow, may not change either, nor may claims.
         """
         known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
@@ -326,6 +341,8 @@ class StudySpec(Section):
             known["seeds"] = self.seeds.model_dump(mode="json")
         if self.any_time:
             known["seeds"] = {"any_time": True}
+        if self.claim:
+            known["claim"] = [claim.model_dump(mode="json") for claim in self.claim]
         return digest(known)
 
     @cached_property
@@ -452,6 +469,7 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     if controlled and study.search is not None:
         raise SpecError(f"{where}: a study that searches must have no control; leave controls out")
     labels = study.arm_labels()
+    study.claimed()
     for arm in controlled:
         if arm.label == (study.baseline or labels[0]):
             got, fix = f"'{arm.label}' ({arm.spec.control})", "name another arm with baseline"
