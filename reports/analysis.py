@@ -72,10 +72,15 @@ class Comparison:
     rng_seed: int
     first: int | None = None
     share: float = 1.0
+    is_alone: bool = True  # the baseline is that of all comparisons, so that the arm names it
 
     @property
     def arm(self) -> str:
         return self.summary.label
+
+    @property
+    def name(self) -> str:
+        return self.arm if self.is_alone else f"{self.arm} - {self.baseline.label}"
 
     @property
     def values(self) -> list[float]:
@@ -225,8 +230,13 @@ def analysed(record: StudyRecord) -> Analysis:
     usable = usable_trials(record, outcome)
     arms = [summarise(label, record, outcome, usable, rng) for label in labels]
     grid = grid_of(arms, record) if search_of(record) is None else None
-    comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
+    by_label, references = {arm.label: arm for arm in arms}, record.references
+    if not references and search_of(record) is None:
+        references = dict.fromkeys(by_label, record.baseline)
+    pairs = [(arm, by_label[to]) for arm in arms if (to := references.get(arm.label, arm.label)) in by_label]
+    comparisons = _compare(pairs, record, outcome, rng)
     effects = grid.effects if grid is not None else ()
+    comparisons = [replace(one, is_alone=not record.references) for one in comparisons]
     same = same_as_baseline(record)
     comparisons = [replace(one, p=math.nan) if one.arm in same else one for one in comparisons]
     # one that waits for seeds has no p yet, and yet its place in the family
@@ -248,15 +258,16 @@ def analysed(record: StudyRecord) -> Analysis:
         summary = summarise(label, alone, outcome, mine, rng)
         start = [specs[label].get(key) for key in _START]
         alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
-        compared = _compare(alike, summary, everything, outcome, rng)
+        compared = _compare([(arm, summary) for arm in alike], everything, outcome, rng)
         found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
     return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found)
 
 
 def same_as_baseline(record: StudyRecord) -> list[str]:
-    """The arms that cannot differ from the baseline by construction: no hypothesis, so they have no p."""
-    groups = [labels for labels, _ in record.identical if record.baseline in labels]
-    return [label for labels in groups for label in labels if label != record.baseline]
+    """The arms that cannot differ from what they are compared with by construction: no hypothesis, so no p."""
+    references = record.references or dict.fromkeys(record.arms, record.baseline)
+    pairs = [(label, references.get(label, label), labels) for labels, _ in record.identical for label in labels]
+    return [label for label, reference, labels in pairs if reference != label and reference in labels]
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
@@ -335,14 +346,12 @@ def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
 
 
 def _compare(
-    arms: Sequence[ArmSummary], baseline: ArmSummary | None, record: StudyRecord, outcome: Outcome, rng: Generator
+    pairs: Sequence[tuple[ArmSummary, ArmSummary]], record: StudyRecord, outcome: Outcome, rng: Generator
 ) -> list[Comparison]:
-    """Every arm that shares a seed with the baseline, each in a separate family."""
-    if baseline is None or not baseline.scores:
-        return []
-    resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
+    """Every arm with another that it shares a seed with, each in a separate family."""
     found = []
-    for arm in arms:
+    for arm, baseline in pairs:
+        resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
         differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
         if arm is baseline or not differences:
             continue

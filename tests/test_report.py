@@ -672,8 +672,6 @@ def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_i
         one = analysis.comparison(arm.label)
         assert row["p_holm"] == ("" if one is None else repr(one.p_adjusted))
     assert [row["complete_seeds"] for row in rows] == ["2", "3", "3"]  # one trial of ppo is invalid
-    for shown in ("".join(read_page(html).text), hostile.markdown.read_text(encoding="utf-8")):
-        assert shown.strip()
 
 
 def with_scores(scores: dict[str, list[float]], metric: str = "test/accuracy") -> StudyRecord:

@@ -35,18 +35,10 @@ if TYPE_CHECKING:
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
 LOOKS = "looks.json"
-_ABOUT = (
-    "format",
-    "id",
-    "digest",
-    "inputs",
-    "command",
-    "versions",
-    "labels",
-    "shown",
-    "amendments",
-    "registered",
-)  # no settings
+_ABOUT = (  # no settings
+    "format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered",
+    "references",
+)  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -120,6 +112,7 @@ class StudyRecord:
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
     amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest
+    references arm -> the arm that it is compared with; empty if that is the baseline for all
     claims    the study's claims: their settings, contrasts, region, and when (time) under which digest they were fixed
     """
 
@@ -146,6 +139,7 @@ class StudyRecord:
     identical: Sequence[tuple[Sequence[str], str]] = ()
     amendments: Sequence[Mapping[str, Any]] = ()
     claims: Sequence[Mapping[str, Any]] = ()
+    references: Mapping[str, str] = field(default_factory=dict)
 
 
 def study_document(
@@ -158,6 +152,7 @@ def study_document(
     labels    of the arms, as far as a design names them
     shown     how a mirror shows it: paths of the factors, colour of each arm by its short label
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
+    references  arm -> the arm that it is compared with, where that is not the baseline for all
     registered  the claims of the first start: time, digest, and for each its contrasts and its region (None: no end)
     The other keys are the settings of the study.
     """
@@ -190,6 +185,7 @@ def study_document(
         },
         "amendments": amendments,
         **({"registered": registered} if study.claim else {}),
+        **({"references": references} if (references := study.references()) else {}),
         **study.model_dump(mode="json"),
     }
 
@@ -281,13 +277,14 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
                 if key[0] == arm["label"] and trial.state == "complete":
                     found[key] = replace(trial, state="pruned", reason=arm["reason"])
             wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
+    references = document.get("references") or {}
     if probes is None:
         probes = list(_probes(folder.resolve().parents[1], list(found.values()), document["inputs"]))
     return StudyRecord(
         name=spec["name"],
         question=spec["question"],
         metric=spec["metric"],
-        baseline=spec["baseline"] or next(iter(arms), ""),
+        baseline=spec["baseline"] if spec["baseline"] in arms else next(iter([*references.values(), *arms]), ""),
         arms=arms,
         seeds=seeds,
         expected=len(wanted),
@@ -306,6 +303,7 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         strange=strange,
         amendments=document.get("amendments", ()),
         claims=_claims(document),
+        references=references,
         identical=identical({trial.arm: trial.spec for trial in found.values()}),
     )
 

@@ -37,9 +37,10 @@ def estimates(analysis: Analysis) -> list[Drawing]:
         x_label = axis_label(outcome.name, outcome.label)
         drawings.append(_estimates("final", title, f"Large mark: mean over seeds; {marks}", analysis, shown, x_label))
     if apart:
-        title = f"Difference to {cut(apart[0].baseline.label, 70)}, seed by seed"
+        to = f"to {cut(apart[0].baseline.label, 70)}" if apart[0].is_alone else "of arms"
+        title = f"Difference {to}, seed by seed"
         caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
-        shown, x_label = {one.arm: (one.estimate, one) for one in apart}, "difference"
+        shown, x_label = {one.name: (one.estimate, one) for one in apart}, "difference"
         x_label += ", points" if outcome.is_fraction else ""
         drawings.append(_estimates("differences", title, caption, analysis, shown, x_label))
     return drawings

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...harness.data import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
+from ..claims import check_claims
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
@@ -26,6 +27,7 @@ def answer(analysis: Analysis) -> str:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
         candidates = [
+            _claims(analysis),
             _learnt(analysis),
             _grid_finding(analysis),
             _finding(analysis),
@@ -41,7 +43,7 @@ def answer(analysis: Analysis) -> str:
         parts = [part for part in parts if part != _learnt(analysis)]
         opening += "Every arm stays near zero: " if len(analysis.finished_arms) > 1 else "Near zero: "
     for number, part in enumerate(parts):
-        if (opening or number) and part.startswith(("No ", "Only ", "Over ", "The ")):
+        if (opening or number) and part.startswith(("No ", "Of ", "Only ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
     return f"{opening}{'; '.join(parts)}."
 
@@ -121,6 +123,15 @@ def _twins(analysis: Analysis) -> str:
     return "; ".join(found)
 
 
+def _claims(analysis: Analysis) -> str:
+    """The verdicts on the study's claims."""
+    verdicts = [claim.verdict for claim in check_claims(analysis)]
+    if len(verdicts) == 1:
+        return f"The claim is {verdicts[0]}"
+    counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]
+    return f"Of {len(verdicts)} claims {wording.listed(counts, len(counts))}" if verdicts else ""
+
+
 def _learnt(analysis: Analysis) -> str:
     """The arms that end above their start, in a Holm family of their own; empty if all do, or if none can be tested."""
     known = [arm for arm in analysis.finished_arms if not math.isnan(arm.gain_p)]
@@ -143,6 +154,8 @@ def _learnt(analysis: Analysis) -> str:
 def _finding(analysis: Analysis) -> str:
     best, baseline = max(analysis.finished_arms, key=lambda arm: arm.mean), analysis.baseline
     reaches = f"{best.label} reaches {_value(best, analysis)}"
+    if analysis.record.references:
+        return f"{reaches}; {_pairs(analysis)}"
     if len(analysis.arms) == 1:
         return f"{reaches} ({wording.plural(len(best.scores), 'seed')}); no other arm to compare it with"
     if baseline is None or not baseline.scores:
@@ -188,6 +201,22 @@ def _finding(analysis: Analysis) -> str:
     return (
         f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
         f"{_apart(closest)} it ({_evidence(closest)}){lowest}"
+    )
+
+
+def _pairs(analysis: Analysis) -> str:
+    """The differences of arms that are compared with others than one baseline, the surest first."""
+    compared = [one for one in analysis.comparisons if one.interval is not None]
+    compared = sorted((one for one in compared if not math.isnan(one.p)), key=lambda one: one.p)
+    if not compared:
+        return "no test is possible yet of the arms that are to be compared"
+    found = [one for one in compared if one.is_detected]
+    each = [f"{one.arm} is {_apart(one)} {one.baseline.label} ({_evidence(one)})" for one in found or compared[:1]]
+    others = len(compared) - len(found)
+    if not found:
+        return f"no arm could be told from the one that it is compared with: the surest, {each[0]}"
+    return "; ".join(
+        [*each, *([f"{wording.plural(others, 'other difference')} could not be detected"] if others else [])]
     )
 
 
