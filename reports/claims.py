@@ -80,7 +80,7 @@ def check_claims(analysis: Analysis) -> list[Claim]:
         day = datetime.fromtimestamp(one["time"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
         claims.append(Claim(
             one["sentence"], one["source"], f"registered {day}, digest {one['digest']}",
-            _predicted(one, metric), measured, verdict, p, metric, is_ratio, some, region,
+            _predicted(one, metric, region), measured, verdict, p, metric, is_ratio, some, region,
         ))  # fmt: skip
     return claims
 
@@ -160,7 +160,7 @@ def _name(claim: Mapping[str, Any], weights: Weights) -> str:
             sides.append(f"{'mean of ' if len(side) > 1 else ''}{wording.listed(list(side), len(side))}")
         else:
             sides.append(" + ".join(arm if weight == 1 else f"{weight:g} x {arm}" for arm, weight in side.items()))
-    return f"{sides[0]} {'over' if claim['ratio'] else '-'} {sides[1]}"
+    return f" {'over' if claim['ratio'] else '-'} ".join(filter(None, sides))
 
 
 def _value(found: Contrast, metric: str, is_ratio: bool) -> str:
@@ -173,11 +173,10 @@ def _value(found: Contrast, metric: str, is_ratio: bool) -> str:
     return f"{wording.with_limits(found.estimate, found.interval, metric, signed=True)}{unit}"
 
 
-def _predicted(claim: Mapping[str, Any], metric: str) -> str:
-    margin = f"{claim['margin']:g} times" if claim["ratio"] else wording.points(claim["margin"], metric)
-    more = f"more than {margin} " if claim["margin"] > claim["ratio"] else ""
-    return {
-        "above": f"{more}above", "below": f"{more}below", "ordered": f"each {more}above the one before",
-        "equivalent": f"within {margin} of each other", "not_below": f"not below by {margin} or more",
-        "not_above": f"not above by {margin} or more",
-    }[claim["predicts"]]  # fmt: skip
+def _predicted(claim: Mapping[str, Any], metric: str, region: tuple[float, float]) -> str:
+    """`between -5.0 and +5.0 points`; the ends of ratios are factors."""
+    is_ratio, unit = claim["ratio"], " points" if wording.is_fraction(metric) and not claim["ratio"] else ""
+    low, high = (f"{math.exp(end):.3g}" if is_ratio else wording.number(end, metric, signed=True) for end in region)
+    text = f"above {low}" if math.isinf(region[1]) else f"below {high}"
+    text = f"between {low} and {high}" if math.isfinite(region[0]) and math.isfinite(region[1]) else text
+    return f"{'each ' if len(claim['contrasts']) > 1 else ''}{'a ratio ' if is_ratio else ''}{text}{unit}"

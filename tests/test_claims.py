@@ -132,6 +132,15 @@ def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio: float, v
     assert f"ppo over grpo {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}]" in found.measured
 
 
+def test_what_a_single_arm_gains_may_be_claimed() -> None:
+    record = fake_study([FakeArm("a", "grpo", 0.7, {}, {})], seeds=range(3), num_steps=10)
+    found = checked(record, contrast={"a": 1}, value="gain")  # from 40 to 70 %, give or take a seed's luck
+    assert (found.verdict, found.predicted) == ("supported", "above 0.0 points")
+    assert found.measured.startswith("Validation accuracy: a +")
+    with pytest.raises(ValueError, match="weights of a contrast must have sum 0"):
+        checked(record, contrast={"a": 1})
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -274,6 +283,6 @@ def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_p
     files = write_report(record, tmp_path, formats=("svg",))
     page, text = files.html.read_text(), files.markdown.read_text()
     assert "b &lt;matches&gt; a." in page and ">contradicted</span>" in page
-    assert "within 5.0 points of each other" in page and "within 5.0 points of each other" in text
+    assert "between -5.0 and +5.0 points" in page.replace("\u2212", "-") and "between -5.0 and +5.0 points" in text
     assert (tmp_path / "figures" / "claims_0.svg").exists()
     assert 'id="claims"' not in write_report(fake_study(arms), tmp_path, formats=()).html.read_text()

@@ -48,8 +48,9 @@ class Claim(Section):
             raise ValueError("a claim must have one of contrast, trend and order")
         if bool(self.order) != (self.predicts == "ordered") or len(self.order) == 1:
             raise ValueError("predicts: ordered must have 'order', a list of two arms or more, and no other has it")
+        changes = self.value in ("gain", "fall")  # of a single arm may be claimed, too
         for weights in self.contrast:
-            if abs(sum(weights.values())) > 1e-9 or not any(weights.values()):
+            if (abs(sum(weights.values())) > 1e-9 and not changes) or not any(weights.values()):
                 raise ValueError(f"weights of a contrast must have sum 0 and not all be 0, got {weights}")
         if self.ratio and self.margin < 1:
             raise ValueError(f"the margin of a ratio must be a factor of at least 1, got {self.margin:g}")
@@ -67,10 +68,10 @@ class Claim(Section):
     @property
     def region(self) -> tuple[float, float]:
         """The ends between which each contrast must lie."""
-        bound = self.bound
+        bound, below = self.bound, 0.0 - self.bound
         return {
-            "above": (bound, math.inf), "ordered": (bound, math.inf), "below": (-math.inf, -bound),
-            "equivalent": (-bound, bound), "not_below": (-bound, math.inf), "not_above": (-math.inf, bound),
+            "above": (bound, math.inf), "ordered": (bound, math.inf), "below": (-math.inf, below),
+            "equivalent": (below, bound), "not_below": (below, math.inf), "not_above": (-math.inf, bound),
         }[self.predicts]  # fmt: skip
 
     def contrasts(self, levels: Mapping[str, Mapping[str, Any]]) -> list[Weights]:
@@ -78,7 +79,7 @@ class Claim(Section):
         for label in [*self.order, *(label for weights in self.contrast for label in weights)]:
             if label not in levels:
                 fix = f"{did_you_mean(label, list(levels))}arms: {', '.join(list(levels)[:20])}"
-                raise ValueError(f"a claim must name arms of the study, got '{label}'; {fix}")
+                raise ValueError(f"a claim must name arms of the study, got '{label}' (--set claim=[] has none); {fix}")
         if self.order:
             pairs = zip(self.order[1:], self.order, strict=False)
             return [{after: 1.0, before: -1.0} for after, before in pairs]

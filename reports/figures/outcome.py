@@ -209,12 +209,11 @@ def claims(found: Sequence[Claim]) -> list[Drawing]:
     drawings = []
     for (is_ratio, unit), rows in units.items():
         if rows:
-            title = "Each claim: what was measured, against what was predicted"
+            title = "Each claim against what it predicts"
             caption = "Shaded: where the contrast should lie; bar: 95 % interval."
+            labels = [claim.sentence if len(claim.found) == 1 else name for claim, name, _ in rows]
             plot = partial(_claims, rows, is_ratio, unit)
-            drawings.append(
-                style.row_chart(f"claims_{len(drawings)}", title, caption, [name for _, name, _ in rows], plot)
-            )
+            drawings.append(style.row_chart(f"claims_{len(drawings)}", title, caption, labels, plot))
     return drawings
 
 
@@ -235,7 +234,7 @@ def _claims(rows: Sequence[tuple[Claim, str, Contrast]], is_ratio: bool, unit: s
         if one.interval is not None:
             axes.plot([at(one.interval.low), at(one.interval.high)], [row, row], color=style.INK, lw=2.2)
         axes.plot([at(one.estimate)], [row], "o", color=style.INK, ms=6.5, mec="white", mew=0.8)
-        number = f"{at(one.estimate):.2f}" if is_ratio else wording.number(one.estimate, claim.metric, signed=True)
+        number = f"{at(one.estimate):.2f}" if is_ratio else wording.number(one.estimate, claim.metric, signed=True)[:6]
         style.text_beside(axes, row, number)
     axes.set_xlim(left, right)
     axes.set_xlabel(unit)
