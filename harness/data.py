@@ -81,8 +81,8 @@ class InvalidRun(Exception):
 
 
 def component_arm(design: str, component: str) -> str:
-    """The label of a component's arm in a design `leave_one_out` or `add_one_in`."""
-    return f"without {component}" if design == "leave_one_out" else f"only {component}"
+    """The label of a component's arm in a design `leave_one_out`, `add_one_in` or `ladder`."""
+    return {"leave_one_out": "without ", "add_one_in": "only ", "ladder": "+"}[design] + component
 
 
 def short_path(dotted: str) -> str:

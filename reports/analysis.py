@@ -72,10 +72,15 @@ class Comparison:
     rng_seed: int
     first: int | None = None
     share: float = 1.0
+    is_alone: bool = True  # the baseline is that of all comparisons, so that the arm names it
 
     @property
     def arm(self) -> str:
         return self.summary.label
+
+    @property
+    def name(self) -> str:
+        return self.arm if self.is_alone else f"{self.arm} - {self.baseline.label}"
 
     @property
     def values(self) -> list[float]:
@@ -134,11 +139,25 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of arms over the seeds that all of them completed; `interval` is the one stated in reports."""
+    """A weighted sum of arms over the seeds that all of them completed.
+
+    interval    the one stated in reports
+    tests       the intervals behind its p; empty without a test, as while planned seeds are to come
+    resolution  of the scores, as in `t_test`
+    variance    of one seed, and of one problem of `num_problems`; None with fewer than 2 seeds
+    """
 
     differences: Mapping[int, float]
     interval: Interval | None
-    p: float
+    tests: Sequence[Interval] = ()
+    resolution: float = 0.0
+    variance: CrossedVariance | None = None
+    num_problems: int = 1
+
+    @property
+    def p(self) -> float:
+        """Of no difference: the largest of its tests'; NaN without."""
+        return _p_value(self.tests, self.resolution)
 
     @property
     def estimate(self) -> float:
@@ -211,10 +230,17 @@ def analysed(record: StudyRecord) -> Analysis:
     usable = usable_trials(record, outcome)
     arms = [summarise(label, record, outcome, usable, rng) for label in labels]
     grid = grid_of(arms, record) if search_of(record) is None else None
-    comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
+    by_label, references = {arm.label: arm for arm in arms}, record.references
+    if not references and search_of(record) is None:
+        references = dict.fromkeys(by_label, record.baseline)
+    pairs = [(arm, by_label[to]) for arm in arms if (to := references.get(arm.label, arm.label)) in by_label]
+    comparisons = _compare(pairs, record, outcome, rng)
     effects = grid.effects if grid is not None else ()
+    comparisons = [replace(one, is_alone=not record.references) for one in comparisons]
+    same = same_as_baseline(record)
+    comparisons = [replace(one, p=math.nan) if one.arm in same else one for one in comparisons]
     # one that waits for seeds has no p yet, and yet its place in the family
-    p_values = [1.0 if math.isnan(one.p) and one.share < 1 else one.p for one in comparisons]
+    p_values = [1.0 if math.isnan(one.p) and one.share < 1 and one.arm not in same else one.p for one in comparisons]
     p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
@@ -232,9 +258,16 @@ def analysed(record: StudyRecord) -> Analysis:
         summary = summarise(label, alone, outcome, mine, rng)
         start = [specs[label].get(key) for key in _START]
         alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
-        compared = _compare(alike, summary, everything, outcome, rng)
+        compared = _compare([(arm, summary) for arm in alike], everything, outcome, rng)
         found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
     return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found)
+
+
+def same_as_baseline(record: StudyRecord) -> list[str]:
+    """The arms that cannot differ from what they are compared with by construction: no hypothesis, so no p."""
+    references = record.references or dict.fromkeys(record.arms, record.baseline)
+    pairs = [(label, references.get(label, label), labels) for labels, _ in record.identical for label in labels]
+    return [label for label, reference, labels in pairs if reference != label and reference in labels]
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
@@ -243,28 +276,29 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
     interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
     if interval is None or awaits_seeds(record, seeds):
-        return Contrast(sums, interval, math.nan)
-    return Contrast(sums, interval, statistics.t_test(interval))
+        return Contrast(sums, interval)
+    spread = CrossedVariance(float(np.var(list(sums.values()), ddof=1)), 0.0, 0.0)
+    return Contrast(sums, interval, [interval], variance=spread)
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
     """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
     found = contrast(analysis.record, {arm.label: arm.scores for arm in analysis.arms}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
+    counted = analysis.arm(next(iter(weights))).num_problems
+    found = replace(found, resolution=1 / counted if counted else 0.0)
     cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     if found.interval is None or len(weighted) < len(weights):
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first, share = num_first(analysis.record, found.differences), found.interval.share
-    waits = awaits_seeds(analysis.record, found.differences)
-    p = (
-        math.nan
-        if waits
-        else _p_value(found.differences, summed, first, share, 1 / analysis.arm(next(iter(weights))).num_problems)
-    )
     interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
-    return Contrast(found.differences, interval, p)
+    if not found.tests:
+        return replace(found, interval=interval)
+    tests = [*found.tests, *statistics.cautious_intervals(summed, first, share)[1:]]
+    spread = statistics.crossed_variance(summed)
+    return replace(found, interval=interval, tests=tests, variance=spread, num_problems=summed.shape[1])
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -276,7 +310,7 @@ def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
     if not arms or not set.intersection(*(set(arm.scores) for arm in arms)):
         return None
     if len(arms) == 1:
-        return Contrast(arms[0].scores, arms[0].interval, math.nan)
+        return Contrast(arms[0].scores, arms[0].interval)
     return outcome_contrast(analysis, {arm.label: 1 / len(arms) for arm in arms})
 
 
@@ -312,14 +346,12 @@ def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
 
 
 def _compare(
-    arms: Sequence[ArmSummary], baseline: ArmSummary | None, record: StudyRecord, outcome: Outcome, rng: Generator
+    pairs: Sequence[tuple[ArmSummary, ArmSummary]], record: StudyRecord, outcome: Outcome, rng: Generator
 ) -> list[Comparison]:
-    """Every arm that shares a seed with the baseline, each in a separate family."""
-    if baseline is None or not baseline.scores:
-        return []
-    resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
+    """Every arm with another that it shares a seed with, each in a separate family."""
     found = []
-    for arm in arms:
+    for arm, baseline in pairs:
+        resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
         differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
         if arm is baseline or not differences:
             continue
@@ -333,24 +365,21 @@ def _compare(
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
         waits = awaits_seeds(record, differences)
-        p = math.nan if waits else _p_value(differences, cells, first, share, resolution)
+        tests = [statistics.t_interval(list(differences.values()), first, share)]
+        if cells is not None:
+            tests += statistics.cautious_intervals(cells, first, share)[1:]
+        p = math.nan if waits else _p_value([test for test in tests if test is not None], resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first, share))
     return found
 
 
-def _p_value(
-    seeds: Mapping[int, float], cells: Floats | None, first: int | None, share: float, resolution: float
-) -> float:
+def _p_value(tests: Sequence[Interval], resolution: float) -> float:
     """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
 
     NaN if one of them is: a difference without spread whose scores were not counted.
     """
-    tests = [statistics.t_interval(list(seeds.values()), first, share)]
-    if cells is not None:
-        tests += statistics.cautious_intervals(cells, first, share)[1:]
-    found = [statistics.t_test(test, resolution) for test in tests if test is not None]
-    return float(np.max(found)) if found else math.nan
+    return float(np.max([statistics.t_test(test, resolution) for test in tests])) if tests else math.nan
 
 
 def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:

@@ -50,6 +50,7 @@ def page_drawings(
         "slices": outcome.slices(analysis),
         "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
+        "claims": outcome.claims(check_claims(analysis)),
     }
 
 
@@ -266,12 +267,14 @@ def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, A
 def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     """An arm with its comparison, colour and tag; its seeds with a result, of those that the study asks for."""
     is_best = (search_of(analysis.record) or {}).get("best") == arm.label
+    compared = analysis.comparison(arm.label)
+    against = f"minus {compared.baseline.label}" if compared is not None and not compared.is_alone else ""
     wanted = [seed for label, seed in wanted_pairs(analysis.record) if label == arm.label]
     return {
         "arm": arm,
-        "comparison": analysis.comparison(arm.label),
+        "comparison": compared,
         "color": color_of(analysis, arm.label),
-        "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
+        "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else against,
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
     }
 

@@ -170,7 +170,9 @@ def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
         seeds = [len(arm.scores), max(wanted.count(arm.label), len(arm.scores))]
         costs = [arm.costs.get(key) for key in _PER_ARM]
         rows.append([arm.label, *seeds, arm.mean, *_limits(arm.interval), *tested, *costs])
-    return columns, rows
+        if analysis.record.references:
+            rows[-1].append(one and one.baseline.label)
+    return [*columns, *(["minus"] if analysis.record.references else [])], rows
 
 
 def comparison_latex(analysis: Analysis) -> str:
@@ -182,7 +184,10 @@ def comparison_latex(analysis: Analysis) -> str:
         cells = [arm.label, str(len(arm.scores)), wording.with_limits(arm.mean, arm.interval, metric)]
         if (one := analysis.comparison(arm.label)) is not None:
             difference = wording.with_limits(one.estimate, one.interval, metric, signed=True)
-            cells += [difference, wording.p_value(one.p_adjusted)]
+            cells += [
+                f"{difference}{'' if one.is_alone else f' to {one.baseline.label}'}",
+                wording.p_value(one.p_adjusted),
+            ]
         elif compared:
             cells += ["baseline" if arm.is_baseline else "", ""]
         rows.append(cells)

@@ -19,7 +19,7 @@ Student's over seeds. The bootstrap is shown in addition. The same holds for pai
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
@@ -282,6 +282,29 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
     if error <= 1e-12 * abs(difference.estimate):  # no spread but that of the computer's own rounding
         return math.nan
     return min(float(2 * special.stdtr(difference.df, -abs(difference.estimate) / error)) / difference.share, 1.0)
+
+
+def region_test(tests: Sequence[Interval], low: float, high: float, resolution: float = 0.0) -> tuple[float, float]:
+    """(p of a mean that is not between `low` and `high`, p of one that is): a small one shows the opposite.
+
+    A mean is shown to be above (below) an end by the largest p of `tests`, intervals with one estimate, in that
+    direction, so that p is below 0.05 where the widest of them lies on that side of it. Between two ends takes both
+    (two one-sided tests, Schuirmann 1987; at half of ALPHA each, as everywhere here). NaN as for `t_test`.
+    """
+
+    def shown(end: float, sign: float, certain: float) -> float:
+        if math.isinf(end):
+            return certain
+        shifted = [replace(test, estimate=sign * (test.estimate - end)) for test in tests]
+        found = [t_test(one, resolution) for one in shifted]
+        return float(
+            np.max([p if math.isnan(p) or one.estimate > 0 else 1.0 for p, one in zip(found, shifted, strict=True)])
+        )
+
+    if not tests:
+        return math.nan, math.nan
+    inside = float(np.max([shown(low, 1, 0.0), shown(high, -1, 0.0)]))
+    return inside, float(np.min([shown(low, -1, 1.0), shown(high, 1, 1.0)]))
 
 
 def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, resamples: int = 9999) -> float:

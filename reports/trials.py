@@ -227,7 +227,8 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
     spent = {key: [t.summary[key] for t in mine if math.isfinite(t.summary.get(key, math.nan))] for key in keys}
     return ArmSummary(
         label=label,
-        is_baseline=label == record.baseline and search_of(record) is None,
+        is_baseline=search_of(record) is None
+        and (label not in record.references if record.references else label == record.baseline),
         factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
         scores=scores,
         cells=cells,

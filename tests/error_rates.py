@@ -24,7 +24,16 @@ from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
 from factories import make_study
-from fake_study import FakeArm, factor_grid, fake_study, random_scores, wanted_studies, with_trials
+from fake_study import (
+    FakeArm,
+    factor_grid,
+    fake_study,
+    random_scores,
+    random_scores_truth,
+    wanted_studies,
+    with_claims,
+    with_trials,
+)  # fmt: skip
 from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
@@ -33,8 +42,20 @@ AT_MOST = 16
 LUCK = ("usual", "heavy tails", "collapses")
 PROBLEMS = 64
 UNEVEN = (20, 12, 8, 6, 4, 4, 3, 2, 2, 1, 1, 1)  # problems of a family
+MARGIN = 0.08  # of a claim on scores of single problems
 UNEQUAL = (0.05, 0.16, 0.6)  # logits: a stable, a usual and an unstable arm
 GRID = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}
+_ON_THE_ENDS: Sequence[Mapping[str, Any]] = (
+    {"contrast": {"ppo": 1, "grpo 8 0.04": -1}, "metric": "peak_memory_bytes", "ratio": True, "margin": 1.7},
+    {"contrast": {"ppo": 1, "grpo 8 0.04": -1}, "metric": "seconds/step", "value": "mean", "ratio": True,
+     "margin": 1 / 0.65},
+    {"contrast": {"grpo 8 0.04": 1, "ppo": -1}},
+    {"contrast": {"grpo 8 0.04": 1, "grpo 16 0.04": 1, "grpo 4 0.04": -2}, "metric": "validation/accuracy",
+     "value": "fall", "predicts": "below"},
+    {"contrast": [{"grpo 8 0.04": 1, f"grpo 8 {beta}": -1} for beta in (0.0, 0.1)]},
+    {"contrast": {"grpo 16 0.04": 1, "grpo 4 0.04": -1}, "predicts": "not_above"},
+    {"predicts": "ordered", "order": ["grpo 4 0.04", "grpo 8 0.04", "grpo 16 0.04"]},
+)  # fmt: skip
 _P = re.compile(r"p (?:= |< )(\d\.\d+)")
 
 
@@ -118,25 +139,39 @@ def search(rng: Generator, num_seeds: int) -> bool:
 
 
 def claims(rng: Generator, num_seeds: int) -> bool:
-    """Arms that lie exactly on the bounds of all six claims: any verdict but undecided is false."""
+    """Six arms that lie exactly on the ends of what seven claims predict: any verdict but undecided is false."""
     record = _record(_claimed, 6, num_seeds)
     record = _scored(record, random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6))
 
     def measured(trial: TrialRecord) -> dict[str, Any]:
-        cells, is_ppo = list(trial.per_problem.values()), trial.arm == "ppo"
+        is_ppo = trial.arm == "ppo"
         seconds, peak = np.exp(rng.normal(0, 0.03, 2)) * ((1 / 0.65, 1.7) if is_ppo else (1, 1))
         history = {
-            "test/accuracy_level_1": [(10, float(np.mean(cells[::2])))],
-            "test/accuracy_level_2": [(10, float(np.mean(cells[1::2])))],
             "validation/accuracy": list(enumerate(rng.binomial(256, 0.7, 4) / 256)),
-            "seconds/step": [(1, 9.0), (2, float(seconds))],
+            "seconds/step": [(1, 9.0), (2, float(seconds)), (3, float(seconds))],
         }
         return {"history": history, "summary": {**trial.summary, "peak_memory_bytes": float(peak)}}
 
-    found = check_claims(analysed(with_trials(record, measured)))
-    if sum(claim.verdict == "not tested" for claim in found) > 2:  # counts may be equal in few seeds, by chance
+    found = check_claims(analysed(with_claims(with_trials(record, measured), *_ON_THE_ENDS)))
+    if sum(claim.verdict == "not tested" for claim in found) > 1:  # counts may be equal in few seeds, by chance
         raise ValueError(f"claims must be tested, got {[claim.measured for claim in found]}")
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
+
+
+def margins(
+    rng: Generator, num_seeds: int, predicts: str, difference: float, wrong: Sequence[str], by_problem: bool = True
+) -> bool:
+    """Whether the verdict is one of `wrong` on an arm that is `difference` (a fraction, at most 0) above another, held
+    against a margin of MARGIN. With `by_problem` each right sample is wrong with the chance that makes this exact."""
+    record = _record(_arms, 2, num_seeds)
+    if by_problem:
+        scores = random_scores(rng, 2, num_seeds, PROBLEMS, arm_by_problem=0.6)
+        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / random_scores_truth()) / 4
+        record = _scored(record, scores)
+    else:
+        record = _curved(record, _luck(rng, "usual", 2, num_seeds) + np.array([[0.0], [difference]]))
+    claim = {"contrast": {"arm 1": 1, "arm 0": -1}, "predicts": predicts, "margin": MARGIN if by_problem else 0.02}
+    return check_claims(analysed(with_claims(record, claim)))[0].verdict in wrong
 
 
 def components(rng: Generator, num_seeds: int) -> bool:
@@ -144,6 +179,15 @@ def components(rng: Generator, num_seeds: int) -> bool:
     record = _scored(_record(_components, 5, num_seeds), random_scores(rng, 5, num_seeds, PROBLEMS))
     text = answer(analysed(record))
     return claims_a_difference(text) or "[" in text.partition("ranked by contribution")[2]
+
+
+def stepwise(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
+    """Arms that are compared with the one before, or with the one that has another level and is alike otherwise."""
+    record = _record(build, 6, num_seeds)
+    pairs = zip(record.arms[1:], record.arms, strict=False)
+    references = {arm: before for arm, before in pairs if build is _ladder or arm.endswith("=0.1")}
+    scores = random_scores(rng, len(record.arms), num_seeds, PROBLEMS, arm_by_problem=0.6)
+    return _answered(dataclasses.replace(_scored(record, scores), references=references))
 
 
 def missing_problems(rng: Generator, num_seeds: int) -> bool:
@@ -225,6 +269,30 @@ def extended_families(
         yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
 
 
+def limited_operations(rng: Generator, num_seeds: int, by_problem: bool) -> Iterator[Analysis]:
+    """Five arms and a baseline with 10, 5 or 20 steps, or with a limit of operations that ends each run elsewhere.
+
+    All of them end at the same accuracy; the shorter they train, the more their seeds differ.
+    """
+    steps = np.resize([10, 5, 20], 6)
+    scores = random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6 * by_problem, seed_deviations=UNEQUAL)
+    record = _scored(_record(_arms, 6, num_seeds), scores)
+
+    def limited(trial: TrialRecord) -> dict[str, Any]:
+        arm = record.arms.index(trial.arm)
+        last = int(steps[arm] if arm < 3 else rng.integers(steps[arm] // 2, steps[arm] + 1))
+        final = trial.summary["test_accuracy"]
+        curve = [(step, final * step / last) for step in range(last)] + [(last, final)]
+        return {
+            "history": {"validation/accuracy": curve, **({"test/accuracy": [(last, final)]} if by_problem else {})},
+            "summary": {"test_accuracy": final, "flops_total": 1e12 * last} if by_problem else {},
+            "per_problem": trial.per_problem if by_problem else {},
+            "spec": {**trial.spec, "steps": int(steps[arm]), "max_flops": None if arm < 3 else 1e12 * int(steps[arm])},
+        }
+
+    yield analysed(with_trials(record, limited))
+
+
 def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
     """As many seeds as planned, unless a page before the last one shows something."""
     whole = _curved(_record(_arms, 4, num_seeds), _luck(rng, luck, 4, num_seeds))
@@ -272,6 +340,10 @@ def _arms(count: int) -> list[FakeArm]:
 def _components(count: int) -> list[FakeArm]:
     labels = ("all", *(f"without part {number}" for number in range(1, count)))
     return [FakeArm(label, "grpo", 0.5, {}, {"arm": label}) for label in labels]
+
+
+def _ladder(_: int) -> list[FakeArm]:
+    return [FakeArm(label, "grpo", 0.5, {}, {"arm": label}) for label in ("none", "+a", "+b", "+c", "+d")]
 
 
 def _grid(_: int) -> list[FakeArm]:
@@ -354,7 +426,15 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "grid, families of 8": partial(related, sizes=(8,) * 8, build=_grid),
     "half of the problems named": partial(related, sizes=(*(8,) * 8, *(1,) * 64), unnamed=64),
     "search of 12 arms": search,
-    "6 claims": claims,
+    "7 claims": claims,
+    "ladder of 4 parts": partial(stepwise, build=_ladder),
+    "2 levels within 3": partial(stepwise, build=_grid),
+    "equivalent, difference of the margin": partial(
+        margins, predicts="equivalent", difference=-MARGIN, wrong=("supported",)
+    ),
+    "not below, difference of the margin": partial(
+        margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
+    ),
     "4 components": components,
     "5 arms, missing problems": missing_problems,
     "2 studies, shared seeds, unequal numbers": joined,
@@ -370,6 +450,8 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
     "imported": ((2, 3, 5, 10), imported),
     "imported, families of 8": ((2, 3, 5, 10), partial(imported, families=True)),
+    "unequal limits of operations": ((3, 5, 10), partial(limited_operations, by_problem=True)),
+    "unequal limits of operations, seeds alone": ((3, 5, 10), partial(limited_operations, by_problem=False)),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),
@@ -379,6 +461,12 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "families of one": partial(related, sizes=(1,) * 64),
     "missing problems": missing,
     "5 arms, unequal budgets": unequal_budgets,
+    "equivalent, difference of the margin, seeds alone": partial(
+        margins, predicts="equivalent", difference=-0.02, wrong=("supported",), by_problem=False
+    ),
+    "equivalent, no difference, called different": partial(
+        margins, predicts="equivalent", difference=0.0, wrong=("contradicted",)
+    ),
     "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
 }
 

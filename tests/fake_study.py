@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from cohort.harness.data import SampleRow, TrialState
 from cohort.harness.record.study import StudyRecord, TrialRecord
+from cohort.harness.spec.claim import Claim
 
 HOSTILE = (
     "8+5=13</pre><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{1}{ ``` | <b>& \x00\x1b[31m \u202e"
@@ -99,6 +100,18 @@ def fake_study(
 def with_trials(record: StudyRecord, change: Callable[[TrialRecord], Mapping[str, Any]]) -> StudyRecord:
     """The record with the fields of every trial that `change` gives for it replaced."""
     return dataclasses.replace(record, trials=[dataclasses.replace(t, **change(t)) for t in record.trials])
+
+
+def with_claims(record: StudyRecord, *claims: Mapping[str, Any]) -> StudyRecord:
+    """The record with these registered claims, which need say no more than their contrast."""
+    levels = {arm: next((t.factors for t in record.trials if t.arm == arm), {}) for arm in record.arms}
+    found = []
+    for raw in claims:
+        claim = Claim.model_validate({"sentence": "S.", "source": "a paper", "predicts": "above", **raw})
+        region = [end if math.isfinite(end) else None for end in claim.region]
+        own = {"contrasts": claim.contrasts(levels), "region": region, "time": 0, "digest": "0a1b"}
+        found.append({**claim.model_dump(mode="json"), **own})
+    return dataclasses.replace(record, claims=found)
 
 
 def wanted_studies(purpose: str | None, default: int) -> int:

@@ -1,214 +1,288 @@
-"""The verdicts on published claims: support takes a significant difference, and what was not varied is not tested."""
+"""The verdicts on registered claims: each takes a region that is shown by the error of any comparison."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cohort.harness.record.study import StudyRecord, TrialRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord, keep_document, read_folder, study_document
+from cohort.harness.spec.claim import Claim as Registered
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.reports import statistics
+from cohort.reports.analysis import analysed
 from cohort.reports.claims import Claim, check_claims
-from cohort.reports.render import analysed
-from fake_study import FakeArm, factor_grid, fake_study, with_trials
+from cohort.reports.render import write_report
+from fake_study import FakeArm, fake_study, with_claims, with_trials
 from scipy import stats
 
-MEMORY, TIME, ACCURACY, GROUP_SIZE, KL_WEIGHT, HARD_TASKS = range(6)
+
+def checked(record: StudyRecord, **claim: Any) -> Claim:
+    (found,) = check_claims(analysed(with_claims(record, claim)))
+    return found
 
 
-def claims(record: StudyRecord) -> list[Claim]:
-    return check_claims(analysed(record))
+def scored(differences: list[float], base: float = 0.5, **claim: Any) -> Claim:
+    """A claim on b minus a, with these differences of a validation accuracy over the seeds."""
+    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in ("a", "b")]
+    record = fake_study(arms, seeds=range(len(differences)), num_problems=2, num_steps=10)
+
+    def curve(trial: TrialRecord) -> dict[str, Any]:
+        value = base + (differences[trial.seed] if trial.arm == "b" else 0.0)
+        return {"history": {"validation/accuracy": [(0, 0.1), (10, value)]}, "summary": {}, "per_problem": {}}
+
+    return checked(with_trials(record, curve), **{"contrast": {"b": 1, "a": -1}, **claim})
 
 
-def ppo_and_grpo(ppo: float, grpo: float, **settings: Any) -> list[FakeArm]:
-    """Two arms of a model that is not the built-in one."""
-    settings = {"model": "other", "autocast": True, **settings}
-    return [
-        FakeArm(name, name, accuracy, {"algorithm.name": name, **settings}, {"algorithm.name": name})
-        for name, accuracy in (("ppo", ppo), ("grpo", grpo))
-    ]
-
-
-def with_history(record: StudyRecord, metric: str, value: Callable[[TrialRecord], list[float]]) -> StudyRecord:
-    return with_trials(record, lambda t: {"history": {**t.history, metric: list(enumerate(value(t)))}})
-
-
-def test_a_difference_in_the_claimed_direction_that_is_not_significant_is_no_support() -> None:
-    verdicts = []
-    for rng_seed in range(6):
-        claim = claims(fake_study(ppo_and_grpo(0.70, 0.71), rng_seed=rng_seed, num_steps=10))[ACCURACY]
-        assert (claim.verdict == "undecided") == (claim.p_adjusted >= 0.05)
-        verdicts.append(claim.verdict)
-    assert verdicts.count("undecided") >= 5
-
-
-def test_one_seed_one_algorithm_or_no_complete_trial_tests_nothing() -> None:
-    single = claims(fake_study(ppo_and_grpo(0.5, 0.8), seeds=[0]))
-    assert single[ACCURACY].measured.endswith("with one shared seed no test is possible.")
-    alone = claims(fake_study(ppo_and_grpo(0.5, 0.8)[:1]))
-    broken = claims(fake_study(ppo_and_grpo(0.5, 0.8), states={("grpo", seed): "invalid" for seed in range(3)}))
-    states = {(arm, seed): "running" for arm in ("ppo", "grpo") for seed in range(3)}
-    unfinished = claims(fake_study(ppo_and_grpo(0.7, 0.7), states=states))
-    for found in (single, alone, broken, unfinished):
-        assert {claim.verdict for claim in found} == {"not tested"}
-        assert all(math.isnan(claim.p_adjusted) for claim in found)
-
-
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.8, "supported"), (1.3, "contradicted"), (1.7, "undecided")])
-def test_the_ratio_of_peaks_is_held_against_1_7(ratio: float, verdict: str) -> None:
-    def peak(trial: TrialRecord) -> Mapping[str, Any]:
-        noise = {0: 0.99, 1: 1.01, 2: 1.0}[trial.seed] if trial.arm == "ppo" else 1.0
-        return {"summary": {**trial.summary, "peak_memory_bytes": (ratio if trial.arm == "ppo" else 1.0) * 1e9 * noise}}
-
-    claim = claims(with_trials(fake_study(ppo_and_grpo(0.7, 0.7)), peak))[MEMORY]
-    assert claim.verdict == verdict
-    assert f"{ratio:.2f} [" in claim.measured
-
-
-@pytest.mark.parametrize(("seconds", "verdict"), [(0.5, "supported"), (0.9, "contradicted"), (0.65, "undecided")])
-def test_the_time_of_a_step_is_held_against_35_percent_less(seconds: float, verdict: str) -> None:
-    record = fake_study(ppo_and_grpo(0.7, 0.7), seeds=range(4))
-    noise = np.random.default_rng(0).normal(1, 0.02, (2, 4))
-
-    def steps(trial: TrialRecord) -> list[float]:
-        grpo = trial.arm == "grpo"
-        return [99.0] + [(seconds if grpo else 1.0) * noise[int(grpo), trial.seed]] * 5  # the first step is left out
-
-    claim = claims(with_history(record, "seconds/step", steps))[TIME]
-    assert claim.verdict == verdict
-    # mean over seeds of log(grpo / ppo), with Student's interval
-    logs = np.log(seconds * noise[1] / noise[0])
-    low, high = np.exp(stats.t.interval(0.95, 3, logs.mean(), stats.sem(logs)))
-    assert f"takes {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}] times as long" in claim.measured
-
-
-def test_p_values_are_corrected_over_the_claims_tested() -> None:
-    record = fake_study(ppo_and_grpo(0.70, 0.71), seeds=range(4))
-
-    def steps(trial: TrialRecord) -> list[float]:  # grpo takes half the time, within 0.1 %
-        return [0.5 * (1 + trial.seed / 4000) if trial.arm == "grpo" else 1.0] * 5
-
-    found = claims(with_history(record, "seconds/step", steps))
-    tested = [claim for claim in found if claim.verdict != "not tested"]
-    assert [claim.statement for claim in tested] == [found[TIME].statement, found[ACCURACY].statement]
-    # times with so little spread have the smaller p, so accuracy is the larger of two and keeps its own p
-    analysis = analysed(record)
-    assert found[ACCURACY].p_adjusted == pytest.approx(analysis.comparisons[0].p, rel=1e-9)
-    # log seconds of grpo minus ppo against log 0.65, twice over
-    logs = np.log([0.5 * (1 + seed / 4000) for seed in range(4)]) - math.log(0.65)
-    assert found[TIME].p_adjusted == pytest.approx(2 * float(stats.ttest_1samp(logs, 0).pvalue), rel=1e-9)
-
-
-def group_sizes(ends: Mapping[int, float]) -> StudyRecord:
-    """One arm per group size whose runs end that far below their best of 0.8, give or take 1 point per seed."""
-    record = fake_study(factor_grid({"algorithm.group_size": list(ends)}), num_steps=10)
-
-    def curve(trial: TrialRecord) -> list[float]:
-        size = trial.factors["algorithm.group_size"]
-        return [0.4, 0.8, 0.8 - ends[size] - 0.01 * (trial.seed if size >= 8 else 0)]
-
-    return with_history(record, "validation/accuracy", curve)
-
-
-def test_an_invalid_run_with_a_large_group_forbids_calling_it_stable() -> None:
-    record = group_sizes({4: 0.3, 8: 0.02})
-    broken = dataclasses.replace(record.trials[-1], state="invalid", seed=9, trial="broken")
-    claim = claims(dataclasses.replace(record, trials=[*record.trials, broken]))[GROUP_SIZE]
-    assert (claim.verdict, "1 run with G >= 8 became invalid" in claim.measured) == ("undecided", True)
-
-
-def betas(accuracies: Mapping[float, float], seeds: int = 5) -> StudyRecord:
-    arms = [
-        FakeArm(f"beta={beta}", "grpo", accuracy, {"algorithm.kl_beta": beta}, {"algorithm.kl_beta": beta})
-        for beta, accuracy in accuracies.items()
-    ]
-    return fake_study(arms, seeds=range(seeds), num_steps=10)
-
-
-OTHER_RATE = [
-    dataclasses.replace(arm, settings={**arm.settings, "optimizer.learning_rate": rate})
-    for arm, rate in zip(ppo_and_grpo(0.5, 0.8), (0.1, 0.2), strict=True)
-]
+# four seeds with mean 2 points and deviation 0.8165: error 0.40825, t(3) = 3.182446, so 2 +- 1.299 points
+NEAR = [0.01, 0.02, 0.02, 0.03]
 
 
 @pytest.mark.parametrize(
-    ("record", "claim", "verdict", "words"),
+    ("predicts", "margin", "verdict"),
     [
-        (fake_study(ppo_and_grpo(0.5, 0.8), range(5)), ACCURACY, "supported", " above PPO (5 seeds)."),
-        (fake_study(ppo_and_grpo(0.8, 0.5), range(5)), ACCURACY, "contradicted", " below PPO (5 seeds)."),
-        (fake_study(OTHER_RATE, range(5)), ACCURACY, "not tested", "No arms of PPO and GRPO"),
-        # 6.1e8 / 4.2e8 = 1.45, most of which is the libraries'
-        (fake_study(ppo_and_grpo(0.7, 0.7, model="tiny")), MEMORY, "not tested", "1.45 ["),
-        # falls of 2, 3, 4 points with G = 8 against 30 with G = 4: 27 points with a deviation of 1
-        (group_sizes({4: 0.3, 8: 0.02}), GROUP_SIZE, "supported", "27.0 points ["),
-        (group_sizes({4: 0.02, 8: 0.3}), GROUP_SIZE, "contradicted", "further below"),
-        (group_sizes({4: 0.02, 8: 0.01}), GROUP_SIZE, "undecided", "0.0 points [-2.5, 2.5]"),
-        (group_sizes({8: 0.02, 16: 0.3}), GROUP_SIZE, "not tested", "No arms with group sizes on both sides"),
-        # the range of beta must beat every other beta, and one that beats it contradicts
-        (betas({0.0: 0.5, 0.04: 0.8, 0.1: 0.55}), KL_WEIGHT, "supported", "above beta = 0.1"),
-        (betas({0.0: 0.5, 0.04: 0.7, 0.1: 0.9}), KL_WEIGHT, "contradicted", "below beta = 0.1"),
-        (betas({0.0: 0.3, 0.04: 0.701, 0.1: 0.69}), KL_WEIGHT, "undecided", "above beta = 0;"),
-        (betas({0.0: 0.5, 0.1: 0.9}), KL_WEIGHT, "not tested", "No arms with beta inside and outside"),
+        ("above", 0.0, "supported"), ("above", 0.005, "supported"), ("above", 0.02, "undecided"),
+        ("above", 0.034, "contradicted"), ("below", 0.0, "contradicted"), ("not_below", 0.0, "supported"),
+        ("equivalent", 0.034, "supported"), ("equivalent", 0.032, "undecided"), ("equivalent", 0.006, "contradicted"),
+        ("equivalent", 0.008, "undecided"), ("not_above", 0.034, "supported"), ("not_above", 0.006, "contradicted"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_on_which_side_of_the_margin_the_interval_lies(predicts: str, margin: float, verdict: str) -> None:
+    found = scored(NEAR, predicts=predicts, margin=margin)
+    assert found.verdict == verdict
+    assert "+2.0 [+0.7, +3.3] points (4 seeds)." in found.measured
+
+
+def test_the_p_of_a_region_is_that_of_two_one_sided_tests() -> None:
+    interval = statistics.t_interval(NEAR)
+    assert interval is not None
+    error = np.std(NEAR, ddof=1) / 2
+    inside, outside = statistics.region_test([interval], -0.03, 0.03)
+    # the nearer end, 1 point away, decides: p is twice the tail, as for a difference
+    assert inside == pytest.approx(2 * stats.t.sf(0.01 / error, 3))
+    assert outside == 1.0
+    inside, outside = statistics.region_test([interval], 0.03, math.inf)
+    assert (inside, outside) == (1.0, pytest.approx(2 * stats.t.sf(0.01 / error, 3)))
+    inside, outside = statistics.region_test([interval], 0.0, math.inf)
+    assert inside == pytest.approx(float(stats.ttest_1samp(NEAR, 0).pvalue))
+    wider = dataclasses.replace(interval, error=2 * interval.error)  # of several tests the largest p counts
+    assert statistics.region_test([interval, wider], 0.0, math.inf)[0] == pytest.approx(2 * stats.t.sf(0.01 / error, 3))
+    assert all(map(math.isnan, statistics.region_test([], 0.0, 1.0)))
+
+
+def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -> None:
+    found = scored(NEAR, predicts="equivalent", margin=0.028)
+    variance = statistics.CrossedVariance(float(np.var(NEAR, ddof=1)), 0.0, 0.0)
+    needed = statistics.seeds_needed(0.008, variance, 1)  # 2.8 - 2.0 points
+    assert needed is not None and needed > 4
+    assert found.measured.endswith(
+        f" {needed} seeds would decide it in 4 of 5 studies, were the true value the measured one."
+    )
+    assert "More than 200 seeds" in scored(NEAR, predicts="equivalent", margin=0.0201).measured
+    assert "would decide" not in scored(NEAR).measured
+
+
+def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
+    arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.64), ("c", 0.7))]
+    record = fake_study(arms, seeds=range(5))
+    pair = {"contrast": {"b": 1, "a": -1}}, {"contrast": {"c": 1, "a": -1}}
+    single = [checked(record, **claim).p_adjusted for claim in pair]
+    both = [claim.p_adjusted for claim in check_claims(analysed(with_claims(record, *pair)))]
+    assert both == pytest.approx(statistics.holm(single))
+    assert both[1] == pytest.approx(2 * single[1])
+    # a contrast of the outcome has the p and the interval of the comparison
+    comparison = analysed(record).comparisons[0]
+    assert single[0] == pytest.approx(comparison.p)
+    assert comparison.interval is not None
+    assert f"{100 * comparison.interval.low:+.1f}" in checked(record, **pair[0]).measured
+
+
+def test_all_contrasts_of_a_claim_must_hold_and_one_that_does_not_contradicts() -> None:
+    def verdict(*accuracies: float, **claim: Any) -> str:
+        arms = [FakeArm(f"arm {i}", "grpo", one, {}, {}) for i, one in enumerate(accuracies)]
+        return checked(fake_study(arms, seeds=range(5)), **claim).verdict
+
+    best = {"contrast": [{"arm 1": 1, "arm 0": -1}, {"arm 1": 1, "arm 2": -1}]}
+    assert verdict(0.5, 0.8, 0.6, **best) == "supported"
+    assert verdict(0.5, 0.8, 0.8, **best) == "undecided"
+    assert verdict(0.5, 0.7, 0.9, **best) == "contradicted"
+    order = {"predicts": "ordered", "order": ["arm 0", "arm 1", "arm 2"]}
+    assert verdict(0.5, 0.65, 0.8, **order) == "supported"
+    assert verdict(0.5, 0.8, 0.65, **order) == "contradicted"
+    mean = {"contrast": {"arm 0": 0.5, "arm 1": 0.5, "arm 2": -1}, "predicts": "below"}
+    assert verdict(0.5, 0.5, 0.8, **mean) == "supported"
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.8, "supported"), (1.3, "contradicted"), (1.7, "undecided")])
+def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio: float, verdict: str) -> None:
+    noise = [0.99, 1.01, 1.0]
+
+    def peak(trial: TrialRecord) -> dict[str, Any]:
+        value = 1e9 * (ratio * noise[trial.seed] if trial.arm == "ppo" else 1.0)
+        return {"summary": {**trial.summary, "peak_memory_bytes": value}}
+
+    record = with_trials(fake_study([FakeArm(n, n, 0.7, {}, {}) for n in ("ppo", "grpo")]), peak)
+    claim = {"contrast": {"ppo": 1, "grpo": -1}, "metric": "peak_memory_bytes", "ratio": True, "margin": 1.7}
+    found = checked(record, **claim)
+    assert found.verdict == verdict
+    logs = np.log(ratio * np.array(noise))
+    low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
+    assert f"ppo over grpo {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}]" in found.measured
+
+
+def test_what_a_single_arm_gains_may_be_claimed() -> None:
+    record = fake_study([FakeArm("a", "grpo", 0.7, {}, {})], seeds=range(3), num_steps=10)
+    found = checked(record, contrast={"a": 1}, value="gain")  # from 40 to 70 %, give or take a seed's luck
+    assert (found.verdict, found.predicted) == ("supported", "above 0.0 points")
+    assert found.measured.startswith("Validation accuracy: a +")
+    with pytest.raises(ValueError, match="weights of a contrast must have sum 0"):
+        checked(record, contrast={"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("last", "0.3"),
+        ("mean", "0.4"),
+        ("gain", "0.2"),
+        ("fall", "0.6"),
+    ],  # of 0.1, 0.9, 0.2, 0.3 and 0.1 s more at the end
+)
+def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value: str, expected: str) -> None:
+    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
+
+    def curve(trial: TrialRecord) -> dict[str, Any]:
+        bend = 1e-6 * trial.seed
+        values = [0.1, 0.9, 0.3, 0.3 + bend] if trial.arm == "b" else [0.0] * 4
+        return {"history": {**trial.history, "policy/entropy": list(enumerate(values))}}
+
+    found = checked(with_trials(record, curve), contrast={"b": 1, "a": -1}, metric="policy/entropy", value=value)
+    assert f"b - a +{expected} [" in found.measured
+
+
+def test_the_first_step_of_a_timing_warms_up_and_is_left_out() -> None:
+    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
+
+    def steps(trial: TrialRecord) -> dict[str, Any]:
+        values = [9.0 * (trial.arm == "b"), *[2.0 + (trial.arm == "b") + 0.01 * trial.seed * (trial.arm == "b")] * 3]
+        return {"history": {**trial.history, "seconds/step": list(enumerate(values))}}
+
+    found = checked(with_trials(record, steps), contrast={"b": 1, "a": -1}, metric="seconds/step", value="mean")
+    assert "b - a +1.01 [" in found.measured
+
+
+def test_a_trend_is_the_line_through_the_levels_means_from_the_lowest_to_the_highest() -> None:
+    levels = {f"{size} {beta}": {"group": size, "beta": beta} for size in (2, 4, 16) for beta in (0.0, 0.1)}
+    (weights,) = Registered.model_validate(
+        {"sentence": "S", "source": "s", "predicts": "above", "trend": "group"}
+    ).contrasts(levels)
+    # ranks -1, 0, 1: slope times 2 is mean(16) - mean(2); two arms at each level
+    assert weights == pytest.approx({arm: {2: -0.5, 4: 0.0, 16: 0.5}[own["group"]] for arm, own in levels.items()})
+    line = Registered.model_validate({"sentence": "S", "source": "s", "predicts": "above", "trend": "x"})
+    (weights,) = line.contrasts({str(x): {"x": x} for x in (1, 2, 3, 4)})
+    # least squares by rank: (-1.5, -0.5, 0.5, 1.5) / 5 times 3
+    assert list(weights.values()) == pytest.approx([-0.9, -0.3, 0.3, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"states": {("b", 1): None, ("b", 2): None}}, "No test is possible with fewer than two seeds."),
+        ({"states": {("b", 2): "running"}}, "No test is possible before all planned seeds have ended."),
+        ({"states": {("b", seed): "invalid" for seed in range(3)}}, "b - a n/a (0 seeds)."),
     ],
 )
-def test_a_claim_is_decided_by_a_detectable_difference_of_arms_that_differ_in_its_subject_alone(
-    record: StudyRecord, claim: int, verdict: str, words: str
-) -> None:
-    found = claims(record)[claim]
-    assert found.verdict == verdict
+def test_a_claim_without_a_test_is_not_tested_and_says_why(change: Any, words: str) -> None:
+    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], **change)
+    found = checked(record, contrast={"b": 1, "a": -1})
+    assert found.verdict == "not tested" and math.isnan(found.p_adjusted)
     assert words in found.measured
-    assert verdict not in ("supported", "contradicted") or found.p_adjusted < 0.05
 
 
-def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None:
-    record = fake_study(factor_grid({"algorithm.group_size": [4, 16]}), num_steps=10)
-
-    def tagged(gain: float, arm_by_problem: float = 0.0) -> StudyRecord:
-        """The first 64 of 128 problems are of level 1. A large group gains on level 2, one seed more than another."""
-        own = np.random.default_rng(0).choice([-arm_by_problem, arm_by_problem], 128)
-
-        def measured(trial: TrialRecord) -> Mapping[str, Any]:
-            is_large = trial.factors["algorithm.group_size"] == 16
-            gains = [0.001 * trial.seed, gain + 0.002 * trial.seed] if is_large else [0, 0]
-            cells = np.repeat([0.6 + gains[0], 0.4 + gains[1]], 64) + is_large * own
-            levels = {f"test/accuracy_level_{n}": [(10, float(cells[64 * n - 64 : 64 * n].mean()))] for n in (1, 2)}
-            return {
-                "history": {**trial.history, **levels},
-                "summary": {**trial.summary, "test_accuracy": float(cells.mean())},
-                "per_problem": dict(zip(trial.per_problem, cells.tolist(), strict=True)),
-            }
-
-        return with_trials(record, measured)
-
-    # large minus small: 20 + 0.2 s points on level 2, 0.1 s on level 1: 20 + 0.1 (mean of s = 0, 1, 2) = 20.1
-    claim = claims(tagged(0.2))[HARD_TASKS]
-    assert claim.verdict == "supported"
-    assert "accuracy on level 2 changes by 20.1 points [" in claim.measured
-    assert claims(tagged(-0.1))[HARD_TASKS].verdict == "contradicted"
-    # if arms differ by 0.6 either way on single problems, the gain may be the luck of 64: error 0.6 sqrt(2 / 64) = 0.11
-    assert claims(tagged(0.2, arm_by_problem=0.6))[HARD_TASKS].verdict == "undecided"
-    untagged = with_trials(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
-    assert claims(untagged)[HARD_TASKS].measured == "The task has no difficulty tags."
-    overlapping = with_history(tagged(0.2), "test/accuracy_level_2", lambda t: [0.1 + 0.01 * t.seed])
-    assert "to tell how many problems are hard" in claims(overlapping)[HARD_TASKS].measured
-    # both tags alike in every trial: any shares fit, so none is known
-    alike = with_trials(tagged(0.2), lambda t: {
-        "history": {**t.history, "test/accuracy_level_2": t.history["test/accuracy_level_1"]},
-        "summary": {**t.summary, "test_accuracy": t.history["test/accuracy_level_1"][-1][1]},
-    })  # fmt: skip
-    assert "to tell how many problems are hard" in claims(alike)[HARD_TASKS].measured
-
-    # no two shares give the whole in every trial, or one of them would be negative
-    for seed, weights in ((0.01, (0.5, 0.5)), (0.0, (1.5, -0.5))):
-
-        def whole(trial: TrialRecord, seed: float = seed, weights: tuple[float, float] = weights) -> Mapping[str, Any]:
-            levels = [trial.history[f"test/accuracy_level_{n}"][-1][1] for n in (1, 2)]
-            score = weights[0] * levels[0] + weights[1] * levels[1] + seed * (trial.seed - 1)
-            return {"summary": {**trial.summary, "test_accuracy": score}}
-
-        assert "to tell how many problems are hard" in claims(with_trials(tagged(0.2), whole))[HARD_TASKS].measured
+def test_differences_without_spread_test_nothing_and_invalid_trials_are_named() -> None:
+    assert "without any spread over seeds" in scored([0.25, 0.25, 0.25]).measured
+    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), states={("b", 3): "invalid"})
+    assert checked(record, contrast={"b": 1, "a": -1}).measured.endswith(" 1 invalid trial left out.")
 
 
-def test_a_single_evaluation_is_no_learning_curve() -> None:
-    record = with_history(group_sizes({4: 0.3, 8: 0.02}), "validation/accuracy", lambda t: [0.5])
-    assert claims(record)[GROUP_SIZE].measured == "No seed shared by such arms has a learning curve."
+def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such() -> None:
+    # b gains 1 on half of the problems and loses 0.8 on the others: 10 points in every seed, but perhaps not on others
+    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), num_problems=16)
+
+    def cells(trial: TrialRecord) -> dict[str, Any]:
+        own = np.tile([1.0, 0.0], 8) if trial.arm == "b" else np.tile([0.0, 0.8], 8)
+        own = own - 1e-3 * trial.seed * (trial.arm == "b")
+        found = dict(zip(trial.per_problem, own.tolist(), strict=True))
+        return {"per_problem": found, "summary": {**trial.summary, "test_accuracy": float(own.mean())}}
+
+    found = checked(with_trials(record, cells), contrast={"b": 1, "a": -1})
+    assert found.verdict == "undecided"
+    assert "For these test problems alone it would be supported." in found.measured
+
+
+# In a study file ---------------------------------------------------------------------------------------------------
+
+CLAIM = {
+    "sentence": "Larger groups help.", "source": "a paper, table 1", "predicts": "above",
+    "contrast": {"group_size=4": 1, "group_size=2": -1},
+}  # fmt: skip
+
+
+def sizes(**changes: Any) -> StudySpec:
+    raw = {"name": "sizes", "question": "Do larger groups help?", "run": {"task": "arithmetic", "algorithm": "grpo"}}
+    return parse_study({**raw, "factors": {"algorithm.group_size": [2, 4]}, **changes}, "toy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (
+            {"contrast": {"group_size=8": 1, "group_size=2": -1}},
+            "a claim must name arms of the study, got 'group_size=8'",
+        ),
+        ({"contrast": {"group_size=4": 1, "group_size=2": 1}}, "weights of a contrast must have sum 0"),
+        ({"trend": "algorithm.group_size"}, "a claim must have one of contrast, trend and order"),
+        ({"contrast": [], "trend": "algorithm.name"}, "trend must name a factor with two numeric levels or more"),
+        ({"predicts": "ordered"}, "predicts: ordered must have 'order'"),
+        ({"predicts": "equivalent"}, "equivalent must have a margin"),
+        ({"ratio": True, "margin": 0.5}, "the margin of a ratio must be a factor of at least 1, got 0.5"),
+        ({"predicts": "equal"}, "predicts"),
+        ({"sentence": ""}, "sentence"),
+    ],
+)
+def test_a_claim_that_cannot_be_decided_is_refused(claim: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        sizes(claim={**CLAIM, **claim})
+    assert words in str(caught.value)
+
+
+def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path: Path) -> None:
+    study = sizes(claim=CLAIM)
+    document = study_document(study, "cohort study run sizes")
+    again = study_document(study, "cohort study run sizes", known=document)
+    assert again["registered"] == document["registered"]
+    assert document["registered"]["time"] > 1.7e12
+    keep_document(tmp_path, document)
+    (claim,) = read_folder(tmp_path, []).claims
+    assert (claim["sentence"], claim["contrasts"]) == (CLAIM["sentence"], [CLAIM["contrast"]])
+    assert (claim["region"], len(claim["digest"])) == ([0.0, None], 16)
+    assert sizes(claim={**CLAIM, "margin": 0.01}).digest() != study.digest() != sizes().digest()
+    keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
+    with pytest.raises(ValueError, match="its claims are not those that it was started with"):
+        read_folder(tmp_path, [])
+
+
+def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path: Path) -> None:
+    arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.8))]
+    record = with_claims(
+        fake_study(arms, seeds=range(5)),
+        {"contrast": {"b": 1, "a": -1}, "predicts": "equivalent", "margin": 0.05, "sentence": "b <matches> a."},
+    )
+    files = write_report(record, tmp_path, formats=("svg",))
+    page, text = files.html.read_text(), files.markdown.read_text()
+    assert "b &lt;matches&gt; a." in page and ">contradicted</span>" in page
+    assert "between -5.0 and +5.0 points" in page.replace("\u2212", "-") and "between -5.0 and +5.0 points" in text
+    assert (tmp_path / "figures" / "claims_0.svg").exists()
+    assert 'id="claims"' not in write_report(fake_study(arms), tmp_path, formats=()).html.read_text()

@@ -1,17 +1,19 @@
 """Designs over components: n + 1 arms, none that cannot matter, and a rank by what each component adds."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.record.study import StudyRecord
+from cohort.harness.record.study import StudyRecord, keep_document, read_folder, study_document
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components
+from cohort.reports.prose.answer import answer
 from cohort.reports.prose.wording import p_equals
-from cohort.reports.render import write_report
+from cohort.reports.render import comparison_table, write_report
 from fake_study import FakeArm, fake_study
 
 PARTS = {
@@ -47,10 +49,76 @@ def test_leave_one_out_and_add_one_in_have_n_plus_1_arms():
     assert {arm.label: parts_of(arm) for arm in study("add_one_in").design_arms()} == {"none": set(), **alone}
 
 
+def test_a_ladder_adds_one_part_after_the_other_and_compares_each_step_with_the_one_before():
+    ladder = study("ladder")
+    steps = {"none": set(), "+high": {"high"}, "+mean": {"high", "mean"}, "+batches": {"high", "mean", "batches"}}
+    assert {arm.label: parts_of(arm) for arm in ladder.design_arms()} == steps
+    assert ladder.references() == {"+high": "none", "+mean": "+high", "+batches": "+mean"}
+    back = study("ladder", reverse=True)
+    assert back.references() == {"+batches": "none", "+mean": "+batches", "+high": "+mean"}
+    assert [parts_of(arm) for arm in back.design_arms()][1:3] == [{"batches"}, {"batches", "mean"}]
+    assert back.digest() != ladder.digest()
+    with pytest.raises(SpecError, match="reverse must have design ladder, got add_one_in"):
+        study("add_one_in", reverse=True)
+
+
+LEVELS = {
+    "name": "levels", "question": "Does it?", "run": {"task": "arithmetic", "algorithm": "grpo"},
+    "arms": {"plain": {}, "warm": {"cold_start.steps": 400}}, "factors": {"algorithm.kl_beta": [0.0, 0.1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "references"),
+    [
+        ({"baseline": "plain"}, {"warm, kl_beta=0": "plain, kl_beta=0", "warm, kl_beta=0.1": "plain, kl_beta=0.1"}),
+        ({"baseline": "kl_beta=0.1"},
+         {"plain, kl_beta=0": "plain, kl_beta=0.1", "warm, kl_beta=0": "warm, kl_beta=0.1"}),
+        ({"baseline": "plain, kl_beta=0"}, {}),  # one cell is the baseline of all
+        ({}, {}),
+        ({"design": "compare", "arms": {}, "factors": {}, "baseline": "grpo",
+          "compare": {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic", "word_problems"]}},
+         {"rloo, arithmetic": "grpo, arithmetic", "rloo, word_problems": "grpo, word_problems"}),
+    ],
+)  # fmt: skip
+def test_a_level_is_the_baseline_within_each_level_of_the_others(changes: dict[str, Any], references: dict[str, str]):
+    assert parse_study({**LEVELS, **changes}, "toy.yaml").references() == references
+
+
+def test_a_baseline_that_is_neither_an_arm_nor_a_level_is_refused():
+    with pytest.raises(SpecError, match=r"baseline must be an arm's label, got 'kl_beta=0\.2'"):
+        parse_study({**LEVELS, "baseline": "kl_beta=0.2"}, "toy.yaml")
+
+
+def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path: Path):
+    ladder = study("ladder")
+    folder = tmp_path / "study"
+    keep_document(folder, study_document(ladder, "cohort study run toy"))
+    known = read_folder(folder, [])
+    assert (known.baseline, dict(known.references)) == ("none", ladder.references())
+    accuracies = {"none": 0.5, "+high": 0.7, "+mean": 0.7, "+batches": 0.55}
+    arms = [FakeArm(label, "grpo", accuracy, {}, {"arm": label}) for label, accuracy in accuracies.items()]
+    record = dataclasses.replace(fake_study(arms, seeds=range(4)), references=known.references)
+    analysis = analysed(record)
+    assert [one.name for one in analysis.comparisons] == ["+high - none", "+mean - +high", "+batches - +mean"]
+    assert {one.family for one in analysis.comparisons} == {3}
+    high, mean, batches = analysis.comparisons
+    assert (high.is_detected, mean.is_detected, batches.is_detected) == (True, False, True)
+    alone = analysed(dataclasses.replace(record, references={}, baseline="+high")).comparison("+mean")
+    assert alone is not None and (alone.estimate, alone.p) == (mean.estimate, mean.p)
+    text = answer(analysis)
+    assert " above none (4 seeds, " in text and " below +mean (4 seeds, " in text
+    assert "1 other difference could not be detected" in text
+    page = write_report(record, tmp_path / "report", formats=()).html.read_text()
+    assert "minus +mean" in page and "Difference to baseline" not in page
+    columns, rows = comparison_table(analysis)
+    assert [row[columns.index("minus")] for row in rows] == [None, "none", "+high", "+mean"]
+
+
 CLIP = "has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio is 1; raise"
 
 
-@pytest.mark.parametrize("design", ["leave_one_out", "add_one_in"])
+@pytest.mark.parametrize("design", ["leave_one_out", "add_one_in", "ladder"])
 @pytest.mark.parametrize(
     ("components", "run", "words"),
     [
@@ -83,7 +151,7 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
     [
         ({"factors": {"steps": [1, 2]}}, "design leave_one_out takes neither factors nor arms"),
         ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
-        ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in, got grid"),
+        ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in or ladder, got grid"),
         ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
         ({"components": {"\0": {"steps": 5}}}, "labels of components must be Unicode without NUL"),
     ],

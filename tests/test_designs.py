@@ -144,7 +144,8 @@ def test_every_example_of_the_documentation_is_a_valid_study():
     text = (Path(__file__).resolve().parents[1] / "docs" / "studies.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     parsed = [parse_study({"name": f"example-{i}", **yaml.safe_load(e)}, "docs") for i, e in enumerate(examples)]
-    assert {found.design for found in parsed} == {"grid", "one_at_a_time", "leave_one_out", "search", "compare"}
+    designs = {"grid", "one_at_a_time", "leave_one_out", "ladder", "search", "compare"}
+    assert {found.design for found in parsed} == designs
     assert sum(bool(found.searches()) for found in parsed) == 3
 
 

@@ -12,7 +12,7 @@ import pytest
 from browser import session
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
-from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_trials
+from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_claims, with_trials
 from test_report import hostile_study as hostile_arms
 from test_report import search_of
 
@@ -60,7 +60,8 @@ CONTRASTS = """
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
     record = hostile_study() if request.param == "hostile" else fake_study(factor_grid(levels), num_steps=20)
-    return write_report(record, tmp_path_factory.mktemp(request.param), formats=()).html
+    claim = {"sentence": "Claims <script>alert(9)</script>", "contrast": dict(zip(record.arms, (1, -1), strict=False))}
+    return write_report(with_claims(record, claim), tmp_path_factory.mktemp(request.param), formats=()).html
 
 
 def opened(browser: Any, page: Path, width: int) -> None:
@@ -83,7 +84,7 @@ def test_nothing_runs_and_nothing_is_loaded(browser: Any, page: Path) -> None:
     assert {url for url in requested if not url.startswith(("data:", "about:"))} == {page.as_uri()}
     assert browser.execute_script("return document.scripts.length + document.images.length") == 0
     text = browser.execute_script("return document.body.textContent")
-    assert "Claims checked" in text
+    assert "Claims <script>alert(9)</script>" in text
     assert "hostile" not in str(page) or "<script>alert(1)</script>" in text
 
 

@@ -237,7 +237,7 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
         ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
         ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
         ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
-        ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'search' or 'compare'"),
+        ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'ladder', 'search' or 'compare'"),
         ({"qestion": "?"}, "did you mean 'question'?"),
         ({"seeds": {"frst": 3}}, "seeds.frst: unknown key 'frst'; did you mean 'first'?"),
         ({"question": ""}, "question"),

@@ -187,7 +187,7 @@ class Result:
         return analysed(self._record)
 
     def _analysed(self, baseline: str | None) -> Analysis:
-        if baseline is None or baseline == self._record.baseline:
+        if baseline is None or (baseline == self._record.baseline and not self._record.references):
             return self._analysis
         if search_of(self._record) is not None:
             raise SpecError(f"study '{self.name}' is a search, whose arms have no baseline; leave baseline out")
@@ -195,7 +195,7 @@ class Result:
         if baseline not in labels:
             fix = f"{did_you_mean(baseline, labels)}arms: {', '.join(labels)}"
             raise SpecError(f"baseline must be an arm of study '{self.name}', got '{baseline}'; {fix}")
-        return analysed(dataclasses.replace(self._record, baseline=baseline))
+        return analysed(dataclasses.replace(self._record, baseline=baseline, references={}))
 
     @cached_property
     def _drawings(self) -> dict[str, Drawing]:

@@ -36,6 +36,8 @@ def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:
     say(f"\nThe run{whose}, with every setting:")
     say(yaml.safe_dump(run, sort_keys=False, width=110).rstrip() + "\n")
     baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
+    if references := study.references():
+        baseline = ", ".join(f"{before} of {arm}" for arm, before in references.items())
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
     few, most = len(study.first_seeds), study.most_seeds
     product = f"arms x seeds = {len(arms)} x {_range(few, most)} = " if arms else "at most "

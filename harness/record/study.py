@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
 import time
 import uuid
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, write_json
-from ..ground.inputs import NO_INPUTS, Inputs, short
+from ..ground.inputs import NO_INPUTS, Inputs, digest, short
 from ..spec.effect import identical
 from ..spec.errors import did_you_mean
 from .events import EVENTS, read_history
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
 LOOKS = "looks.json"
-_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments")  # no settings
+_ABOUT = (  # no settings
+    "format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered",
+    "references",
+)  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -109,6 +113,8 @@ class StudyRecord:
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
     amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest;
               and `dropped`, the arms and clones that were taken back before they began
+    references arm -> the arm that it is compared with; empty if that is the baseline for all
+    claims    the study's claims: their settings, contrasts, region, and when (time) under which digest they were fixed
     """
 
     name: str
@@ -133,6 +139,8 @@ class StudyRecord:
     strange: Mapping[str, str] = field(default_factory=dict)
     identical: Sequence[tuple[Sequence[str], str]] = ()
     amendments: Sequence[Mapping[str, Any]] = ()
+    claims: Sequence[Mapping[str, Any]] = ()
+    references: Mapping[str, str] = field(default_factory=dict)
 
 
 def study_document(
@@ -145,6 +153,8 @@ def study_document(
     labels    of the arms, as far as a design names them
     shown     how a mirror shows it: paths of what arms vary, colour of each arm by its short label
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
+    references  arm -> the arm that it is compared with, where that is not the baseline for all
+    registered  the claims of the first start: time, digest, and for each its contrasts and its region (None: no end)
     The other keys are the settings of the study.
     """
     known = known or {}
@@ -156,6 +166,13 @@ def study_document(
     amendments = known.get("amendments", [])
     if any(added.values()):
         amendments = [*amendments, {"time": round(1000 * time.time()), **added, "digest": known.get("digest")}]
+    claims = [claim.model_dump(mode="json") for claim in study.claim]
+    regions = [[end if math.isfinite(end) else None for end in claim.region] for claim in study.claim]
+    registered = known.get("registered") or {
+        "time": round(1000 * time.time()),
+        "digest": digest(claims),
+        "claims": [{"contrasts": c, "region": r} for c, r in zip(study.claimed(), regions, strict=True)],
+    }
     return {
         "id": known.get("id") or uuid.uuid4().hex,
         "digest": study.digest(),
@@ -170,6 +187,8 @@ def study_document(
             "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
         },
         "amendments": amendments,
+        **({"registered": registered} if study.claim else {}),
+        **({"references": references} if (references := study.references()) else {}),
         **study.model_dump(mode="json"),
     }
 
@@ -263,13 +282,14 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
                 if key[0] == arm["label"] and trial.state == "complete":
                     found[key] = replace(trial, state="pruned", reason=arm["reason"])
             wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
+    references = document.get("references") or {}
     if probes is None:
         probes = list(_probes(folder.resolve().parents[1], list(found.values()), document["inputs"]))
     return StudyRecord(
         name=spec["name"],
         question=spec["question"],
         metric=spec["metric"],
-        baseline=spec["baseline"] or next(iter(arms), ""),
+        baseline=spec["baseline"] if spec["baseline"] in arms else next(iter([*references.values(), *arms]), ""),
         arms=arms,
         seeds=seeds,
         expected=len(wanted),
@@ -287,8 +307,21 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         looks=sorted({one["complete"] for one in looks}),
         strange=strange,
         amendments=document.get("amendments", ()),
+        claims=_claims(document),
+        references=references,
         identical=identical({trial.arm: trial.spec for trial in found.values()}),
     )
+
+
+def _claims(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """ValueError if the claims are not those that were registered before the first trial."""
+    claims, registered = document.get("claim") or [], document.get("registered")
+    if not claims:
+        return []
+    if registered is None or digest(claims) != registered["digest"]:
+        raise ValueError("its claims are not those that it was started with; restore study.json from a copy")
+    fixed = {key: registered[key] for key in ("time", "digest")}
+    return [{**fixed, **claim, **own} for claim, own in zip(claims, registered["claims"], strict=True)]
 
 
 def read_trial(directory: Path) -> TrialRecord | None:

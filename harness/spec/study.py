@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
+from .claim import Claim, Weights
 from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
@@ -20,7 +21,11 @@ from .run import Control, RunSpec, Scalar, get_path, parse_run
 from .search import Direction, Search, Seed
 
 MAX_ARMS = 10_000
-REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
+REFERENCE: dict[str, str] = {
+    "leave_one_out": "all",
+    "add_one_in": "none",
+    "ladder": "none",
+}  # design -> label of its baseline
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ class StudySpec(Section):
 
     `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
     every combination of arms and factors, `one_at_a_time` the base run and each level alone, `compare` every algorithm
-    on every task, `leave_one_out` all `components` and each one left out, `add_one_in` none and each one alone; a
-    `search` finds its arms while it runs. The run section is kept as written.
+    on every task, `leave_one_out` all `components` and each one left out, `add_one_in` none and each one alone,
+    `ladder` none and one after the other added; a `search` finds its arms while it runs. The run section is kept as
+    written.
 
     A study expands itself once, on first use, into arms with their validated runs. `model_copy` would keep these arms,
     so to change a study, change its mapping and parse it again.
@@ -138,16 +144,25 @@ class StudySpec(Section):
     any_time: bool = Field(
         default=False, description="intervals and tests that hold whenever results are read and seeds added, but wider"
     )
-    design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
+    design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "ladder", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
+    reverse: bool = Field(default=False, description="of a ladder: add the last component first")
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
         default=None, ge=1, description="steps after which a trial pauses for one that is behind; by default never"
     )
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
-    baseline: str | None = Field(default=None, description="label of the arm to compare with; by default the first")
+    baseline: str | None = Field(
+        default=None, description="label of the arm to compare with, or a level; by default the first"
+    )
+    claim: list[Claim] = Field(default_factory=list, description="a prediction, or several, fixed before the start")
+
+    @field_validator("claim", mode="before")
+    @classmethod
+    def _claims(cls, claim: Any) -> Any:
+        return [claim] if isinstance(claim, Mapping) else claim
 
     @field_validator("factors", mode="before")
     @classmethod
@@ -187,8 +202,10 @@ class StudySpec(Section):
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         if self.design in REFERENCE and self.baseline not in (None, reference := REFERENCE[self.design]):
             raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
-        if self.design == "search" and self.baseline is not None:
-            raise ValueError("a search has no arm names beforehand; leave 'baseline' out")
+        if self.reverse and self.design != "ladder":
+            raise ValueError(f"reverse must have design ladder, got {self.design}")
+        if self.design == "search" and (self.baseline is not None or self.claim):
+            raise ValueError("a search has no arm names beforehand; leave 'baseline' and 'claim' out")
         return self
 
     @model_validator(mode="after")
@@ -290,6 +307,14 @@ class StudySpec(Section):
         """Labels of the compared arms, as far as they are known before the study runs."""
         return [] if self.design == "search" else [arm.label for arm in self._known]
 
+    def claimed(self) -> list[list[Weights]]:
+        """The contrasts of each claim. SpecError for one that does not fit the arms, of which controls are none."""
+        levels = {arm.label: arm.levels for arm in self.design_arms() if arm.spec.control is None}
+        try:
+            return [claim.contrasts(levels) for claim in self.claim]
+        except ValueError as error:
+            raise SpecError(f"study '{self.name}': {error}") from None
+
     def arm_colors(self) -> dict[str, str]:
         """The colour of each known arm on pages, as in a report without results."""
         labels = self.arm_labels()
@@ -315,9 +340,9 @@ class StudySpec(Section):
         """A stable hash of the runs of every arm: it must not change between resumes.
 
         A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials. The
-        settings that decide the number of seeds, or how they may grow, may not change either.
+        settings that decide the number of seeds, or how they may grow, may not change either, nor may claims.
         """
-        known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
+        known: dict[str, Any] = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
             search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
             base = plan.base.run_spec(0).model_dump(mode="json")
@@ -326,6 +351,10 @@ class StudySpec(Section):
             known["seeds"] = self.seeds.model_dump(mode="json")
         if self.any_time:
             known["seeds"] = {"any_time": True}
+        if references := self.references():
+            known["references"] = references
+        if self.claim:
+            known["claim"] = [claim.model_dump(mode="json") for claim in self.claim]
         return digest(known)
 
     @cached_property
@@ -335,7 +364,7 @@ class StudySpec(Section):
             return [Arm("", {}, {}, self._parse({}))]
         arms = self._varied() if self.compare is None else self._compared(self.compare)
         labels = [arm.label for arm in arms]
-        if self.baseline is not None and self.baseline not in labels:
+        if self.baseline is not None and self.baseline not in labels and not self._within_levels(arms):
             fix = f"{did_you_mean(self.baseline, labels)}arms: {', '.join(labels[:20])}"
             raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
         return arms
@@ -355,12 +384,14 @@ class StudySpec(Section):
         """The arms of a grid, of one_at_a_time or of components."""
         arms: dict[str, Arm] = {}
         label_of: dict[str, str] = {}  # digest -> label
-        named = self.arms
-        if self.components:  # the reference and then n arms: all and each one left out, or none and each one alone
-            leaves_out = self.design == "leave_one_out"
-            chosen = {REFERENCE[self.design]: list(self.components) if leaves_out else []}
-            for name in self.components:
-                chosen[component_arm(self.design, name)] = [o for o in self.components if (o != name) == leaves_out]
+        named, names = self.arms, []
+        if self.components:  # the reference and then n arms
+            names = list(self.components)[:: -1 if self.reverse else 1]
+            chosen = {REFERENCE[self.design]: names if self.design == "leave_one_out" else []}
+            for place, name in enumerate(names):
+                others = [other for other in names if other != name]
+                on = {"leave_one_out": others, "add_one_in": [name], "ladder": names[: place + 1]}[self.design]
+                chosen[component_arm(self.design, name)] = on
             named = {arm: {k: v for name in on for k, v in self.components[name].items()} for arm, on in chosen.items()}
         if self.design == "one_at_a_time":
             single = [{path: level} for path, levels in self.factors.items() for level in levels]
@@ -391,12 +422,30 @@ class StudySpec(Section):
             arms[label] = arm
         if not self.components:
             self._check_effects(arms)
-        for name, settings in self.components.items():
-            pair = [arms[REFERENCE[self.design]].spec, arms[component_arm(self.design, name)].spec]
+        before = list(arms.values())
+        for place, name in enumerate(names):
+            pair = [before[place if self.design == "ladder" else 0].spec, arms[component_arm(self.design, name)].spec]
             on, off = pair if self.design == "leave_one_out" else pair[::-1]
-            if reason := _why_inert(settings, on, off):
+            if reason := _why_inert(self.components[name], on, off):
                 raise SpecError(f"study '{self.name}': component '{name}' cannot matter: {reason}")
         return list(arms.values())
+
+    def references(self) -> dict[str, str]:
+        """Arm -> the arm that it is compared with, where that is not the baseline for all: in a ladder the step before,
+        with a level for a baseline the arm that has this level and is alike otherwise."""
+        arms = [arm for arm in self.design_arms() if arm.spec.control is None]
+        if self.design == "ladder":
+            return {arm.label: before.label for arm, before in zip(arms[1:], arms, strict=False)}
+        return {} if self.baseline in [arm.label for arm in arms] else self._within_levels(arms)
+
+    def _within_levels(self, arms: Sequence[Arm]) -> dict[str, str]:
+        """The same for a baseline that is a level of a factor, such as `plain` or `kl_beta=0.04`; empty for others."""
+        for factor in dict.fromkeys(path for arm in arms for path in arm.levels):
+            rest = {arm.label: tuple(level for path, level in arm.levels.items() if path != factor) for arm in arms}
+            at = {rest[a.label]: a.label for a in arms if _describe(factor, a.levels[factor]) == self.baseline}
+            if at and self.design in ("grid", "compare"):
+                return {arm: at[place] for arm, place in rest.items() if place in at and at[place] != arm}
+        return {}
 
     def identical_arms(self) -> list[tuple[list[str], str]]:
         """(labels, reason) for each group of arms that are identical by construction, as `effect.identical`."""
@@ -454,8 +503,9 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     if controlled and study.search is not None:
         raise SpecError(f"{where}: a study that searches must have no control; leave controls out")
     labels = study.arm_labels()
+    study.claimed()
     for arm in controlled:
-        if arm.label == (study.baseline or labels[0]):
+        if arm.label == (study.baseline or labels[0]) or arm.label in study.references().values():
             got, fix = f"'{arm.label}' ({arm.spec.control})", "name another arm with baseline"
             raise SpecError(f"{where}: the baseline must not be a control, got {got}; {fix}")
     return study

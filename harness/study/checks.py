@@ -213,4 +213,4 @@ def _only_adds_arms(started: Mapping[str, Any], study: StudySpec) -> bool:
         return False
     then, now = ({arm.label: arm.digest for arm in one.design_arms()} for one in (before, study))
     baselines = {before.baseline or next(iter(then)), study.baseline or next(iter(now))}
-    return then.items() <= now.items() and len(baselines) == 1
+    return then.items() <= now.items() and len(baselines) == 1 and before.claim == study.claim

@@ -54,15 +54,15 @@ def decide(study: StudySpec, values: Mapping[Key, Mapping[str, float]]) -> dict[
     twin = on_test_split(study.metric)
     metric = twin if all(twin in found for found in values.values()) else study.metric
     labels = [arm.label for arm in study.design_arms() if arm.spec.control is None]
-    baseline = study.baseline or labels[0]
+    references = study.references() or dict.fromkeys(labels, study.baseline or labels[0])
     comparisons = []
-    for arm in labels if len(labels) == 1 else [label for label in labels if label != baseline]:
-        pair = [arm] if arm == baseline else [arm, baseline]
+    for arm in labels if len(labels) == 1 else [label for label in labels if references.get(label, label) != label]:
+        pair = [arm] if len(labels) == 1 else [arm, references[arm]]
         seeds = [seed for seed in study.first_seeds if all((label, seed) in values for label in pair)]
         scores = [[values[label, seed][metric] for seed in seeds] for label in pair]
         deviation = asks = None
         if len(seeds) > 1:
-            deviation = float(np.std(scores[0] if arm == baseline else np.subtract(scores[0], scores[1]), ddof=1))
+            deviation = float(np.std(scores[0] if len(pair) == 1 else np.subtract(scores[0], scores[1]), ddof=1))
             asks = max(plan.first, math.ceil(seeds_asked(deviation, len(seeds), plan.half_width)))
         comparisons.append({"arm": arm, "seeds": seeds, "deviation": deviation, "asks": asks})
     asked = max([plan.first, *(one["asks"] for one in comparisons if one["asks"] is not None)])

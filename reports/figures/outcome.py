@@ -14,7 +14,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ...harness.data import short_path
-from ..analysis import Analysis, Comparison, marginal
+from ..analysis import Analysis, Comparison, Contrast, marginal
+from ..claims import Claim
 from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
@@ -36,9 +37,10 @@ def estimates(analysis: Analysis) -> list[Drawing]:
         x_label = axis_label(outcome.name, outcome.label)
         drawings.append(_estimates("final", title, f"Large mark: mean over seeds; {marks}", analysis, shown, x_label))
     if apart:
-        title = f"Difference to {cut(apart[0].baseline.label, 70)}, seed by seed"
+        to = f"to {cut(apart[0].baseline.label, 70)}" if apart[0].is_alone else "of arms"
+        title = f"Difference {to}, seed by seed"
         caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
-        shown, x_label = {one.arm: (one.estimate, one) for one in apart}, "difference"
+        shown, x_label = {one.name: (one.estimate, one) for one in apart}, "difference"
         x_label += ", points" if outcome.is_fraction else ""
         drawings.append(_estimates("differences", title, caption, analysis, shown, x_label))
     return drawings
@@ -195,6 +197,47 @@ def _estimates(
         axes.set_xlabel(x_label)
 
     return style.row_chart(name, title, caption, list(shown), plot)
+
+
+def claims(found: Sequence[Claim]) -> list[Drawing]:
+    """The contrasts of each claim with their intervals against the region that it predicts: a figure per unit."""
+    units: dict[tuple[bool, str], list[tuple[Claim, str, Contrast]]] = {}
+    for claim in found:
+        unit = "difference, points" if wording.is_fraction(claim.metric) else wording.spoken(claim.metric)
+        rows = [(claim, name, each) for name, each in claim.found if each.interval is not None]
+        units.setdefault((claim.is_ratio, "ratio" if claim.is_ratio else unit), []).extend(rows)
+    drawings = []
+    for (is_ratio, unit), rows in units.items():
+        if rows:
+            title = "Each claim against what it predicts"
+            caption = "Shaded: where the contrast should lie; bar: 95 % interval."
+            labels = [claim.sentence if len(claim.found) == 1 else name for claim, name, _ in rows]
+            plot = partial(_claims, rows, is_ratio, unit)
+            drawings.append(style.row_chart(f"claims_{len(drawings)}", title, caption, labels, plot))
+    return drawings
+
+
+def _claims(rows: Sequence[tuple[Claim, str, Contrast]], is_ratio: bool, unit: str, axes: Axes) -> None:
+    scale = 1.0 if is_ratio else scale_of(rows[0][0].metric)
+
+    def at(value: float) -> float:
+        return math.exp(value) if is_ratio else scale * value
+
+    shown = [at(0.0), *(at(end) for claim, _, _ in rows for end in claim.region if math.isfinite(end))]
+    shown += [at(end) for _, _, one in rows if one.interval for end in (one.interval.low, one.interval.high)]
+    room = 0.08 * (max(shown) - min(shown))
+    left, right = min(shown) - room, max(shown) + room
+    axes.axvline(at(0.0), color=style.INK, lw=0.8)
+    for row, (claim, _, one) in enumerate(rows):
+        low, high = (min(max(at(end) if math.isfinite(end) else end, left), right) for end in claim.region)
+        axes.barh(row, high - low, left=low, height=0.72, color=style.SHADE, alpha=0.16)
+        if one.interval is not None:
+            axes.plot([at(one.interval.low), at(one.interval.high)], [row, row], color=style.INK, lw=2.2)
+        axes.plot([at(one.estimate)], [row], "o", color=style.INK, ms=6.5, mec="white", mew=0.8)
+        number = f"{at(one.estimate):.2f}" if is_ratio else wording.number(one.estimate, claim.metric, signed=True)[:6]
+        style.text_beside(axes, row, number)
+    axes.set_xlim(left, right)
+    axes.set_xlabel(unit)
 
 
 def _heat_map(

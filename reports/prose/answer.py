@@ -1,11 +1,12 @@
 """Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...harness.data import short_path
-from ..analysis import Analysis, Comparison, marginal
+from ..analysis import Analysis, Comparison, marginal, same_as_baseline
+from ..claims import check_claims
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
@@ -26,6 +27,7 @@ def answer(analysis: Analysis) -> str:
         candidates = [_search_finding(analysis, search), _left_out(analysis)]
     else:
         candidates = [
+            _claims(analysis),
             _learnt(analysis),
             _grid_finding(analysis),
             _finding(analysis),
@@ -41,7 +43,7 @@ def answer(analysis: Analysis) -> str:
         parts = [part for part in parts if part != _learnt(analysis)]
         opening += "Every arm stays near zero: " if len(analysis.finished_arms) > 1 else "Near zero: "
     for number, part in enumerate(parts):
-        if (opening or number) and part.startswith(("No ", "Only ", "Over ", "The ")):
+        if (opening or number) and part.startswith(("No ", "Of ", "Only ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
     return f"{opening}{'; '.join(parts)}."
 
@@ -114,17 +116,20 @@ def _unexplained(analysis: Analysis) -> str:
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
-def _identical(analysis: Analysis) -> Sequence[str]:
-    """The arms that cannot differ from the baseline."""
-    groups = [labels for labels, _ in analysis.record.identical if analysis.record.baseline in labels]
-    return [label for labels in groups for label in labels if label != analysis.record.baseline]
-
-
 def _twins(analysis: Analysis) -> str:
     """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
     found = [f"{wording.listed(labels, len(labels))} are identical by construction ({reason})"
              for labels, reason in analysis.record.identical]  # fmt: skip
     return "; ".join(found)
+
+
+def _claims(analysis: Analysis) -> str:
+    """The verdicts on the study's claims."""
+    verdicts = [claim.verdict for claim in check_claims(analysis)]
+    if len(verdicts) == 1:
+        return f"The claim is {verdicts[0]}"
+    counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]
+    return f"Of {len(verdicts)} claims {wording.listed(counts, len(counts))}" if verdicts else ""
 
 
 def _learnt(analysis: Analysis) -> str:
@@ -149,6 +154,8 @@ def _learnt(analysis: Analysis) -> str:
 def _finding(analysis: Analysis) -> str:
     best, baseline = max(analysis.finished_arms, key=lambda arm: arm.mean), analysis.baseline
     reaches = f"{best.label} reaches {_value(best, analysis)}"
+    if analysis.record.references:
+        return f"{reaches}; {_pairs(analysis)}"
     if len(analysis.arms) == 1:
         return f"{reaches} ({wording.plural(len(best.scores), 'seed')}); no other arm to compare it with"
     if baseline is None or not baseline.scores:
@@ -156,13 +163,11 @@ def _finding(analysis: Analysis) -> str:
             f"{reaches}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a result; the "
             f"baseline {analysis.record.baseline} has none, so no difference to it can be stated"
         )
-    same = _identical(analysis)
+    same = same_as_baseline(analysis.record)
     compared = [one for one in analysis.comparisons if one.arm not in same]
     if same and not compared:
         verb = "is" if len(same) == 1 else "are"
-        return (
-            f"{wording.listed(list(same), len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
-        )
+        return f"{wording.listed(same, len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
     if not compared:
         return f"{reaches}; no arm shares a complete seed with the baseline {baseline.label} yet"
     if all(comparison.interval is None for comparison in compared):
@@ -196,6 +201,22 @@ def _finding(analysis: Analysis) -> str:
     return (
         f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
         f"{_apart(closest)} it ({_evidence(closest)}){lowest}"
+    )
+
+
+def _pairs(analysis: Analysis) -> str:
+    """The differences of arms that are compared with others than one baseline, the surest first."""
+    compared = [one for one in analysis.comparisons if one.interval is not None]
+    compared = sorted((one for one in compared if not math.isnan(one.p)), key=lambda one: one.p)
+    if not compared:
+        return "no test is possible yet of the arms that are to be compared"
+    found = [one for one in compared if one.is_detected]
+    each = [f"{one.arm} is {_apart(one)} {one.baseline.label} ({_evidence(one)})" for one in found or compared[:1]]
+    others = len(compared) - len(found)
+    if not found:
+        return f"no arm could be told from the one that it is compared with: the surest, {each[0]}"
+    return "; ".join(
+        [*each, *([f"{wording.plural(others, 'other difference')} could not be detected"] if others else [])]
     )
 
 
@@ -234,7 +255,7 @@ def _grid_finding(analysis: Analysis) -> str:
 
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
-    compared = [comparison for comparison in analysis.comparisons if comparison.arm not in _identical(analysis)]
+    compared = [one for one in analysis.comparisons if one.arm not in same_as_baseline(analysis.record)]
     sizes = [comparison.detectable for comparison in compared if not math.isnan(comparison.detectable)]
     is_effect_detected = analysis.grid is not None and analysis.grid.is_any_detected
     if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):

@@ -272,11 +272,12 @@ def _invalid_note(analysis: Analysis) -> _Note | None:
         at_0, at_1 = ([fmean(scores.get(seed, end) for seed in seeds) for scores, _ in pair] for end in (0.0, 1.0))
         ends = (at_0[0] - at_0[1], at_0[0] - at_1[1], at_1[0] - at_0[1])
         found = [wording.number(end, analysis.outcome.name, signed=True) for end in ends]
-        shown.append(f"{one.arm} {found[0]} ({found[1]} to {found[2]})")
+        shown.append(f"{one.name} {found[0]} ({found[1]} to {found[2]})")
     if shown:
+        to = "" if analysis.record.references else f" to {analysis.record.baseline}"
         text += (
-            f" Differences to {analysis.record.baseline} in points if invalid trials count as 0, and in brackets if "
-            f"they may be anything from 0 to 100 %: {', '.join(shown)}."
+            f" Differences{to} in points if invalid trials count as 0, and in brackets if they may be anything from 0 "
+            f"to 100 %: {', '.join(shown)}."
         )
     return "Invalid trials are outcomes too", text
 
