@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_an
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.attack("SIGKILL of either process of a trial on two devices wherever a checkpoint is copied or written")
+@pytest.mark.attack("SIGKILL of one process of a trial on two devices")
 def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ):

@@ -7,6 +7,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
+from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import hidden_states, prompt_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
@@ -243,13 +244,44 @@ def test_shared_prompts_cost_one_reading():
     assert read == [3 * 5, 8 * 7, 8 * 10]
 
 
-def test_rows_that_share_no_prompt_or_recompute_activations_are_read_whole():
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_prompts_that_rows_share_are_read_once_where_activations_are_computed_again(algorithm, monkeypatch):
+    monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
+    spec, batch, found, read = make_spec(algorithm, tokens_per_microbatch=20), shared_prompts(), [], []
+    for recompute in (None, False, True):
+        policy = tiny_model(0).double()
+        if recompute:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.layers[1].register_forward_pre_hook(lambda _, given: read.append(given[0].shape[:2].numel()))
+        learner = Learner(spec, policy)
+        credited = spec.algorithm.advantages(learner.annotate(batch))
+        read.clear()
+        learner.optimizers, learner.shares_prompts = {}, recompute is not None
+        weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
+        learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
+        modules = [learner.policy, *([] if learner.critic is None else [learner.critic.backbone])]
+        found.append(torch.cat([p.grad.flatten() for module in modules for p in module.parameters()]))
+    whole, once, again = found
+    assert (again - once).norm() <= 1e-12 * once.norm()
+    assert (once - whole).norm() <= 1e-6 * whole.norm()  # the norms inside the model are in float32
+    # Three prompts of at most 5 tokens besides their last, then 8 rows' completions, each read twice.
+    assert read.count(3 * 5) == 2 * len(modules) and sum(read) < 2 * 8 * 10 * len(modules)
+
+
+def test_a_model_that_drops_the_cache_where_it_recomputes_reads_rows_whole():
+    batch, policy = shared_prompts(), tiny_model(0).train()
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    states = prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT)
+    assert states is not None and states.lean is None  # that one would keep its activations
+    forward = policy.model.forward
+    policy.model.forward = lambda **given: forward(**given | {"past_key_values": None})
+    assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
+
+
+def test_rows_that_share_no_prompt_are_read_whole():
     batch, policy = make_batch(), tiny_model(0)
     assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
     batch = shared_prompts()
-    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
-    assert prompt_states(policy.eval(), batch.tokens_BT, batch.completion_mask_BT) is not None
     empty = batch.completion_mask_BT.clone()
     empty[0] = False
     assert prompt_states(tiny_model(0), batch.tokens_BT, empty) is None

@@ -167,8 +167,9 @@ class Backend:
     def rates(self, dtype: torch.dtype) -> tuple[float, float]:
         """Operations a second of a large matrix product, and bytes a second that a copy reads and writes."""
         size = 8192 if self.on_gpu else 1024
-        one, other = (torch.ones(size, size, dtype=dtype, device=self.device) for _ in range(2))
-        product = self._seconds(lambda: one @ other)
+        one, other = (torch.ones(2**26, dtype=dtype, device=self.device) for _ in range(2))  # more than caches hold
+        left, right = (x[: size**2].view(size, size) for x in (one, other))
+        product = self._seconds(lambda: left @ right)
         copied = self._seconds(lambda: other.copy_(one))
         return 2 * size**3 / product, 2 * one.numel() * one.element_size() / copied
 

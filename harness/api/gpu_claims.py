@@ -283,7 +283,7 @@ def together(backend: Backend) -> list[Number]:
     shares = [_equal(apart[arm], common[arm]) for arm in apart]
     return [
         Number("equal tokens of the first step", min(shares), least=0.5),
-        Number("together", fewer, "s"),
+        Number("together, starts included", fewer, "s"),
         Number("apart", seconds, "s"),
         Number("together / apart", fewer / seconds, most=1.1),
     ]

@@ -207,13 +207,15 @@ def estimate(
     alone = spec.devices == 1
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
     counts, recompute = count(shape), spec.gradient_checkpointing is True
-    trunk = counts.trunk.total(recompute)
-    if alone and counts.can_share and spec.algorithm.group_size > 1 and not recompute:
-        # Prompts are read once, and completions each with its prompt's keys; or sharing is given up.
-        before, width = prompt_tokens - 1, prompt_tokens + spec.max_tokens
-        read = min(rows, spec.prompts_per_step) * before + shape.rows * spec.max_tokens
-        once = counts.trunk.all * read + sum(counts.trunk.cache) * shape.rows * before
-        trunk = max(trunk, once // (shape.rows * width))
+    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
+    if alone and counts.can_share and spec.algorithm.group_size > 1:
+        # Prompts are read once, and completions each with its prompt's keys (which are kept, or made again from the
+        # prompt's own, its leaves and their gradient); or sharing is given up.
+        before, tokens = prompt_tokens - 1, shape.rows * (prompt_tokens + spec.max_tokens)
+        prompts = min(rows, spec.prompts_per_step)
+        once = trunk * (prompts * before + shape.rows * spec.max_tokens)
+        once += sum(counts.trunk.cache) * (3 * prompts if recompute else shape.rows) * before
+        trunk, longest_pass = max(trunk, once // tokens), max(1.0, prompts * before / tokens)
     overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
@@ -239,7 +241,9 @@ def estimate(
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
-        "activations": _activation_bytes(spec, counts, shape, device, trunk, own_trunk, several=rows > shape.rows),
+        "activations": _activation_bytes(
+            spec, counts, shape, device, trunk, own_trunk, longest_pass, several=rows > shape.rows
+        ),
         **_engine_bytes(spec, counts, shape, device, together),
     }
 
@@ -252,7 +256,15 @@ def _reference_bytes(spec: RunSpec, counts: Counts) -> int:
 
 
 def _activation_bytes(
-    spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, trunk: int, own_trunk: bool, *, several: bool
+    spec: RunSpec,
+    counts: Counts,
+    shape: Shape,
+    device: torch.device,
+    trunk: int,
+    own_trunk: bool,
+    longest_pass: float,
+    *,
+    several: bool,
 ) -> int:
     """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
     completion = shape.rows * shape.max_tokens
@@ -274,7 +286,7 @@ def _activation_bytes(
         others = policy + critic if own_trunk else trunk + counts.states
         kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
         largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
-        stages.append(others + largest)
+        stages.append(others + int(largest * longest_pass))
         stages.append(policy + counts.cast + worst)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'

@@ -145,13 +145,13 @@ def learned(
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
     group, part = size // len(rows), size // parts
-    shared = share and costs.can_share and part > 1 and not costs.recomputes
+    shared = share and costs.can_share and part > 1
     prompts, completions = _read(rows, shared, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
     prompts = Work(*(parts * met * count for count in prompts))
     total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward) + prompts.at(costs.keys)
     if costs.recomputes:
-        total += completions.at(costs.again)
+        total += completions.at(costs.again) + prompts.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
     if is_recomputed(int(min(batch_tokens * ends, completions.headed / parts)), costs.vocabulary):
         total += costs.forward.headed * completions.headed

@@ -101,6 +101,10 @@ def recomputes(model: nn.Module) -> bool:
     return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
+def _is_recomputing(model: nn.Module) -> bool:
+    return model.training and recomputes(model)  # in training mode alone
+
+
 def keeps_keys_and_values(model: nn.Module, *, windows: bool = True) -> bool:
     """Whether the model keeps nothing of earlier tokens but keys and values; with `windows` some only of a window.
 
@@ -303,8 +307,6 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
-    if model.training and recomputes(model):
-        return None  # transformers recomputes activations then, and keeps no states
     starts_B = mask_BT.int().argmax(dim=1)
     if not can_share_prompts(model) or int(starts_B.min()) < 2:
         return None
@@ -316,11 +318,11 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
     inputs, lean, weights = prompts_UT[:, :-1].clamp(min=0), None, []
     if not fused_llama.recognised(model):
-        from transformers.cache_utils import DynamicCache
-
-        cache: Any = DynamicCache(config=model.config)  # pyright: ignore
-        backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
-        states = [(layer.keys, layer.values) for layer in cache.layers]
+        cache = _cache(model)
+        backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
+        states = [layer.first for layer in cache.layers if layer.first is not None]
+        if len(states) < len(cache.layers):
+            return None  # it drops the cache where it recomputes activations
     else:
         lean, weights = fused_llama.fuse(model, tokens_BT.shape[1]).leaves()
         _, states = fused_llama.hidden_states(lean, inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
@@ -342,24 +344,49 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
     inputs = tokens_BT.gather(1, positions)
     filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
     all_filled = bool(filled.all())
-    past = ((keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states)
     if prompts.lean is not None:
+        past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
         before = None if all_filled else filled
-        hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, list(past), before)
+        hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, before)
     else:
-        from transformers.cache_utils import DynamicCache
-
-        cache = DynamicCache(config=model.config)  # pyright: ignore
-        for layer, (keys, values) in enumerate(past):
-            cache.update(keys, values, layer)
         hidden = backbone(model)(
             input_ids=inputs,
             attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+            past_key_values=_cache(model, prompts),
+            use_cache=not _is_recomputing(model),
         ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]
+
+
+def _cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
+    """A cache whose layers begin with the prompt of each row and take nothing up, so that they can be computed again in
+    a backward pass; without prompts, `first` of a layer has the keys and values that it computes."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Shared(DynamicLayer):
+        first: tuple[Tensor, Tensor] | None = None
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            if prompts is None:
+                self.first = self.first or (key_states, value_states)
+                return key_states, value_states
+            assert self.keys is not None and self.values is not None
+            own, rows = (self.keys, self.values), prompts.prompt_B
+            keys, values = (
+                torch.cat([x[rows], new], -2) for x, new in zip(own, (key_states, value_states), strict=True)
+            )
+            return keys, values
+
+    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
+    cache.layers = [Shared() for _ in cache.layers]
+    for layer, (keys, values) in zip(cache.layers, prompts.states if prompts else (), strict=prompts is not None):
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+    for part in model.modules() if _is_recomputing(model) else ():
+        if isinstance(part, GradientCheckpointingLayer):
+            part._can_checkpoint_with_cache = True  # for the library would pass none to a layer that is computed again
+    return cache
 
 
 class Critic(nn.Module):
