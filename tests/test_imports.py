@@ -206,7 +206,7 @@ def test_all_forms_of_a_table_are_the_same_study(tmp_path: Path):
     frame.to_parquet(tmp_path / "scores.parquet")
     for (arm, seed), rows in frame.groupby(["arm", "seed"]):
         (run := tmp_path / "runs" / str(arm) / f"{seed}").mkdir(parents=True)
-        rows[["problem", "score", "family"]].to_csv(run / "scores.csv", index=False)
+        rows.assign(arm="another").drop(columns="seed").to_csv(run / "scores.csv", index=False)  # the folder decides
     first = cohort.import_scores(frame, "frame", runs=tmp_path)
     assert len(record_of(first).trials[0].families) == 40
     for number, path in enumerate(("scores.csv", "scores.jsonl", "scores.parquet", "runs")):
@@ -236,7 +236,7 @@ def test_a_run_without_scores_is_invalid_and_the_others_are_tested(tmp_path: Pat
     assert "(2 seeds, Holm-adjusted p" in result.answer and "1 invalid trial is left out" in result.answer
     assert "Preliminary" not in result.answer
     text = dict(methods(analysed(record_of(result))))["What was left out?"]
-    assert text == "Left out: b, seed 2 (invalid: the imported scores have no such run)."
+    assert text == "Left out: b, seed 2 (invalid: no scores of it)."
 
 
 def changed(**columns: Any) -> pd.DataFrame:
@@ -247,9 +247,9 @@ REFUSED = [
     (changed(score=["0.5", "yes"]), "column score of the scores, row 2: input should be a valid number", "'yes'"),
     (changed(score=[0.5, math.nan]), "row 2: input should be a finite number", "nan"),
     (changed(step=[1, None]), "column step of the scores, row 2: input should be a finite number", "correct it"),
-    (changed(score=[0.5, 87.5]), "scores must be fractions from 0 to 1, not so in all arms ('a' has 87.5", "by 100"),
-    (changed(score=[-1.0, 1.0]), "('a' has -1 to -1)", "divide percentages by 100"),
-    (changed(arm=["a", "b"], score=[0.5, 50.0]), "not so in 1 of 2 arms ('b' has 50 to 50)", "the same scale"),
+    (changed(score=[0.5, 87.5]), "from 0 to 1 in all arms, 1 of 1 have others (such as 87.5 in 'a')", "by 100"),
+    (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "divide percentages by 100"),
+    (changed(arm=["a", "b"], score=[0.5, 50.0]), "in all arms, 1 of 2 have others (such as 50 in 'b')", "divide"),
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
     (changed(seed=[0, 1]), "'a', seed 0, lacks 1 of 2, such as 'q'; add them, with 0 for a failed", "everywhere"),
     (changed(arm=["a", "b"], seed=[0, 1], problem="p"), "arms must share seeds with the baseline 'a'", "0, 1, 2"),
@@ -260,7 +260,7 @@ REFUSED = [
     (changed(problem="p", sample=[0, 1], family=["f", "g"]), "a problem has one family, got 'g' and 'f' for 'p'", ""),
     (changed().drop(columns="seed"), "scores must have a column seed (or arm and seed as folders ARM/SEED/)", "add it"),
     (changed()[:0], "column score of the scores: list should have at least 1 item", "got 0"),
-    (pd.DataFrame([{**ROW, "seed": i} for i in range(2001)]), "at most 2,000 runs (an arm", "column seed?"),
+    (pd.DataFrame([{**ROW, "seed": i} for i in range(2001)]), "a seed is a run, at most 2,000;", "column seed?"),
 ]  # fmt: skip
 
 
@@ -366,7 +366,11 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
     ("change", "question", "words"),
     [
         ({}, "compared", "They were fixed before the first run."),
-        ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the start, as the notes say."),
+        (
+            {"added": [2], "looks": [2]},
+            "compared",
+            "Not all of them were fixed before the first run, as",
+        ),
         ({}, "settings", "Nothing was tuned in this study"),
         (
             {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},

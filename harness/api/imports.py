@@ -7,7 +7,6 @@ seed; its last step counts. Scores are taken as they are. Files are hostile: siz
 
 import csv
 import json
-import math
 import re
 import shlex
 import struct
@@ -95,8 +94,7 @@ def import_scores(
     arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
     baseline = baseline or arms[0]
     if baseline not in arms:
-        near = did_you_mean(baseline, arms)
-        raise SpecError(f"--baseline must be an arm, got '{baseline}'; {near}arms: {', '.join(arms):.400}")
+        raise SpecError(f"--baseline must be one of {', '.join(arms):.400}, got '{baseline}'")
     for arm in arms:
         if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
             raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
@@ -120,15 +118,23 @@ def import_scores(
 def _read(path: Path, score: str | None) -> dict[str, Any]:
     """The columns of a file or a folder, as they stand there."""
     found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
-    for file, place in list(_of_runs(path)) if path.is_dir() else [(path, {})]:
+    places: list[tuple[Path, dict[str, Any]]] = [(path, {})]
+    if path.is_dir():
+        files = [file for file in sorted(path.glob("*/*/**/*")) if file.suffix in _SUFFIXES and file.is_file()]
+        runs = [(file, *file.relative_to(path).parts[:2]) for file in files]
+        numbers = [re.fullmatch(r"(?:seed[-_=]?)?(\d{1,15})", seed) for _, _, seed in runs]
+        places = [(file, {"arm": arm, "seed": n[1]}) for (file, arm, _), n in zip(runs, numbers, strict=True) if n]
+        if not 0 < len(places) == len(files) <= MOST_FILES:
+            raise SpecError(f"'{path}' must hold ARM/SEED/ with a number and a run's files, such as grpo/0/scores.csv, "
+                            f"{MOST_FILES:,} at most; so are {len(places):,} of its {len(files):,} files")  # fmt: skip
+    for file, place in places:
         try:
             for number, row in enumerate(_rows(file)):
                 known, scores = _split(row, file, number, score)
                 for name, value in scores.items():
                     found[name].append((*map({**known, **place}.get, _KNOWN), value))
                     if len(found[name]) > MOST_ROWS:
-                        raise SpecError(f"scores must have at most {MOST_ROWS:,} rows, '{path}' has more; give each "
-                                        "problem's mean over its samples")  # fmt: skip
+                        raise SpecError(f"scores must have at most {MOST_ROWS:,} rows, '{path}' has more; give means")
         except (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError, csv.Error, struct.error,
                 zipfile.BadZipFile) as error:  # fmt: skip
             if isinstance(error, SpecError):
@@ -143,19 +149,6 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}
 
 
-def _of_runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Each file of a folder with its arm and seed."""
-    files = [file for file in sorted(folder.glob("*/*/**/*")) if file.suffix in _SUFFIXES and file.is_file()]
-    if not 0 < len(files) <= MOST_FILES:
-        raise SpecError(f"'{folder}' must hold ARM/SEED/ with a run's files, such as grpo/0/samples_gsm8k.jsonl, "
-                        f"{MOST_FILES:,} at most; it has {len(files):,}")  # fmt: skip
-    for file in files:
-        arm, seed, *_ = file.relative_to(folder).parts
-        if (number := re.fullmatch(r"(?:seed[-_=]?)?(\d{1,15})", seed)) is None:
-            raise SpecError(f"'{folder}' must hold ARM/SEED/, with a number as in grpo/0, got '{arm}/{seed}'; rename")
-        yield file, {"arm": arm, "seed": int(number[1])}
-
-
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
     """The rows of a file as it has them."""
     if file.suffix not in _SUFFIXES or not file.is_file():
@@ -168,7 +161,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
     elif file.suffix == ".jsonl":
         with file.open("rb") as stream:
             while line := stream.readline(MOST_JSON):
-                yield json.loads(line)
+                yield from [json.loads(line)] if line.strip() else []
     elif file.suffix == ".parquet":
         table = pq.ParquetFile(file)
         unpacked = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
@@ -241,22 +234,17 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
         where = f"column {column} of the scores{''.join(f', row {int(place) + 1}' for place in row)}"
         got = f"got {one['input']!r:.80}; correct it" if row else f"got {len(one['input']):,}"
         raise SpecError(f"{where}: {one['msg'][0].lower()}{one['msg'][1:]}, {got}") from None
-    ends = dict.fromkeys(scores.arm, (math.inf, -math.inf))
-    for arm, value in zip(scores.arm, scores.score, strict=True):
-        if not 0 <= value <= 1:
-            ends[arm] = min(ends[arm][0], value), max(ends[arm][1], value)
-    if wrong := [f"'{arm}' has {low:g} to {high:g}" for arm, (low, high) in ends.items() if low < math.inf]:
-        which = "all arms" if len(wrong) == len(ends) else f"{len(wrong)} of {len(ends)} arms"
-        raise SpecError(f"scores must be fractions from 0 to 1, not so in {which} ({wording.listed(wrong)}); divide "
-                        "percentages by 100, and give all arms the same scale")  # fmt: skip
+    if wrong := {arm: value for arm, value in zip(scores.arm, scores.score, strict=True) if not 0 <= value <= 1}:
+        each = wording.listed([f"{value:g} in '{arm}'" for arm, value in wrong.items()])
+        raise SpecError(f"scores must be fractions from 0 to 1 in all arms, {len(wrong)} of {len({*scores.arm})} have "
+                        f"others (such as {each}); divide percentages by 100")  # fmt: skip
     runs, families, optional = defaultdict[tuple[str, int], _Run](dict), dict[str, str](), [0] * len(scores.score)
     for arm, seed, problem, value, sample, step, tokens, family in zip(
         *(values or optional for values in vars(scores).values()), strict=True
     ):
         scored, spent = runs[arm, seed].setdefault(step, ({}, []))
         if len(runs) > MOST_RUNS:
-            raise SpecError(f"scores must be of at most {MOST_RUNS:,} runs (an arm with a seed), got more; is the "
-                            "problem in the column seed?")  # fmt: skip
+            raise SpecError(f"an arm with a seed is a run, at most {MOST_RUNS:,}; is the problem in the column seed?")
         if sample in (samples := scored.setdefault(problem, {})):
             raise SpecError(f"a run must score a problem once at a step, got '{problem}' of '{arm}', seed {seed}, step "
                             f"{step} twice; number several completions in a column sample")  # fmt: skip
@@ -295,12 +283,14 @@ def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, eve
     info = RunInfo(study, f"{arm} | seed {seed}", tags, {"seed": seed})
     latest = {key: value for event in events for key, value in event.get("values", {}).items()}
     reached = {"test_accuracy": "test/accuracy", "generated_tokens": "train/generated_tokens"}
-    state, reason = ("complete", None) if events else ("invalid", "the imported scores have no such run")
-    summary = {key: latest[metric] for key, metric in reached.items() if metric in latest}
-    end = {"state": state, "reason": reason, "summary": summary}
+    end: dict[str, Any] = {
+        "state": "complete" if events else "invalid",
+        "reason": None if events else "no scores of it",
+    }
+    end["summary"] = {key: latest[metric] for key, metric in reached.items() if metric in latest}
     folder.mkdir(parents=True)
     write_json(folder / INFO, vars(info), sync=False)
     lines = [{"type": "start", **info.identity(), "threads": ""}, *events, {"type": "finish", **end}]
-    stamped = [summed({**event, "time": time.time_ns() // 1_000_000}) for event in lines]
+    stamped = (summed({**event, "time": time.time_ns() // 1_000_000}) for event in lines)
     write_text(folder / EVENTS, "".join(map(event_line, stamped)), sync=False)
     write_json(folder / RESULT, {**end, "metrics": latest}, sync=False)

@@ -14,11 +14,6 @@ from ..trials import arm_specs, is_imported, search_of, tuning_of
 from . import wording
 from .notes import budget_note, cold_start_note, evaluation_note, interval_method
 
-_QUESTIONS = (
-    "What was compared, over how many seeds?", "Where do the arms start?", "Are the budgets equal?",
-    "How were the settings found?", "What was the test used for?", "How much compute, on what?",
-    "Which checkpoint counts?", "What do intervals and tests cover?", "What was left out?",
-)  # fmt: skip
 _UNKNOWN = "not known, because scores were imported"
 
 
@@ -27,38 +22,38 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
     record, specs = analysis.record, arm_specs(analysis.record.trials)
     if not specs:
         return []
-    names = wording.listed([arm.label for arm in analysis.arms], 8)
-    what = f"We compare {names}, with {wording.plural(len(record.seeds), 'seed')}."
+    names, seeds = wording.listed([arm.label for arm in analysis.arms], 8), wording.plural(len(record.seeds), "seed")
     if is_imported(record):
         tokens = {arm.label: arm.costs.get("generated_tokens") for arm in analysis.arms}
         each = [f"{arm} {wording.quantity(count)}" for arm, count in tokens.items() if count is not None]
-        known = [
-            f"{what} Which other runs were made is {_UNKNOWN}.",
-            f"The starting points, and whether runs with equal seeds share one, are {_UNKNOWN}.",
-            f"Generated tokens of a run: {wording.listed(each, 8)}." if each else f"The budgets are {_UNKNOWN}.",
-            f"How the settings of the arms were found is {_UNKNOWN}.",
-            f"What was chosen by these scores, and by whom, is {_UNKNOWN}.",
-            f"Hardware and time are {_UNKNOWN}.",
-        ]
+        planned = f"Which other runs were made is {_UNKNOWN}."
+        start = f"The starting points, and whether runs with equal seeds share one, are {_UNKNOWN}."
+        budget = f"Generated tokens of a run: {wording.listed(each, 8)}." if each else f"The budgets are {_UNKNOWN}."
+        tuning = f"How the settings of the arms were found is {_UNKNOWN}."
+        test = f"What was chosen by these scores, and by whom, is {_UNKNOWN}."
+        compute = f"Hardware and time are {_UNKNOWN}."
     else:
         later = record.added or record.amendments or record.two_stage is not None
-        planned = "Not all of them were fixed before the start, as the notes say" if later else "They were fixed before"
-        before = any(trial.start_per_problem for trial in record.trials)
-        known = [
-            f"{what} {planned}{'' if later else ' the first run'}.",
-            cold_start_note(specs)[1],
-            budget_note(analysis, specs)[1],
-            _tuning(analysis),
-            evaluation_note(analysis, specs)[1] + " They were scored before the first step, too." * before,
-            _compute(analysis),
-        ]
-    parts = [f"{gap.arm}, seed {gap.seed} ({gap.state}: {wording.shorten(gap.reason, 100)})" for gap in analysis.gaps]
-    known += [
-        f"The last step of each run counts. {best_checkpoint(analysis)}".strip(),
-        interval_method(analysis),
-        f"Left out: {wording.listed(parts) or 'no run'}.",
+        planned = "Not all of them were" if later else "They were"
+        planned += f" fixed before the first run{', as the notes say' if later else ''}."
+        start, budget = cold_start_note(specs)[1], budget_note(analysis, specs)[1]
+        tuning, test = _tuning(analysis), evaluation_note(analysis, specs)[1]
+        test += " They were scored before the first step, too." * any(
+            trial.start_per_problem for trial in record.trials
+        )
+        compute = _compute(analysis)
+    lost = [f"{gap.arm}, seed {gap.seed} ({gap.state}: {wording.shorten(gap.reason, 100)})" for gap in analysis.gaps]
+    return [
+        ("What was compared, over how many seeds?", f"We compare {names}, with {seeds}. {planned}"),
+        ("Where do the arms start?", start),
+        ("Are the budgets equal?", budget),
+        ("How were the settings found?", tuning),
+        ("What was the test used for?", test),
+        ("Which checkpoint counts?", f"The last step of each run counts. {best_checkpoint(analysis)}".strip()),
+        ("What do intervals and tests cover?", interval_method(analysis)),
+        ("What was left out?", f"Left out: {wording.listed(lost) or 'no run'}."),
+        ("How much compute, on what?", compute),
     ]
-    return list(zip(_QUESTIONS, known, strict=True))
 
 
 def best_checkpoint(analysis: Analysis) -> str:
@@ -75,22 +70,18 @@ def best_checkpoint(analysis: Analysis) -> str:
 
 
 def _tuning(analysis: Analysis) -> str:
-    searches, search = tuning_of(analysis.record), search_of(analysis.record)
-    if search is not None:
+    if (search := search_of(analysis.record)) is not None:
         goal = wording.listed([wording.spoken(name) for name in search["objectives"]])
         return f"A search tried {wording.plural(len(search['arms']), 'setting')}, judged by {goal}."
-    tries = [f"{name} ({len(found['arms'])})" for name, found in searches.items()]
-    if tries:
-        return (
-            f"Searches, by seeds of their own, chose settings; numbers of settings tried: {wording.listed(tries, 8)}."
-        )
+    if tries := [f"{name} ({len(found['arms'])})" for name, found in tuning_of(analysis.record).items()]:
+        return f"Searches with seeds of their own chose the settings of (number tried) {wording.listed(tries, 8)}."
     return "Nothing was tuned in this study; how its settings were found before is not recorded."
 
 
 def _compute(analysis: Analysis) -> str:
     trials, units = analysis.record.trials, {"core_seconds": " core-hours", "gpu_seconds": " GPU-hours"}
     spent = {key: sum(trial.summary.get(key, 0.0) for trial in trials) for key in ("seconds", *units)}
-    kinds = ("processor", *(["gpu"] if spent["gpu_seconds"] else []))
+    kinds = ("processor", "gpu") if spent["gpu_seconds"] else ("processor",)
     names = sorted({trial.versions[kind] for trial in trials for kind in kinds if kind in trial.versions})
     hours = [f", {spent[key] / 3600:.3g}{unit}" for key, unit in units.items() if spent[key]]
     peak = wording.size(max((trial.summary.get("peak_memory_bytes", 0.0) for trial in trials), default=0.0))
