@@ -152,7 +152,7 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
     for options, message in (
         (["--workers", "-1"], "--workers must be a number of at least 1, or auto"),
         (["--launcher", "pbs"], "--launcher must be local, ray or slurm"),
-        (["--cpus", "2"], "are for the workers of --launcher ray or slurm"),
+        (["--launcher-set", "cpus=2"], "is for the workers of --launcher ray or slurm"),
         (["--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as postgresql://"),
     ):
         refused = run(app, ["study", "run", "quickstart", *options, "--runs", str(tmp_path / "new")])

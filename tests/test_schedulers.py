@@ -133,7 +133,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
     study = a_study(seeds=[0])
-    what = launcher("slurm", Study("", (), study), 2, 1, ["partition=gpu", "exclusive", "time=1:30:00"])
+    what = launcher(
+        "slurm",
+        Study("", (), study),
+        ["cpus-per-task=2", "gpus-per-node=1", "partition=gpu", "exclusive", "time=1:30:00"],
+    )
     status = run(study, runs, workers=2, cluster=what)
     assert (status.finished, status.all_valid) == (True, True)
     check_as_undisturbed(study, runs)
@@ -147,7 +151,7 @@ def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_stud
     assert "--cpus-per-task=2" in (cluster / "100.sh").read_text().partition("srun ")[2]
     calls = (cluster / "calls.log").read_text().splitlines()
     assert calls[0] == (
-        "sbatch --test-only --cpus-per-task=2 --gpus-per-node=1 --time=1:30:00 --partition=gpu --exclusive --wrap=true"
+        "sbatch --test-only --gpus-per-node=1 --time=1:30:00 --cpus-per-task=2 --partition=gpu --exclusive --wrap=true"
     )
     assert [line.split()[0] for line in calls].count("sbatch") == 2
     assert logs.stat().st_mode & 0o777 == 0o700
@@ -234,7 +238,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     "text", ["Account=lab", "--account=lab", "account=lab\n#SBATCH --x", "output=here", "array=1-9"]
 )
 def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text: str):
-    with pytest.raises(SpecError, match="--slurm-set must"):
+    with pytest.raises(SpecError, match="--launcher-set must"):
         sbatch_parameters([text])
 
 
@@ -245,9 +249,9 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*SLURM, "--slurm-set", "partition=nowhere"], "invalid partition specified: nowhere"),
+        ([*SLURM, "--launcher-set", "partition=nowhere"], "invalid partition specified: nowhere"),
         (["--launcher", "slurm"], "needs --workers N"),
-        (["--slurm-set", "mem=1G"], "--slurm-set is an option for SLURM jobs; add --launcher slurm"),
+        (["--launcher-set", "mem=1G"], "is for the workers of --launcher ray or slurm; add one, or leave it out"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
     ],
 )
@@ -313,7 +317,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: Path, cluster: Path):
     study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"
-    what = launcher("slurm", study, None, None)
+    what = launcher("slurm", study)
     with pytest.raises(
         SpecError, match=r"^device must be available, got 'cuda' on a machine without CUDA; use dev[^\n]*$"
     ):
@@ -334,7 +338,7 @@ def test_a_study_at_scale_trains_in_jobs_on_nodes_with_a_gpu_though_the_login_no
     sets, runs = [*factories.small_sets(name, tmp_path), "seeds=[0]", "steps=2"], tmp_path / "runs"
     pretend_node.install(tmp_path / "plugins", monkeypatch)
     study = study_of(name, sets, runs)
-    status = run_study(study.spec, runs, workers=2, command="cmd", cluster=launcher("slurm", study, None, None))
+    status = run_study(study.spec, runs, workers=2, command="cmd", cluster=launcher("slurm", study))
     assert (status.finished, status.all_valid) == (True, True), list(status.trials)
     assert len(status.trials) == {"gsm8k_qwen": 3, "math_7b": 2}[name]
     for trial in status.trials:
@@ -391,14 +395,20 @@ def test_a_worker_on_ray_with_a_part_of_a_gpu_knows_that_others_have_the_rest(
     [
         ("auto", [], {"cpus-per-task": "16", "gpus-per-node": "2"}),
         ("auto", ["cpus-per-gpu=6"], {"cpus-per-gpu": "6", "gpus-per-node": "2"}),
+        ("auto", ["gpus-per-node=a100:1"], {"cpus-per-task": "8", "gpus-per-node": "a100:1"}),
+        ("auto", ["gpus-per-node=0"], {}),
         ("cpu", [], {}),
     ],
 )
 def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device: str, given: list[str], asked: dict[str, str]):
     study = Study("", (), factories.make_study(**{"run.devices": 2, "run.device": device}))
-    what = launcher("slurm", study, None, None, given)
+    what = launcher("slurm", study, given)
     assert isinstance(what, Slurm) and what.parameters == {**asked, "time": "4:00:00"}
-    assert launcher("ray", study, None, None) == Cluster(None, 0 if device == "cpu" else None)
+    assert launcher("ray", study) == Cluster(None, 0 if device == "cpu" else None)
+    assert launcher("ray", study, ["cpus=4", "gpus=0.5"]) == Cluster(4, 0.5)
+    for bad in (["cpus=-1"], ["cpus=1", "cpus=2"], ["partition=gpu"], ["gpus=x"]):
+        with pytest.raises(SpecError, match="--launcher-set must be cpus=N or gpus=N for Ray, each once, got"):
+            launcher("ray", study, bad)
 
 
 def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -291,17 +292,14 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(
-    name: str, study: Study, cpus: float | None, gpus: float | None, sbatch: Sequence[str] = ()
-) -> Cluster | Slurm | None:
-    """What runs the workers instead of this machine; None for `local`. ValueError if its package is not installed."""
+def launcher(name: str, study: Study, given: Sequence[str] = ()) -> Cluster | Slurm | None:
+    """What runs the workers instead of this machine, with settings NAME=VALUE; None for `local`. ValueError if its
+    package is not installed."""
     if name not in ("local", "ray", "slurm"):
         raise SpecError(f"--launcher must be local, ray or slurm, got '{name}'")
-    if sbatch and name != "slurm":
-        raise SpecError("--slurm-set is an option for SLURM jobs; add --launcher slurm")
     if name == "local":
-        if cpus is not None or gpus is not None:
-            raise SpecError("--cpus and --gpus are for the workers of --launcher ray or slurm; leave them out")
+        if given:
+            raise SpecError("--launcher-set is for the workers of --launcher ray or slurm; add one, or leave it out")
         return None
     package = "submitit" if name == "slurm" else name
     if importlib.util.find_spec(package) is None:
@@ -310,18 +308,22 @@ def launcher(
     if name == "ray":
         from ..study.launchers.ray import Cluster
 
+        counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
+        if len(counts) != len(given):
+            raise SpecError(f"--launcher-set must be cpus=N or gpus=N for Ray, each once, got '{' '.join(given)}'")
+        cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
         return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
     from ..study.launchers.local import CORES_PER_GPU
     from ..study.launchers.slurm import Slurm, sbatch_parameters
 
-    if any(count is not None and count != int(count) for count in (cpus, gpus)):
-        raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
-    given = sbatch_parameters(list(sbatch))
-    gpus = wanted if gpus is None else gpus
-    if cpus is None and gpus and "cpus-per-gpu" not in given:  # sbatch takes one of the two
-        cpus = CORES_PER_GPU * gpus
-    asked = {"cpus-per-task": cpus, "gpus-per-node": gpus or None}
-    return Slurm({**{key: f"{n:g}" for key, n in asked.items() if n is not None}, **given})
+    asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
+    asked |= sbatch_parameters(list(given))
+    gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
+    if gpus == "0":
+        del asked["gpus-per-node"]
+    elif gpus.isdecimal() and not {"cpus-per-gpu", "cpus-per-task"} & asked.keys():  # sbatch takes one of the two
+        asked["cpus-per-task"] = str(CORES_PER_GPU * int(gpus))
+    return Slurm(asked)
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
