@@ -223,7 +223,7 @@ class _LinearHead(torch.autograd.Function):
     """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time.
 
     A product takes a chunk of tokens. All are kept for the backward pass, or none, and it makes them again. The chunks'
-    gradients of the weights are added up in place, in at least float32.
+    gradients of the weights are added up in place, in at least float32: in `weight.grad`, if an earlier pass left one.
     """
 
     @staticmethod
@@ -249,7 +249,9 @@ class _LinearHead(torch.autograd.Function):
         states_NH, weight, bias, targets_N, *products = ctx.saved_tensors
         states_gradient = torch.empty_like(states_NH)
         wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[3:5], strict=True)]
-        sums = [x if x is None else _at_least_float32(torch.zeros_like(x)) for x in wanted]
+        adds = wanted[0] is not None and weight.is_leaf and weight.grad is not None and weight.dtype.itemsize > 2
+        sums = [None if x is None else _at_least_float32(torch.zeros_like(x)) for x in wanted[adds:]]
+        sums = [weight.grad, *sums] if adds else sums
         columns = (x.split(ctx.chunk) for x in (states_NH, states_gradient, targets_N, *gradients))
         with torch.autocast(states_NH.device.type, enabled=False):
             own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
@@ -270,7 +272,8 @@ class _LinearHead(torch.autograd.Function):
                     sums[0] += gradient.t() @ states
                 if sums[1] is not None:
                     sums[1] += gradient.sum(0)
-        return None, None, states_gradient, *(x if x is None else x.to(weight.dtype) for x in sums), None
+        found = [None if x is None else x.to(weight.dtype) for x in sums]
+        return None, None, states_gradient, None if adds else found[0], found[1], None
 
 
 @dataclass
