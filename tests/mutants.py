@@ -50,7 +50,7 @@ TESTS = {
         "test_together", "test_checkpoint", "test_cold_start", "test_pipeline", "test_train", "test_label_free",
     ),
     "reports": ("test_statistics", "test_scaling", "test_capability", "test_report", "test_two_stage",
-                "test_components", "test_controls", "test_claims"),
+                "test_components", "test_controls", "test_claims", "test_looks", "test_join"),
 }  # fmt: skip
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from cohort.harness.record.study import StudyRecord, TrialRecord, keep_document,
 from cohort.harness.spec.claim import Claim as Registered
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.checks import check_unchanged
 from cohort.reports import statistics
 from cohort.reports.analysis import analysed
 from cohort.reports.claims import Claim, check_claims
@@ -24,14 +26,16 @@ def checked(record: StudyRecord, **claim: Any) -> Claim:
     return found
 
 
-def scored(differences: list[float], base: float = 0.5, **claim: Any) -> Claim:
+def scored(differences: list[float], base: float = 0.5, num_problems: int = 0, **claim: Any) -> Claim:
     """A claim on b minus a, with these differences of a validation accuracy over the seeds."""
     arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in ("a", "b")]
     record = fake_study(arms, seeds=range(len(differences)), num_problems=2, num_steps=10)
 
     def curve(trial: TrialRecord) -> dict[str, Any]:
         value = base + (differences[trial.seed] if trial.arm == "b" else 0.0)
-        return {"history": {"validation/accuracy": [(0, 0.1), (10, value)]}, "summary": {}, "per_problem": {}}
+        history = {"validation/accuracy": [(0, 0.1), (10, value)]}
+        history |= {"validation/num_prompts": [(10, float(num_problems))]} if num_problems else {}
+        return {"history": history, "summary": {}, "per_problem": {}}
 
     return checked(with_trials(record, curve), **{"contrast": {"b": 1, "a": -1}, **claim})
 
@@ -82,6 +86,9 @@ def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -
     )
     assert "More than 200 seeds" in scored(NEAR, predicts="equivalent", margin=0.0201).measured
     assert "would decide" not in scored(NEAR).measured
+    # scores of 2 problems stand on a grid that is far coarser than their spread: more seeds than there are, at least
+    flat = scored([0.02, 0.0201, 0.0199, 0.02], predicts="above", num_problems=2)
+    assert flat.verdict == "undecided" and " 5 seeds would decide it" in flat.measured
 
 
 def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
@@ -92,6 +99,13 @@ def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
     both = [claim.p_adjusted for claim in check_claims(analysed(with_claims(record, *pair)))]
     assert both == pytest.approx(statistics.holm(single))
     assert both[1] == pytest.approx(2 * single[1])
+    found = check_claims(analysed(with_claims(record, {**pair[0], "margin": 0.06}, pair[1])))[0]
+    (_, contrast), *_ = found.found
+    assert contrast.variance is not None
+    needed = statistics.seeds_needed(
+        abs(contrast.estimate - 0.06), contrast.variance, contrast.num_problems, alpha=0.05 / 2
+    )
+    assert needed is not None and f" {needed} seeds would decide it" in found.measured
     # a contrast of the outcome has the p and the interval of the comparison
     comparison = analysed(record).comparisons[0]
     assert single[0] == pytest.approx(comparison.p)
@@ -269,6 +283,11 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path: 
     assert (claim["sentence"], claim["contrasts"]) == (CLAIM["sentence"], [CLAIM["contrast"]])
     assert (claim["region"], len(claim["digest"])) == ([0.0, None], 16)
     assert sizes(claim={**CLAIM, "margin": 0.01}).digest() != study.digest() != sizes().digest()
+    started = SimpleNamespace(read_document=lambda: {**document, "inputs": {}}, document_place="study.json")
+    more = {"factors": {"algorithm.group_size": [2, 4, 8]}}  # arms may be added, and a claim stays
+    assert check_unchanged(sizes(claim=CLAIM, **more), started) == {}  # pyright: ignore
+    with pytest.raises(SpecError, match="a started study cannot change"):
+        check_unchanged(sizes(claim={**CLAIM, "margin": 0.01}, **more), started)  # pyright: ignore
     keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
     with pytest.raises(ValueError, match="its claims are not those that it was started with"):
         read_folder(tmp_path, [])

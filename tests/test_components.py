@@ -9,6 +9,7 @@ from cohort.harness.record.study import StudyRecord, keep_document, read_folder,
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
+from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components
 from cohort.reports.prose.answer import answer
@@ -62,6 +63,15 @@ def test_a_ladder_adds_one_part_after_the_other_and_compares_each_step_with_the_
         study("add_one_in", reverse=True)
 
 
+def test_the_first_seeds_of_a_ladder_are_judged_by_its_steps():
+    ladder = study("ladder", seeds={"first": 3, "half_width": 0.02, "at_most": 16})
+    luck = {"none": (0, 0, 0), "+high": (0, 3, 6), "+mean": (1, 4, 8), "+batches": (1, 4, 8)}
+    values = {(arm, seed): {"validation/accuracy": x / 100} for arm, row in luck.items() for seed, x in enumerate(row)}
+    deviations = {one["arm"]: 100 * one["deviation"] for one in decide(ladder, values)["comparisons"]}
+    # 0, 3, 6: deviation 3; 1, 1, 2: sqrt(1 / 3)
+    assert deviations == pytest.approx({"+high": 3.0, "+mean": 3**-0.5, "+batches": 0.0}, abs=1e-9)
+
+
 LEVELS = {
     "name": "levels", "question": "Does it?", "run": {"task": "arithmetic", "algorithm": "grpo"},
     "arms": {"plain": {}, "warm": {"cold_start.steps": 400}}, "factors": {"algorithm.kl_beta": [0.0, 0.1]},
@@ -105,7 +115,9 @@ def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path:
     high, mean, batches = analysis.comparisons
     assert (high.is_detected, mean.is_detected, batches.is_detected) == (True, False, True)
     alone = analysed(dataclasses.replace(record, references={}, baseline="+high")).comparison("+mean")
-    assert alone is not None and (alone.estimate, alone.p) == (mean.estimate, mean.p)
+    assert alone is not None and (alone.estimate, alone.p, alone.name) == (mean.estimate, mean.p, "+mean")
+    levels = analysed(dataclasses.replace(record, references={"+high": "none", "+batches": "+mean"}))
+    assert [arm.label for arm in levels.arms if arm.is_baseline] == ["none", "+mean"]
     text = answer(analysis)
     assert " above none (4 seeds, " in text and " below +mean (4 seeds, " in text
     assert "1 other difference could not be detected" in text

@@ -351,8 +351,6 @@ class StudySpec(Section):
             known["seeds"] = self.seeds.model_dump(mode="json")
         if self.any_time:
             known["seeds"] = {"any_time": True}
-        if references := self.references():
-            known["references"] = references
         if self.claim:
             known["claim"] = [claim.model_dump(mode="json") for claim in self.claim]
         return digest(known)
