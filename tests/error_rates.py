@@ -428,12 +428,8 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "search of 12 arms": search,
     "7 claims": claims,
     "ladder of 4 parts": partial(stepwise, build=_ladder),
-    "2 levels within 3": partial(stepwise, build=_grid),
     "equivalent, difference of the margin": partial(
         margins, predicts="equivalent", difference=-MARGIN, wrong=("supported",)
-    ),
-    "not below, difference of the margin": partial(
-        margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
     ),
     "4 components": components,
     "5 arms, missing problems": missing_problems,
@@ -461,6 +457,10 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "families of one": partial(related, sizes=(1,) * 64),
     "missing problems": missing,
     "5 arms, unequal budgets": unequal_budgets,
+    "not below, difference of the margin": partial(
+        margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
+    ),
+    "2 levels within 3": partial(stepwise, build=_grid),
     "equivalent, difference of the margin, seeds alone": partial(
         margins, predicts="equivalent", difference=-0.02, wrong=("supported",), by_problem=False
     ),

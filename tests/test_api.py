@@ -15,10 +15,12 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from cohort.harness.api.runs import intervals
 from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.run.evaluate import intervals
+from cohort.harness.run.evaluate import wilson_interval
+from cohort.reports import statistics
 from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
@@ -211,6 +213,23 @@ def test_an_evaluation_has_frames_too(tmp_path: Path):
     assert evaluation.problems.values.tolist() == [["p1", 1.0], ["p2", 0.5]]
     assert evaluation.rollouts.completion.tolist() == [r"2#### 2\x1b[2J"]
     assert repr(evaluation) == "<Evaluation: accuracy 75.0 % of 2 test problems>"
+
+
+def test_problems_of_one_family_count_as_one_in_the_intervals_of_an_evaluation():
+    # blocks of 2 with means 1, 0.5, 0.25, 0.75 of 4 samples each: not the spread of 8 problems
+    counts = dict(zip("abcdefgh", (4, 4, 4, 0, 1, 1, 3, 3), strict=True))
+    metrics = {"accuracy": 0.625, "greedy_accuracy": 0.5, "pass_at_4": 0.875, "num_prompts": 8.0, "num_samples": 4.0}
+    alone = EvaluationResult("test", metrics, counts, [])
+    related = dataclasses.replace(alone, families={name: f"story {i // 2}" for i, name in enumerate(counts)})
+    found = intervals(related)
+    expected = statistics.fraction_interval([[1.0, 0.5, 0.25, 0.75]], num_problems=8)
+    assert expected is not None and found["accuracy"] == pytest.approx((expected.low, expected.high))
+    passes = statistics.fraction_interval([[1.0, 0.5, 1.0, 1.0]], num_problems=8)
+    assert passes is not None and found["pass_at_4"] == pytest.approx((passes.low, passes.high))
+    assert found["greedy_accuracy"] == wilson_interval(0.5, 4)
+    assert intervals(alone)["accuracy"] == wilson_interval(0.625, 8)
+    each = dataclasses.replace(alone, families={name: name for name in counts})
+    assert intervals(each) == intervals(alone)
 
 
 # Page, figures, LaTeX --------------------------------------------------------------------------------------------

@@ -111,7 +111,6 @@ class Evaluation:
             value       in that unit
             low, high   95 % interval over problems; NaN for a metric without one
         """
-        from ..run.evaluate import intervals
         from .result import frame_of
 
         limits = intervals(self.result)
@@ -137,7 +136,6 @@ class Evaluation:
     def document(self) -> dict[str, Any]:
         """Everything: metrics, intervals, pass@k and Cover@tau curves, scores by problem, a few completions."""
         from ...reports.capability import curves_of_counts
-        from ..run.evaluate import intervals
 
         result = self.result
         curves = curves_of_counts(list(result.correct_counts.values()), int(result.metrics["num_samples"]))
@@ -147,6 +145,33 @@ class Evaluation:
             "samples": result.samples[:16], "directory": self.folder,
             **({"tests": {name: one.document() for name, one in self.tests.items()}} if self.tests else {}),
         }  # fmt: skip
+
+
+def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each accuracy of an evaluation over its problems, or over blocks of whole families.
+
+    Wilson's (1927), with the number of blocks for that of problems: wider than needed. Where families are named and the
+    scores of single problems are known (accuracy, pass@k), the interval of a report instead.
+    """
+    import numpy as np
+
+    from ...reports import statistics
+    from ...reports.capability import pass_table
+    from ...reports.trials import blocks_of
+    from ..run.evaluate import wilson_interval
+
+    blocks, metrics = blocks_of(list(result.correct_counts), result.families), result.metrics
+    keys = ["greedy_accuracy", "accuracy", *(key for key in metrics if "_at_" in key)]
+    found = {key: wilson_interval(metrics[key], len(blocks)) for key in keys}
+    if len(blocks) < len(result.correct_counts):
+        counts = np.array(list(result.correct_counts.values()))
+        table = pass_table(int(metrics["num_samples"]))
+        for key in (key for key in keys if key == "accuracy" or key.startswith("pass_at_")):
+            scores = table[counts, 0 if key == "accuracy" else int(key.rpartition("_")[2]) - 1]
+            cells = statistics.in_blocks(scores[None], blocks)
+            if (one := statistics.fraction_interval(cells, num_problems=len(counts))) is not None:
+                found[key] = (one.low, one.high)
+    return found
 
 
 def evaluate(

@@ -90,7 +90,8 @@ def evaluate(
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
-    from ..run.evaluate import intervals, wilson_interval
+    from ..api.runs import intervals
+    from ..run.evaluate import wilson_interval
 
     result, percent = found.result, terminal.percent
     metrics, count = result.metrics, int(result.metrics["num_prompts"])

@@ -197,13 +197,6 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
     }
 
 
-def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
-    """The 95 % interval of each accuracy of an evaluation over its problems."""
-    keys = ["greedy_accuracy", "accuracy", *(key for key in result.metrics if "_at_" in key)]
-    count = int(result.metrics["num_prompts"])
-    return {key: wilson_interval(result.metrics[key], count) for key in keys}
-
-
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
 
