@@ -7,13 +7,14 @@ party declares the same under the entry-point groups `cohort.algorithms`, `cohor
 
 import importlib
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from . import interfaces
 from .data import Section
@@ -65,6 +66,24 @@ def load(kind: Kind, name: str) -> type:
         raise ValueError(f"{words}: {cls.__name__} must define {what}; add it in {file}")
     _files_loaded[file] = (words, bool(points))
     return cls
+
+
+def of_package(package: str) -> list[tuple[Kind, str]]:
+    """Kind and name of each plugin that an installed package declares; ValueError if it declares none."""
+
+    def plain(name: str) -> str:  # as pip compares names
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    every = [(kind, point.dist.name, point.name) for kind in get_args(Kind) for point in _external(kind) if point.dist]
+    found: list[tuple[Kind, str]] = [(kind, name) for kind, owner, name in every if plain(owner) == plain(package)]
+    if not found:
+        owners = sorted({owner for _, owner, _ in every})
+        raise ValueError(
+            f"no installed package '{package}' declares plugins (entry points cohort.algorithms, cohort.tasks, "
+            f"cohort.rewards, cohort.engines); install it first (pip install -e .); those that do: "
+            f"{', '.join(owners) or 'none'}"
+        )
+    return found
 
 
 def raised_by(error: BaseException) -> str | None:

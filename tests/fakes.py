@@ -1,45 +1,15 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
 import torch
-from cohort.harness.data import Batch, GradedGroup, SampleRow
+from cohort.harness.data import SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
+from cohort.harness.run.contract import batch_of, graded_group  # noqa: F401
 from safetensors.torch import load_file
 
 
 def tiny_codec():
     return TextCodec(tiny_tokenizer())
-
-
-def graded_group(classes, correct=None, **changes):
-    """A graded group of one-token completions with these equivalence classes; any field may be given."""
-    n = len(classes)
-    fields = {
-        "prompt_id": "p",
-        "prompt": "p?",
-        "completions": ("",) * n,
-        "num_tokens": (1,) * n,
-        "max_tokens": 8,
-        "truncated": (False,) * n,
-        "answers": tuple(None if c is None else str(c) for c in classes),
-        "classes": tuple(classes),
-        "format_scores": tuple(float(c is not None) for c in classes),
-        "reasoning_chars": (0,) * n,
-        "correct": None if correct is None else tuple(correct),
-    }
-    return GradedGroup(**{**fields, **changes})
-
-
-def batch_of(mask, rewards, group_size, **tensors):
-    """Rows of tokens 0 with this completion mask and these rewards."""
-    mask = torch.tensor(mask, dtype=torch.bool)
-    named = {
-        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64),
-        "lengths_B": torch.full((len(mask),), mask.shape[1]),
-        "sampler_logprobs_BT": torch.zeros(mask.shape),
-        **tensors,
-    }
-    return Batch(completion_mask_BT=mask, rewards_B=torch.tensor(rewards), group_size=group_size, **named)
 
 
 class MemoryLog:

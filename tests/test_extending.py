@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cohort.harness.run.contract import check_package, of_kind
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
@@ -25,6 +26,11 @@ def test_a_study_trains_the_algorithm_on_the_task_with_the_reward(runs, tmp_path
     done = subprocess.run([*pip, "--target", target, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.syspath_prepend(target)
+    found = list(check_package("Cohort_Extras"))
+    assert {(one.kind, one.name) for one in found} == {
+        ("algorithm", "median_baseline"), ("task", "backwards"), ("reward", "states_once")}  # fmt: skip
+    assert [one for one in found if one.found] == []
+    assert len(found) == 3 + sum(len(of_kind(kind)) for kind in ("algorithm", "task", "reward"))
     start_study(load_study(str(source / "study.yaml")), runs, command="")
     assert worker_main("study", runs) == 0
     trials = study_status("study", runs).trials

@@ -3,10 +3,9 @@
 from itertools import combinations
 from typing import Any
 
-import hostile
 import pytest
 import sympy
-from cohort.harness.run import grading
+from cohort.harness.run import grading, hostile
 from cohort.harness.run.grading import grade
 from cohort.tasks import _algebra
 from cohort.tasks._latex import Checker

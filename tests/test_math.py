@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 from typing import get_args
 
-import hostile
 import pytest
 import yaml
+from cohort.harness.run import hostile
 from cohort.harness.spec.errors import SpecError
 from cohort.tasks import _answers, _latex
 from cohort.tasks._answers import AnswerFormat

@@ -3,8 +3,8 @@
 import time
 from fractions import Fraction
 
-import hostile
 import pytest
+from cohort.harness.run import hostile
 from cohort.tasks import _numbers
 from cohort.tasks._numbers import canonical, last_boxed, number
 

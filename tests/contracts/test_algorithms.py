@@ -1,26 +1,22 @@
 """What every algorithm must hold to, for each one found."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cohort.harness import plugins
-from cohort.harness.data import Batch, PolicyOutput
-from cohort.harness.policy.forward import token_logprobs
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.grading import score
-from cohort.harness.run.learner import Learner
-from cohort.harness.spec.run import parse_run
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fakes import batch_of, graded_group
-
-GROUP_SIZE = 4
-CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
-REWARDS = [1.0, 0, 0, 0.5] * 3  # one best answer in each group, since pass@k pays nothing for a tie
-CORRECT = (True, True, False, False) + (False,) * 8
+from cohort.harness.data import PolicyOutput
+from cohort.harness.run import contract
+from cohort.harness.run.contract import (
+    GROUP_SIZE,
+    PAID,
+    batch_of,
+    for_algorithm,
+    make_batch,
+    weighted,
+    without_divergence,
+)
 
 
 @pytest.fixture(params=plugins.names("algorithm"))
@@ -33,46 +29,6 @@ def algorithm(name):
     return plugins.load("algorithm", name)(name=name, group_size=GROUP_SIZE)
 
 
-def graded(correct=CORRECT):
-    """Three groups of four."""
-    parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(CLASSES), GROUP_SIZE)]
-    return [graded_group(CLASSES[p], correct[p], prompt_id=f"p{p.start}", num_tokens=(3,) * 4) for p in parts]
-
-
-def make_batch(rewards):
-    """12 rows, prompts of 2 tokens and completions of 0 to 5; the policy has moved a little since it sampled them."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([3, 7, 2, 4, 6, 7, 3, 5, 7, 4, 6, 3])
-    column = torch.arange(7)
-    mask = (column < lengths[:, None]) & (column >= 2)
-    noise = [torch.randn(12, 7, generator=generator) * mask for _ in range(4)]
-    return Batch(
-        tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
-        completion_mask_BT=mask,
-        lengths_B=lengths,
-        sampler_logprobs_BT=-noise[0].abs(),
-        rewards_B=torch.tensor(rewards, dtype=torch.float32),
-        group_size=GROUP_SIZE,
-        old_logprobs_BT=-noise[0].abs(),
-        ref_logprobs_BT=-noise[1].abs(),
-        values_BT=0.1 * noise[2],
-        held_BT=torch.zeros_like(mask),
-        greedy_rewards_B=torch.tensor(rewards, dtype=torch.float32).view(-1, GROUP_SIZE)[:, 1].repeat_interleave(4),
-    )
-
-
-def without_divergence(algorithm, **changes):
-    """The algorithm with no KL term, where it can do without."""
-    bound = not algorithm.learns_from_rewards or "implied" in algorithm.objective["kl"]
-    free = algorithm if bound else algorithm.model_copy(update={"kl_beta": 0.0})
-    return free.model_copy(update=changes)
-
-
-def for_algorithm(algorithm, batch):
-    """The batch as the learner would hand it over: reference log-probs only where they are needed."""
-    return batch if algorithm.needs_reference else batch.replace(ref_logprobs_BT=None)
-
-
 def policy_gradient(algorithm, batch, logprobs):
     """[B, T]: gradient of the loss by the log-probs."""
     leaf = logprobs.clone().requires_grad_()
@@ -81,21 +37,13 @@ def policy_gradient(algorithm, batch, logprobs):
     return leaf.grad
 
 
-def weighted(algorithm, batch):
-    return batch.replace(loss_weight_BT=algorithm.loss_weights(batch.completion_mask_BT))
-
-
-def rewards_of(algorithm, groups):
-    """What a run of the algorithm pays by default for these groups."""
-    spec = parse_run({"task": "arithmetic", "algorithm": algorithm}, "test")
-    return [value for found in score(spec.rewards, groups) for value in found.totals]
-
-
-def test_the_name_is_the_file_and_settings_round_trip(name, algorithm):
+def test_the_name_is_the_file(name, algorithm):
     assert algorithm.name == name
-    spec = parse_run({"task": "arithmetic", "algorithm": name}, "test")
-    assert type(spec).model_validate_json(spec.model_dump_json()) == spec
-    assert all(field.description for key, field in type(algorithm).model_fields.items() if key != "name")
+
+
+@pytest.mark.parametrize("check", contract.of_kind("algorithm"), ids=lambda check: check.test.__name__)
+def test_an_algorithm_keeps_the_contract(algorithm, check):
+    check.test(algorithm)
 
 
 CLIP = {"clip_epsilon": 0.2, "clip_epsilon_high": None, "ratio_bound": None}
@@ -135,30 +83,6 @@ def test_the_facts_of_a_class_are_those_of_its_objective(name):
     assert cls().needs_old_logprobs == (name in reads_old)
 
 
-def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algorithm):
-    paid = rewards_of(algorithm, graded())
-    assert len(paid) == len(CLASSES)
-    assert any(paid) == algorithm.learns_from_rewards
-    assert torch.isfinite(torch.tensor(paid)).all()
-    permuted = rewards_of(algorithm, graded(tuple(not c for c in CORRECT)))
-    assert (paid != permuted) == algorithm.sees_gold
-
-
-@pytest.mark.parametrize("steps", [False, True])
-def test_advantages_are_finite_and_zero_outside_the_completions(algorithm, steps):
-    batch = make_batch(REWARDS)
-    if steps:  # a step ends at the first completion token of every row
-        ends = torch.zeros(12, 7, dtype=torch.bool)
-        ends[:, 2] = batch.completion_mask_BT[:, 2]
-        batch = batch.replace(step_rewards_BT=batch.rewards_B[:, None] * ends, step_ends_BT=ends)
-    batch = algorithm.advantages(batch)
-    assert batch.advantages_BT is not None
-    assert torch.isfinite(batch.advantages_BT).all()
-    assert batch.advantages_BT[~batch.completion_mask_BT].abs().sum() == 0
-    assert (batch.advantages_BT[:, 2] != 0).any()
-    assert (batch.returns_BT is not None) == algorithm.needs_critic
-
-
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1])
 def test_equal_rewards_give_no_policy_gradient_without_a_divergence_term(algorithm, value):
     if not algorithm.learns_from_rewards:
@@ -187,48 +111,6 @@ def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
         assert gradient[0] > 0 > gradient[1]  # descent makes the first less likely
 
 
-def test_loss_and_metrics_of_the_parts_add_up_to_the_whole(algorithm):
-    batch = weighted(algorithm, algorithm.advantages(make_batch(REWARDS)))
-    moved = (batch.sampler_logprobs_BT - 0.05) * batch.completion_mask_BT
-
-    def evaluate(part, logprobs):
-        return algorithm.loss(part, PolicyOutput(logprobs, -logprobs, 0.5 * logprobs))
-
-    whole, metrics = evaluate(batch, moved)
-    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
-    for rows in (torch.tensor([0, 5]), torch.tensor([1, 2, 3, 4]), torch.tensor([6, 7, 8, 9, 10, 11])):
-        part = batch.rows(rows)
-        loss, values = evaluate(part, moved[rows, : part.tokens_BT.shape[1]])
-        total += loss.item()
-        for key, value in values.items():
-            sums[key] += float(value)
-    assert total == pytest.approx(whole.item(), abs=1e-6)
-    assert sums == pytest.approx({key: float(value) for key, value in metrics.items()}, abs=1e-6)
-    assert {"policy/loss", "policy/clip_fraction", "policy/entropy", "kl/old"} <= set(metrics)
-
-
-def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
-    # two answers to one prompt, the first is right, or the reference likes it by a nat: its log-prob must rise
-    plain = without_divergence(algorithm, group_size=2)
-    policy = tiny_model(0)
-    tokens = torch.tensor([[10, 11, 12, 1], [10, 11, 40, 1]])
-    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 4)}
-    batch = batch_of([[0, 0, 1, 1]] * 2, [1.0, 0.0], 2, tokens_BT=tokens, **greedy)
-    mask = batch.completion_mask_BT
-    logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
-    old = logprobs.detach()
-    liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
-    batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=liked)))
-    loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
-    loss.backward()
-    before = logprobs[0].sum() - logprobs[1].sum()
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter -= 0.01 * parameter.grad
-        after, _ = token_logprobs(policy, tokens, mask, 1.0)
-    assert after[0].sum() - after[1].sum() > before
-
-
 # What the strings of `objective` claim, as formulas that the loss must follow.
 
 EFFECTIVE_WEIGHTS = {
@@ -247,11 +129,6 @@ def test_an_algorithm_is_a_file_that_fits_on_two_screens():
     folder = Path(__file__).resolve().parents[2] / "algorithms"
     lines = {file.name: len(file.read_text().splitlines()) for file in folder.glob("[!_]*.py")}
     assert {name: count for name, count in lines.items() if count > 80} == {}
-
-
-def test_the_objective_is_told_by_five_facts(algorithm):
-    assert list(algorithm.objective) == ["advantage", "aggregation", "clip", "kl", "correction"]
-    assert all(text and text.isascii() for text in algorithm.objective.values())
 
 
 def test_tokens_weigh_in_the_loss_as_the_objective_says(algorithm):
@@ -301,7 +178,7 @@ def test_the_divergence_acts_where_the_objective_says(algorithm):
     assert heavy.needs_reference
     if "implied" not in told and algorithm.learns_from_rewards:
         assert not algorithm.model_copy(update={"kl_beta": 0.0}).needs_reference
-    batch = make_batch(REWARDS)
+    batch = make_batch(PAID)
     other = batch.replace(ref_logprobs_BT=batch.ref_logprobs_BT - 0.1 * torch.arange(7) * batch.completion_mask_BT)
     credit = [heavy.advantages(b).advantages_BT for b in (batch, other)]
     assert (not torch.equal(*credit)) == ("reward" in told or "implied" in told or "advantage" in told)
@@ -312,31 +189,8 @@ def test_the_divergence_acts_where_the_objective_says(algorithm):
 
 def test_without_a_correction_the_samplers_own_logprobs_do_not_matter(algorithm):
     assert algorithm.objective["correction"] == "none"
-    batch = make_batch(REWARDS)
+    batch = make_batch(PAID)
     other = batch.replace(sampler_logprobs_BT=batch.sampler_logprobs_BT - 1.0)
     one, two = (weighted(algorithm, algorithm.advantages(b)) for b in (batch, other))
     moved = (batch.old_logprobs_BT - 0.05) * batch.completion_mask_BT
     assert torch.equal(policy_gradient(algorithm, one, moved), policy_gradient(algorithm, two, moved))
-
-
-def test_a_learner_step_does_not_depend_on_the_split_into_microbatches(name):
-    def gradient(budget):
-        raw = {
-            "task": "arithmetic",
-            "algorithm": {"name": name, "group_size": GROUP_SIZE},
-            "rollouts_per_step": 12,
-            "optimizer": {"tokens_per_microbatch": budget},
-        }
-        spec = parse_run(raw, "test")
-        policy = tiny_model(0).double()
-        learner = Learner(spec, policy, None if spec.algorithm.learns_from_rewards else tiny_model(1).double())
-        batch = learner.annotate(make_batch(REWARDS))
-        batch = weighted(spec.algorithm, spec.algorithm.advantages(batch))
-        learner.optimizers = {}  # gradients only
-        metrics = learner._optimizer_step(batch, first=True)
-        return metrics, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-
-    metrics, whole = gradient(8192)
-    assert (metrics["policy/ratio_max"], metrics["policy/clip_fraction"]) == (1.0, 0.0)
-    assert whole.norm() > 0
-    assert (gradient(13)[1] - whole).norm() <= 1e-6 * whole.norm()

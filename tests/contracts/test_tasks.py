@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from functools import cache
 from itertools import islice, product
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import get_args
 import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Task
+from cohort.harness.run import contract, hostile
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
-import hostile  # noqa: E402
 
 DOCUMENTED = "my_problems"
 INSTALLED = [name for name in plugins.names("task") if name != "reasoning_gym" or importlib.util.find_spec(name)]
@@ -85,32 +84,15 @@ def task(name):
 every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
 
 
-def test_the_plugin_is_a_task_of_its_own_name_whose_settings_survive_json_and_refuse_unknown_keys(name, task):
+def test_the_plugin_is_a_task_of_its_own_name(name, task):
     assert isinstance(task, Task) and task.name == name
-    assert type(task).model_validate(json.loads(task.model_dump_json())) == task
-    with pytest.raises(ValueError, match="no_such_field"):
-        type(task).model_validate({"no_such_field": 1})
 
 
-def test_every_split_has_problems_with_ids_of_their_own_and_tags_that_tell_some_apart(name):
+def test_tags_tell_some_apart(name):
     every = {split: make(name).prompts(split) for split in SPLITS}
-    for prompts in every.values():
-        assert prompts
-        assert len({p.id for p in prompts}) == len(prompts)
-        assert all(p.id and p.text and p.gold for p in prompts)
     tags = [prompt.tags for prompts in every.values() for prompt in prompts]
-    assert all(key and value and value == value.strip() for row in tags for key, value in row)
-    assert all(len(dict(row)) == len(row) for row in tags)
     if name in INSTALLED:
         assert len(set(tags)) > 1 or not tags[0]
-
-
-def test_splits_are_disjoint_and_demonstrations_avoid_the_held_out_ones(task):
-    train, validation, test = ({p.text for p in task.prompts(split)} for split in SPLITS)
-    assert not train & validation
-    assert not train & test
-    assert not validation & test
-    assert not {d.prompt for d in task.demonstrations()} & (validation | test)
 
 
 @every_format
@@ -124,15 +106,8 @@ def test_the_format_changes_neither_the_problems_nor_their_answers(name, answer_
 @every_format
 def test_demonstrations_state_their_gold_answer_in_the_format_and_within_the_token_limit(name, answer_format):
     task = make(name, answer_format)
-    gold = {p.text: p.gold for p in task.prompts("train")}
+    contract.demonstrations_are_right(task)
     for demonstration in islice(task.demonstrations(), 500):
-        # One token per character is the built-in tokenizer, the longest there is; one more ends the sequence.
-        assert len(demonstration.completion) + 1 <= task.max_completion_tokens
-        stated = task.extract(demonstration.completion)
-        assert stated is not None
-        if demonstration.prompt in gold:
-            assert task.equivalent(stated, gold[demonstration.prompt])
-        assert task.format_score(demonstration.completion) == 1.0
         assert 0 < len(task.reasoning(demonstration.completion)) < len(demonstration.completion)
 
 
@@ -148,13 +123,13 @@ def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_
             assert task.format_score(completion) == float(is_own)
 
 
-def test_equality_is_reflexive_and_symmetric_and_tells_answers_apart(task):
-    golds = sorted({p.gold for p in task.prompts("test")})[:8]
-    assert all(task.equivalent(gold, gold) for gold in golds)
-    pairs = [(a, b) for a in golds for b in golds if a < b]
-    assert all(task.equivalent(a, b) == task.equivalent(b, a) for a, b in pairs)
-    assert any(not task.equivalent(a, b) for a, b in pairs)
-    assert all(task.equivalent(gold, f" {gold} ") for gold in golds)
+@pytest.mark.parametrize("check", contract.of_kind("task"), ids=lambda check: check.test.__name__)
+def test_a_task_keeps_the_contract(task, check):
+    check.test(task)
+
+
+def test_equality_overlooks_spaces_around_an_answer(task):
+    assert all(task.equivalent(gold, f" {gold} ") for gold in sorted({p.gold for p in task.prompts("test")})[:8])
 
 
 def test_problems_are_the_same_in_another_process_with_another_hash_seed():
@@ -167,18 +142,9 @@ def test_problems_are_the_same_in_another_process_with_another_hash_seed():
 
 
 @pytest.mark.attack("Hostile text in a completion")
-def test_no_completion_makes_grading_raise_or_take_long(task, record_property):
+def test_hostile_completions_are_graded(task, record_property):
     record_property("tried", len(hostile.COMPLETIONS))
-    for completion in hostile.COMPLETIONS:
-        start = time.process_time()
-        answer, lenient = task.extract(completion), task.extract_lenient(completion)
-        score, reasoning = task.format_score(completion), task.reasoning(completion)
-        assert time.process_time() - start < 2.0, completion[:60]
-        assert answer is None or (isinstance(answer, str) and answer)
-        assert lenient is None or (isinstance(lenient, str) and lenient)
-        assert answer is None or lenient == answer
-        assert 0.0 <= score <= 1.0
-        assert reasoning in completion
+    contract.hostile_text_is_graded(task)
 
 
 def test_a_last_sentence_without_a_marker_counts_for_lenient_extraction_only(task):
@@ -207,15 +173,3 @@ def test_worked_examples_come_from_train_and_never_show_the_problem_itself(name)
             assert prompt.text == "\n\n".join([*shown, bare.text])
     gold = {p.text: p.gold for p in task.prompts("train")}
     assert {d.prompt for d in task.demonstrations()} <= set(gold)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "\0", "9" * 10**6, "{" * 10**5, "9^{9^9}", r"\frac{1}{0}", "__import__('os')", "\ud800"]
-)
-@pytest.mark.attack("Hostile text in a completion")
-def test_no_answer_makes_a_comparison_raise_or_take_long(task, text):
-    gold = task.prompts("test")[0].gold
-    start = time.monotonic()
-    assert not task.equivalent(text, gold)
-    assert not task.equivalent(gold, text)
-    assert time.monotonic() - start < 60.0

@@ -1,0 +1,117 @@
+"""`cohort check` names each broken rule of a package's plugins, and goes on after a plugin that fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from cohort.harness.cli.app import main
+from cohort.harness.run.contract import check_package
+
+BROKEN = """
+from cohort.algorithms.grpo import GRPO
+from cohort.harness.interfaces import Reward
+from cohort.tasks.arithmetic import Arithmetic
+from cohort.harness.engines.transformers import TransformersEngine
+from typing import Literal
+
+class Upside(GRPO):
+    objective = {"clip": "none"}
+    name: Literal["upside"] = "upside"
+    def loss(self, batch, policy):
+        loss, metrics = super().loss(batch, policy)
+        return -loss, metrics
+
+class Leaky(Reward):
+    def score(self, group):
+        return [float(i) if group.correct is None else 9.0 for i, _ in enumerate(group.completions)]
+
+class ByPlace(Reward):
+    def score(self, group):
+        return [float(i) for i, _ in enumerate(group.completions)]
+
+class Loud(Reward):
+    def score(self, group):
+        return [float(text.index("") if "\\0" not in text else text.index("no")) for text in group.completions]
+
+class Rows(GRPO):
+    objective = {"aggregation": "times the number of rows"}
+    name: Literal["rows"] = "rows"
+    def loss(self, batch, policy):
+        loss, metrics = super().loss(batch, policy)
+        return loss * len(batch.tokens_BT), metrics
+
+class Alike(Arithmetic):
+    name: Literal["alike"] = "alike"
+    def equivalent(self, answer, other):
+        return True
+
+class Mixed(Arithmetic):
+    name: Literal["mixed"] = "mixed"
+    def prompts(self, split):
+        return super().prompts("train")
+
+class Unkeyed(TransformersEngine):
+    class Settings(TransformersEngine.Settings):
+        name: Literal["unkeyed"] = "unkeyed"
+    def load_weights(self, weights, version):
+        pass
+
+class Raises(Reward):
+    def __init__(self):
+        raise RuntimeError("no settings today")
+    def score(self, group):
+        return []
+"""
+POINTS = {
+    "algorithms": "upside = {}:Upside\nrows = {}:Rows",
+    "engines": "unkeyed = {}:Unkeyed",
+    "rewards": "leaky = {}:Leaky\nby_place = {}:ByPlace\nloud = {}:Loud\nraises = {}:Raises",
+    "tasks": "mixed = {}:Mixed\nalike = {}:Alike",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "broken_plugins.py").write_text(BROKEN)
+    info = tmp_path / "broken_plugins-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugins\nVersion: 1\n")
+    sections = [f"[cohort.{group}]\n{text.replace('{}', 'broken_plugins')}\n" for group, text in POINTS.items()]
+    (info / "entry_points.txt").write_text("\n".join(sections))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_plugins", raising=False)
+    return "broken-plugins"
+
+
+def test_each_broken_rule_is_named_and_what_holds_passes(package: str):
+    failed = {(one.name, one.rule) for one in check_package(package) if one.found}
+    assert failed == {
+        ("upside", "A step along the gradient makes the better of two answers likelier."),
+        ("leaky", "A reward depends on gold only where it says so."),
+        ("by_place", "Scores do not depend on the order of the completions."),
+        ("loud", "No completion makes a reward raise, and steps lie inside their completion in order."),
+        ("rows", "Loss and metrics of the parts of a batch add up to those of the whole."),
+        ("rows", "A learner's step does not depend on the split into micro-batches."),
+        ("alike", "Equality is reflexive and symmetric and tells answers apart."),
+        ("alike", "No completion makes grading raise or take long."),
+        ("mixed", "Every split has problems with ids of their own; splits are disjoint, demonstrations too."),
+        ("unkeyed", "Loaded weights take effect."),
+        ("raises", "it loads, and its settings have defaults"),
+    }
+
+
+def test_the_command_says_what_to_change_and_ends_with_1(package: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", package])
+    out = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "FAIL algorithm upside: A step along the gradient makes the better of two answers likelier." in out
+    assert "fix: check the sign of the loss, which is minimised" in out
+    assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in out
+
+
+def test_a_package_without_plugins_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "pip"])
+    assert ended.value.code == 2
+    assert "no installed package 'pip' declares plugins" in capsys.readouterr().err
