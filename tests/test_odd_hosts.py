@@ -52,7 +52,7 @@ def test_a_report_says_which_versions_of_packages_its_trials_had():
     assert "different versions" not in str(notes(analysed(record)))
     other = with_trials(record, lambda trial: {"versions": {"torch": f"2.{12 + trial.seed % 2}.0", "numpy": "2.2"}})
     texts = dict(notes(analysed(dataclasses.replace(other, strange={"x": "'x' must hold its own run"}))))
-    assert texts["Trials ran with different versions"] == "torch 2.12.0 or 2.13.0."
+    assert texts["Trials ran with different versions, or on different processors"] == "torch 2.12.0 or 2.13.0."
     assert texts["Trials whose files were changed or moved are left out"] == "'x' must hold its own run."
 
 

@@ -171,7 +171,7 @@ def logged(runs: Path) -> tuple[Any, ...]:
         if not key.startswith(COST_AREAS)
     }
     costs = {key: sorted(steps) for key, steps in history.history.items() if not key.startswith("system/")}
-    return values, costs, history.rows(), history.per_problem, [end["state"] for end in history.finish]
+    return values, costs, history.rows(), history.scores, [end["state"] for end in history.finish]
 
 
 def images_of(runs: Path, *work_on: Any) -> list[Image]:
