@@ -219,7 +219,7 @@ def run_to_report(
         workers = default_workers(spec.devices)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
-    with suppress(SpecError):  # it was not started
+    with suppress(SpecError, ConnectionError):  # it was not started, or its storage is away, which the run says
         if at_work := study_status(spec.name, runs, storage).counts().get("running"):
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
