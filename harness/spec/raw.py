@@ -85,7 +85,7 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
         old = node.get(last)
         if above == ["rewards"] and isinstance(old, dict) and is_number(value):
             value = {**old, "weight": value}
-        node[last] = value
+        node[last] = deepcopy(value)  # later paths may change it
     return result
 
 
