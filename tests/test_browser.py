@@ -192,8 +192,9 @@ def queue(site: Site) -> Queue:
 
 def dialog(chromium: Any, verb: str, arm: str, sets: str = "") -> Any:
     """The button that confirms a request, once its dialog is open."""
-    find = f"return document.querySelector('[data-verb={verb}][data-arm=\"{arm}\"]')"
-    browser.wait_for(lambda: chromium.execute_script(find), f"a button to {verb} {arm}").click()
+    find = f"const one = document.querySelector('[data-verb={verb}][data-arm=\"{arm}\"]')"
+    press = f"{find}; if (one) one.click(); return Boolean(one)"  # at once, for the page may be written anew meanwhile
+    browser.wait_for(lambda: chromium.execute_script(press), f"a button to {verb} {arm}")
     if sets:
         chromium.find_element("id", "sets").send_keys(sets)
     return chromium.find_element("id", "yes")

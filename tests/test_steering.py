@@ -332,10 +332,10 @@ def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path: Path)
 def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs: Path, tmp_path: Path):
     def stop(status: StudyStatus) -> None:
         if at_work(status) and (runs / "hold").exists():
-            (runs / "hold").unlink()
             for size in (8, 16):
                 clone_arm("sizes", runs, "a", {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
             stop_arm("sizes", runs, *STOPPED)
+            (runs / "hold").unlink()  # only now may a worker take a clone
 
     (runs / "hold").touch()
     run(a_study(factors={}, arms={"a": {"algorithm.group_size": 2}}, seeds=[0]), runs, stop, workers=1)
