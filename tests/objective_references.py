@@ -30,6 +30,7 @@ SETTINGS = {
     "ppo": {"name": "ppo", "kl_beta": 0.05},
     "ppo_gae": {"name": "ppo", "kl_beta": 0.05, "gamma": 0.9, "gae_lambda": 0.8,
                 "whiten_advantages": False, "entropy_bonus": 0.01},
+    "ppo_decoupled": {"name": "ppo", "kl_beta": 0.05, "gamma": 0.9, "gae_lambda": 0.6, "gae_lambda_critic": 1.0},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_beta": 0.05},
     "online_dpo": {"name": "online_dpo", "kl_beta": 0.5},
     "grpo_batch_std": {"name": "grpo", "kl_beta": 0.0, "std_over": "batch", "std_floor": 0.01},
@@ -243,9 +244,13 @@ def token_advantages(s, given):
         if s["name"] == "ppo":
             v = [*given["old_values"][b], 0.0]
             deltas = [rewards[t] + s["gamma"] * v[t + 1] - v[t] for t in range(n)]
-            decay = s["gamma"] * s["gae_lambda"]
-            row = [sum(decay ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
-            returns.append([a + v[t] for t, a in enumerate(row)])
+
+            def summed(lam, deltas=deltas, n=n):
+                return [sum((s["gamma"] * lam) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
+
+            row = summed(s["gae_lambda"])
+            own = s["gae_lambda"] if s["gae_lambda_critic"] is None else s["gae_lambda_critic"]
+            returns.append([a + v[t] for t, a in enumerate(summed(own))])
         else:
             if s["baseline"] == "group" and n:
                 first = b - b % given["group_size"]

@@ -33,9 +33,13 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True)),
 }
 GRPO = {"name": "grpo", "kl_beta": 0.1, "group_size": 4}
+SHARED = {"name": "ppo", "group_size": 4, "critic": "shared"}
+TWICE = {"optimizer": {"num_inner_epochs": 2}, "gradient_checkpointing": True}
 STEPS = {
     "reference": ("tiny", {"algorithm": GRPO}),
     "critic": ("tiny", {"algorithm": {"name": "ppo", "group_size": 4}}),
+    "critic's warm-up": ("tiny", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"warmup_steps": 1}}),
+    "shared critic's warm-up": ("qwen2", {"algorithm": SHARED, "critic": {"warmup_steps": 1}, **TWICE}),
     "grouped queries": ("llama", {"algorithm": GRPO}),
     "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),
@@ -92,7 +96,8 @@ def a_step(spec: RunSpec, policy):
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
     reads_old = learner.reads_old
-    formula = flops.stepped(costs, spec, rows, [], rows, reads_old=reads_old, share=True, batch_tokens=1024)
+    formula = flops.stepped(costs, spec, rows, [], rows, reads_old=reads_old, share=True, batch_tokens=1024,
+                            trains_policy=not learner.warms_critic)  # fmt: skip
     return formula, {"sampling": sampling, "scoring": scoring, "learning": learning}
 
 

@@ -13,6 +13,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance, packed
+from cohort.harness.spec.run import CriticStart
 from fakes import batch_of
 
 # PPO with a value head on the policy's trunk.
@@ -304,6 +305,33 @@ def test_the_value_loss_moves_a_shared_trunk_and_no_separate_policy():
         assert torch.allclose(3 * one[-65:], three[-65:], atol=1e-5)
         difference = (three - one)[:size].norm() / one[:size].norm()
         assert difference > 0.01 if critic is SHARED else difference == 0
+
+
+@pytest.mark.parametrize("critic", [SHARED, SEPARATE], ids=["shared", "separate"])
+def test_a_warm_up_step_moves_the_critic_as_any_step_does_and_nothing_of_the_policy(critic):
+    spec, batch = make_spec(critic), shared_prompts()
+    warm, plain = (learner_for(spec.model_copy(update={"critic": CriticStart(warmup_steps=n)})) for n in (1, 0))
+    assert warm.critic is not None and plain.critic is not None
+    start = [p.detach().clone() for p in warm.policy.parameters()]
+    batch = warm.algorithm.advantages(warm.annotate(batch))
+    for learner in (warm, plain):
+        learner.update(batch, 0)
+    assert all(torch.equal(*pair) for pair in zip(start, warm.policy.parameters(), strict=True))
+    assert not warm.optimizers["policy"].state_dict()["state"]  # no moments of gradients that a bad critic gave
+    assert not all(torch.equal(*pair) for pair in zip(start, plain.policy.parameters(), strict=True))
+    for one, two in zip(warm.critic.parameters(), plain.critic.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-9, rtol=0)
+    # d/dw of the mean over tokens of (w h + b - R)^2 / 2 is the mean of (V - R) h, before the clip of the norm
+    assert batch.values_BT is not None and batch.returns_BT is not None
+    states = hidden_states(tiny_model(0).double(), batch.tokens_BT)[:, :-1].detach()
+    error = ((batch.values_BT - batch.returns_BT) * batch.completion_mask_BT)[:, 1:, None]
+    expected = (error * states).sum(dim=(0, 1)) / batch.completion_mask_BT.sum()
+    found = warm.critic.head.weight.grad
+    assert found is not None
+    assert torch.allclose(found[0] / found.norm(), expected / expected.norm(), atol=1e-6)
+    moved = warm.policy.parameters()
+    warm.update(warm.algorithm.advantages(warm.annotate(batch)), 1)
+    assert not all(torch.equal(*pair) for pair in zip(start, moved, strict=True))
 
 
 @pytest.mark.parametrize("batch", [make_batch(), shared_prompts()], ids=["apart", "shared"])

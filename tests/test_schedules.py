@@ -59,6 +59,27 @@ def test_scheduled_rates_and_weights_are_used_and_returned_as_metrics():
     assert Learner(run(), tiny_model(0)).begin_step(3) == {}
 
 
+def test_the_course_of_the_policys_rate_begins_after_the_critics_warm_up_and_an_adaptive_kl_weight_waits_for_it():
+    rates = {"learning_rate": 1e-3, "critic_learning_rate": 1.0, "schedule": "linear", "warmup_steps": 2}
+    algorithm = {"name": "ppo", "group_size": 2, "kl_beta": 0.1}
+    learner = Learner(
+        run(algorithm=algorithm, optimizer=rates, critic={"warmup_steps": 2}, steps=6, rollouts_per_step=8,
+            kl={"schedule": "adaptive", "target": 1.0}), tiny_model(0)
+    )  # fmt: skip
+    batch, used, betas = make_batch(learner.policy), [], []
+    for step in range(6):
+        learner.begin_step(step)
+        used.append([learner.optimizers[name].param_groups[0]["lr"] for name in ("policy", "critic")])
+        betas.append(learner.kl_beta)
+        learner.optimizers["critic"].param_groups[0]["lr"] = 1e-4  # a rate that is fit for updates
+        learner.update(learner.algorithm.advantages(learner.annotate(batch)), step)
+    policy, critic = zip(*used, strict=True)
+    # 4 steps of the policy: 1/2 and 1, then 1 and 1 - 1/2; 6 of the critic: 1/2, 1, then 1 - t/4
+    assert policy[2:] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
+    assert critic == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25])
+    assert betas == pytest.approx([0.1, 0.1, 0.1, 0.098, 0.09604, 0.0941192])  # 2 % less after each of its steps
+
+
 @pytest.mark.parametrize("name", ["dapo", "kl_cov", "ppo", "rloo", "remax"])  # KL in loss or reward, sums, a critic
 def test_an_algorithm_trains_on_when_its_kl_weight_has_fallen_to_zero(name):
     algorithm = {"name": name, "group_size": 2, "kl_beta": 0.1}

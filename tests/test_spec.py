@@ -68,6 +68,11 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"algorithm": {"name": "grpo", "group_size": 9}, "rollouts_per_step": 6}, ["got 9; use 6"]),
     ({"optimizer": {"num_minibatches": 3}, **DIVISORS},
      ["optimizer.num_minibatches must divide rollouts_per_step (64), got 3; use 2 or 4"]),
+    ({"critic": {"warmup_steps": 5}},
+     ["critic.warmup_steps must be 0 for grpo, which has no critic, got 5; use ppo"]),
+    ({"algorithm": "ppo", "critic": {"warmup_steps": 9}, "steps": 9},
+     ["critic.warmup_steps must be less than steps (9), or the policy never learns, got 9; lower it or raise steps"]),
+    ({"critic_warmup": 5}, ["did you mean 'critic.warmup_steps'?"]),
     ({"algorithm": {"name": "grpo", "group_size": 1}}, ["algorithm.group_size must be at least 2 for grpo, got 1"]),
 ]  # fmt: skip
 

@@ -37,7 +37,8 @@ CHANGING = make_spec(
     kl={"schedule": "adaptive", "target": 1e-4, "refresh_reference_every": 2}, staleness=2,
     optimizer={"learning_rate": 1e-3, "schedule": "cosine"},
 )  # fmt: skip
-SPECS = {"changing": CHANGING, **{name: make_spec(name) for name in ("grpo", "ppo", "remax")}}
+WARMING = make_spec("ppo", critic={"warmup_steps": 4})
+SPECS = {"changing": CHANGING, "warming": WARMING, **{name: make_spec(name) for name in ("grpo", "ppo", "remax")}}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert not plain.history("start/accuracy")
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "changing"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming"])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
     spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
     assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
@@ -97,6 +98,20 @@ def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
     assert parts.resumed_at == [-1, 3]
     assert parts.without_clocks() == whole.without_clocks()
     assert_same_weights(final_weights(folder), final_weights(tmp_path))
+
+
+def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed):
+    (_, warm, result), (_, plain, full) = undisturbed("warming"), undisturbed("ppo")
+    assert result.summary["rollouts"] == full.summary["rollouts"] == 5 * 16
+    (_, alone), (_, both) = warm.history("flops/learning")[0], plain.history("flops/learning")[0]
+    assert (
+        0.6 < alone / both < 0.9
+    )  # of one batch: without 2 of 6 parts, or a few less, as the critic has no vocabulary
+    assert [value for _, value in warm.history("kl/reference")][:4] == [0.0] * 4
+    assert [value for _, value in warm.history("policy/no_signal")] == [1, 1, 1, 1, 0]
+    assert warm.history("critic/loss")[0] == plain.history("critic/loss")[0]  # of one batch
+    explained = [value for _, value in warm.history("critic/explained_variance")]
+    assert explained[0] == 0.0 and explained[4] != 0.0
 
 
 def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed):

@@ -135,9 +135,17 @@ def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> 
 
 
 def learned(
-    costs: Costs, rows: Lengths, spec: RunSpec, *, share: bool, headed: bool = True, batch_tokens: int = 0
+    costs: Costs,
+    rows: Lengths,
+    spec: RunSpec,
+    *,
+    share: bool,
+    headed: bool = True,
+    batch_tokens: int = 0,
+    has_gradient: bool = True,
 ) -> float:
-    """Operations of all updates on these rows with gradients, in micro-batches of `max_tokens` padded tokens.
+    """Operations of all updates on these rows, by default with gradients, in micro-batches of `batch_tokens` padded
+    tokens.
 
     Several minibatches are drawn at random: P prompts of G rows each, B in all, leave m rows P (1 - C(B - G, m) / C(B,
     m)) prompts on average.
@@ -149,7 +157,10 @@ def learned(
     prompts, completions = _read(rows, shared, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
     prompts = Work(*(parts * met * count for count in prompts))
-    total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward) + prompts.at(costs.keys)
+    total = prompts.plus(completions).at(costs.forward)
+    if not has_gradient:
+        return epochs * total
+    total += completions.at(costs.backward) + prompts.at(costs.keys)
     if costs.recomputes:
         total += completions.at(costs.again) + prompts.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
@@ -173,6 +184,7 @@ def stepped(
     reads_old: bool,
     share: bool,
     batch_tokens: int,
+    trains_policy: bool = True,
 ) -> dict[str, float]:
     """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
     values, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
@@ -184,7 +196,7 @@ def stepped(
     scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
-    learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens)
+    learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens, has_gradient=trains_policy)
     if algorithm.needs_critic and not algorithm.shares_trunk:
         learning += learned(costs, trained, spec, share=share, headed=False)
     return {"sampling": sampled(costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}

@@ -54,6 +54,7 @@ class Learner:
         if self.adapted and spec.autocast:
             hold_frozen_products(policy, torch.bfloat16)
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
+        self.warms_critic = False  # whether the last update has trained the critic alone
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         if reference is None and needs_copy:
@@ -134,11 +135,12 @@ class Learner:
         metrics: dict[str, float] = {}
         settings = self.spec.optimizer
         if settings.schedule != "constant" or settings.warmup_steps:
-            factor = learning_rate_factor(settings, step, self.spec.steps)
             for name, optimizer in self.optimizers.items():
+                before = self.spec.critic.warmup_steps if name == "policy" else 0  # its first step is after the warm-up
+                factor = learning_rate_factor(settings, max(0, step - before), self.spec.steps - before)
                 for group in optimizer.param_groups:
                     group["lr"] = factor * self.rates[name]
-            metrics["optimizer/learning_rate"] = factor * self.rates["policy"]
+            metrics["optimizer/learning_rate"] = self.optimizers["policy"].param_groups[0]["lr"]
         if self.spec.kl.schedule == "cosine":
             self.kl_beta = kl_beta_factor(step, self.spec.steps) * self.spec.algorithm.kl_beta
         if self.spec.kl.schedule != "constant":
@@ -157,8 +159,10 @@ class Learner:
         A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
         `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
+        In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
+        self.warms_critic = step < self.spec.critic.warmup_steps
         if self.spec.staleness:  # later steps sample from these weights
             self.older.append(self._trained_weights())
         weights = weight_sample(self.policy)
@@ -169,7 +173,7 @@ class Learner:
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
-        if self.spec.kl.schedule == "adaptive":
+        if self.spec.kl.schedule == "adaptive" and not self.warms_critic:
             self.kl_beta = adapted_kl_beta(self.spec.kl, self.kl_beta, metrics["kl/reference"])
         rate = self.optimizers["policy"].param_groups[0]["lr"]
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
@@ -228,7 +232,9 @@ class Learner:
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
-        prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
+        with torch.set_grad_enabled(not self.warms_critic):
+            prompts = [self._prompt_states(self.policy, minibatch)]
+        prompts += [self._prompt_states(trunk, minibatch) for trunk in self._trunks()[1:]]
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
@@ -283,11 +289,12 @@ class Learner:
     def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
         """Scores of a micro-batch, given its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        hidden = completion_states(self.policy, tokens, mask, prompts[0])
         wants_gradient, temperature = self.spec.algorithm.entropy_needs_gradient, self.spec.sampling.temperature
-        logprobs, entropy = token_logprobs(
-            self.policy, tokens, mask, temperature, hidden=hidden, entropy_gradient=wants_gradient
-        )
+        with torch.set_grad_enabled(not self.warms_critic):
+            hidden = completion_states(self.policy, tokens, mask, prompts[0])
+            logprobs, entropy = token_logprobs(
+                self.policy, tokens, mask, temperature, hidden=hidden, entropy_gradient=wants_gradient
+            )
         if self.critic is None:
             return PolicyOutput(logprobs, entropy)
         if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now

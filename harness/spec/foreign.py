@@ -14,6 +14,7 @@ _THEIRS = {
     "algorithm.ratio_bound": "delta clip_ratio_c",
     "algorithm.value_clip": "cliprange_value",
     "checkpoints.every": "save_steps save_freq",
+    "critic.warmup_steps": "critic_warmup",
     "devices": "n_gpus_per_node",
     "dtype": "bf16",
     "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",

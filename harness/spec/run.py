@@ -50,6 +50,14 @@ class Optimizer(Section):
     )
 
 
+class CriticStart(Section):
+    """What the critic learns before the policy does."""
+
+    warmup_steps: int = Field(
+        default=0, ge=0, description="first training steps, which cost as any, that train the critic alone (VC-PPO)"
+    )
+
+
 class KLControl(Section):
     """The course of `algorithm.kl_beta` and of the reference over a run."""
 
@@ -215,6 +223,7 @@ class RunSpec(Section):
     )
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
+    critic: CriticStart = CriticStart()
     kl: KLControl = KLControl()
     mismatch: Mismatch = Mismatch()
     lora: LoRA | None = Field(default=None, description="low-rank adapters; by default none: all weights are trained")
@@ -307,6 +316,13 @@ class RunSpec(Section):
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
             rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
             raise ValueError(f"{rule}, got {self.control}")
+        if (warmup := self.critic.warmup_steps) and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"critic.warmup_steps must be 0 for {algorithm}, which has no critic, got {warmup}; use ppo"
+            )
+        if 0 < self.steps <= warmup:
+            rule = f"critic.warmup_steps must be less than steps ({self.steps}), or the policy never learns"
+            raise ValueError(f"{rule}, got {warmup}; lower it or raise steps")
         if self.kl.reference is not None and not self.algorithm.needs_reference:
             raise ValueError(f"kl.reference belongs to algorithm.kl_beta above 0, got {algorithm} without; remove it")
         if self.kl.schedule != "constant" and not self.algorithm.kl_beta:
