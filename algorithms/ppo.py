@@ -5,11 +5,13 @@ Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) wit
 token includes a KL penalty to the frozen reference; advantages are whitened over the batch's tokens; the value loss is
 clipped. The critic (zero head, own optimiser) is a separate network that starts as the policy or, with `critic:
 shared`, a head on the policy's hidden states, whose trunk follows eq. 9: policy loss + value_loss_weight * value loss.
-Its targets may have a lambda of their own (VC-PPO, arXiv:2503.01491).
-Losses are means over all tokens of a minibatch. A completion cut by the token limit is terminal, like any other.
-Departure: RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
+Its targets may have their own lambda (VC-PPO, arXiv:2503.01491), the policy one that grows with the completion (VAPO,
+arXiv:2504.05118): an advantage then looks a fixed share of it ahead. Losses are means over all tokens of a minibatch. A
+completion cut by the token limit is terminal, like any other. Departures: RLHF's adaptive KL coefficient is a setting of
+the run (`kl.schedule: adaptive`); VAPO's lambda is at least 0.
 """
 
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
@@ -33,8 +35,9 @@ class PPO(RewardKL, Clip, TokenMean):
     name: Literal["ppo"] = "ppo"
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
-    gae_lambda_critic: float | None = Field(
-        default=None, ge=0, le=1, description="lambda of the critic's targets; null: gae_lambda"
+    gae_lambda_critic: float | None = Field(default=None, ge=0, le=1, description="of value targets; null: gae_lambda")
+    length_adaptive_alpha: float | None = Field(
+        default=None, gt=0, description="alpha of the policy's lambda, 1 - 1 / (alpha * tokens); null: gae_lambda"
     )
     whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
     value_clip: float = Field(default=0.2, gt=0, description="how far a value may move from the rollout's")
@@ -54,11 +57,14 @@ class PPO(RewardKL, Clip, TokenMean):
         mask, values = batch.completion_mask_BT, batch.values_BT
         assert values is not None
         rewards_BT = token_rewards(batch, self.kl_beta)
-        advantages = generalised_advantages(rewards_BT, values, mask, self.gamma, self.gae_lambda)
-        targets = advantages
-        if self.gae_lambda_critic is not None:
-            targets = generalised_advantages(rewards_BT, values, mask, self.gamma, self.gae_lambda_critic)
-        returns = (targets + values) * mask
+        gae = partial(generalised_advantages, rewards_BT, values, mask, self.gamma)
+        own, alpha = self.gae_lambda_critic, self.length_adaptive_alpha
+        targets = gae(self.gae_lambda if own is None else own)
+        returns, advantages = (targets + values) * mask, targets
+        if alpha is not None:
+            advantages = gae((1 - 1 / (alpha * mask.sum(dim=1))).clamp(min=0))
+        elif own is not None:
+            advantages = gae(self.gae_lambda)
         if self.whiten_advantages:
             advantages = whiten(advantages, mask)
         return batch.replace(advantages_BT=advantages, returns_BT=returns)

@@ -31,6 +31,8 @@ SETTINGS = {
     "ppo_gae": {"name": "ppo", "kl_beta": 0.05, "gamma": 0.9, "gae_lambda": 0.8,
                 "whiten_advantages": False, "entropy_bonus": 0.01},
     "ppo_decoupled": {"name": "ppo", "kl_beta": 0.05, "gamma": 0.9, "gae_lambda": 0.6, "gae_lambda_critic": 1.0},
+    "ppo_length_adaptive": {"name": "ppo", "kl_beta": 0.05, "gae_lambda": 0.7, "length_adaptive_alpha": 0.4,
+                            "whiten_advantages": False},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_beta": 0.05},
     "online_dpo": {"name": "online_dpo", "kl_beta": 0.5},
     "grpo_batch_std": {"name": "grpo", "kl_beta": 0.0, "std_over": "batch", "std_floor": 0.01},
@@ -248,7 +250,8 @@ def token_advantages(s, given):
             def summed(lam, deltas=deltas, n=n):
                 return [sum((s["gamma"] * lam) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
 
-            row = summed(s["gae_lambda"])
+            alpha = s["length_adaptive_alpha"]  # in a row of 5 tokens it is 1 - 1/2, in one of 2 it would be -1/4
+            row = summed(s["gae_lambda"] if alpha is None or not n else max(0, 1 - 1 / (alpha * n)))
             own = s["gae_lambda"] if s["gae_lambda_critic"] is None else s["gae_lambda_critic"]
             returns.append([a + v[t] for t, a in enumerate(summed(own))])
         else:
