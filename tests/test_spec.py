@@ -72,6 +72,10 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["critic.warmup_steps must be 0 for grpo, which has no critic, got 5; use ppo"]),
     ({"algorithm": "ppo", "critic": {"warmup_steps": 9}, "steps": 9},
      ["critic.warmup_steps must be less than steps (9), or the policy never learns, got 9; lower it or raise steps"]),
+    ({"critic": {"head": "fitted"}},
+     ["critic.head must be zero for grpo, which has no critic, got fitted; use ppo"]),
+    ({"algorithm": "ppo", "critic": {"head": "fitted"}, "devices": 2},
+     ["critic.head must be zero with several devices, got fitted; set devices=1"]),
     ({"critic_warmup": 5}, ["did you mean 'critic.warmup_steps'?"]),
     ({"algorithm": {"name": "grpo", "group_size": 1}}, ["algorithm.group_size must be at least 2 for grpo, got 1"]),
 ]  # fmt: skip

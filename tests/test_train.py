@@ -37,7 +37,7 @@ CHANGING = make_spec(
     kl={"schedule": "adaptive", "target": 1e-4, "refresh_reference_every": 2}, staleness=2,
     optimizer={"learning_rate": 1e-3, "schedule": "cosine"},
 )  # fmt: skip
-WARMING = make_spec("ppo", critic={"warmup_steps": 4})
+WARMING = make_spec("ppo", critic={"warmup_steps": 4, "head": "fitted"})
 SPECS = {"changing": CHANGING, "warming": WARMING, **{name: make_spec(name) for name in ("grpo", "ppo", "remax")}}
 
 
@@ -109,7 +109,9 @@ def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed)
     )  # of one batch: without 2 of 6 parts, or a few less, as the critic has no vocabulary
     assert [value for _, value in warm.history("kl/reference")][:4] == [0.0] * 4
     assert [value for _, value in warm.history("policy/no_signal")] == [1, 1, 1, 1, 0]
-    assert warm.history("critic/loss")[0] == plain.history("critic/loss")[0]  # of one batch
+    assert [step for step, _ in warm.history("critic/fitted_variance")] == [1]
+    spent, tokens = ([v for _, v in warm.history(n)] for n in ("flops/learning", "train/generated_tokens"))
+    assert spent[0] / tokens[0] > 1.1 * (spent[1] - spent[0]) / (tokens[1] - tokens[0])  # the fit's pass
     explained = [value for _, value in warm.history("critic/explained_variance")]
     assert explained[0] == 0.0 and explained[4] != 0.0
 

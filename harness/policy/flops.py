@@ -6,8 +6,8 @@ product takes two more products: one for its input and one for its weights, whic
 
 Passes are counted as they run: a prompt is prefilled once and read once for all its rows, the language-model head runs
 only on completion tokens, and gradient checkpointing computes layers twice. A mask saves nothing, as in PyTorch's
-FlopCounterMode. Not counted: padding, operations that are not matrix products (norms, softmax, optimiser), checks of
-engine and weights.
+FlopCounterMode. Not counted: padding, operations that are not matrix products (norms, softmax, optimiser), the
+regression of a critic's head, checks of engine and weights.
 """
 
 import math
@@ -185,6 +185,7 @@ def stepped(
     share: bool,
     batch_tokens: int,
     trains_policy: bool = True,
+    fits_head: bool = False,
 ) -> dict[str, float]:
     """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
     values, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
@@ -197,6 +198,8 @@ def stepped(
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
     learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens, has_gradient=trains_policy)
+    if fits_head:
+        learning += scored(costs, trained, share=share, headed=False)
     if algorithm.needs_critic and not algorithm.shares_trunk:
         learning += learned(costs, trained, spec, share=share, headed=False)
     return {"sampling": sampled(costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}

@@ -36,6 +36,7 @@ from ..policy.forward import (
 from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
 from ..spec.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
+from .value_head import Moments, fitted_head
 
 LEAST_GRADIENT = 1e-6  # gradient norm below which AdamW's epsilon (1e-8 per weight) makes the update vanish
 SAMPLED = 4096  # weights of each tensor that show whether an update changed it
@@ -55,6 +56,7 @@ class Learner:
             hold_frozen_products(policy, torch.bfloat16)
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.warms_critic = False  # whether the last update has trained the critic alone
+        self.fits_head = False  # whether the last update has fitted the critic's head
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         if reference is None and needs_copy:
@@ -166,10 +168,13 @@ class Learner:
         if self.spec.staleness:  # later steps sample from these weights
             self.older.append(self._trained_weights())
         weights = weight_sample(self.policy)
+        self.fits_head = step == 0 and self.spec.critic.head == "fitted"
+        fitted = self._fit_head(batch) if self.fits_head else {}
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
         metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
+        metrics |= fitted
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
@@ -300,6 +305,27 @@ class Learner:
         if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now
             hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
         return PolicyOutput(logprobs, entropy, self.critic(mask, hidden))
+
+    @torch.no_grad()
+    def _fit_head(self, batch: Batch) -> dict[str, float]:
+        """Fit the critic's head to the batch's returns. `critic/fitted_variance`: the share of their variance that it
+        explains on prompts that it was not fitted on."""
+        assert self.critic is not None and batch.returns_BT is not None
+        trunk, head = self._trunks()[-1], self.critic.head
+        prompts, halves = self._prompt_states(trunk, batch), [Moments.of(head.weight[:0], head.bias[:0])] * 2
+        half_B = torch.arange(len(batch), device=batch.tokens_BT.device) // batch.group_size % 2
+        for rows in self._rows_by_length(batch):
+            part = batch.rows(rows)
+            mask = part.completion_mask_BT
+            with mixed_precision(mask.device, self.spec.autocast):
+                states = completion_states(trunk, part.tokens_BT, mask, prompts and prompts.rows(rows))
+            assert part.returns_BT is not None
+            returns, half = part.returns_BT[mask], half_B[rows][:, None].expand_as(mask)[mask]
+            halves = [one.plus(Moments.of(states[half == i], returns[half == i])) for i, one in enumerate(halves)]
+        fit_D, explained = fitted_head(*halves)
+        head.weight.copy_(fit_D[:-1])
+        head.bias.copy_(fit_D[-1])
+        return {"critic/fitted_variance": explained}
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""

@@ -125,7 +125,7 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
     def operations(costs: flops.Costs) -> Mapping[str, float]:
         return flops.stepped(
             costs, spec, sampled, greedy, trained, reads_old=learner.reads_old and not learner.sampler_is_exact,
-            trains_policy=not learner.warms_critic,
+            trains_policy=not learner.warms_critic, fits_head=learner.fits_head,
             share=learner.shares_prompts and spec.devices == 1,  # sharded models read every row whole
             batch_tokens=microbatch_tokens(spec.optimizer, resolve_device(spec.device)),
         )  # fmt: skip

@@ -56,6 +56,10 @@ class CriticStart(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="first training steps, which cost as any, that train the critic alone (VC-PPO)"
     )
+    head: Literal["zero", "fitted"] = Field(
+        default="zero",
+        description="fitted: to the first step's returns, on the states of the policy as it starts (ridge regression)",
+    )
 
 
 class KLControl(Section):
@@ -316,10 +320,13 @@ class RunSpec(Section):
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
             rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
             raise ValueError(f"{rule}, got {self.control}")
-        if (warmup := self.critic.warmup_steps) and not self.algorithm.needs_critic:
-            raise ValueError(
-                f"critic.warmup_steps must be 0 for {algorithm}, which has no critic, got {warmup}; use ppo"
-            )
+        warmup = self.critic.warmup_steps
+        for name, value in self.critic.model_dump().items():
+            if not self.algorithm.needs_critic and value != (off := CriticStart.model_fields[name].default):
+                rule = f"critic.{name} must be {off} for {algorithm}, which has no critic"
+                raise ValueError(f"{rule}, got {value}; use ppo")
+        if self.critic.head == "fitted" and self.devices > 1:
+            raise ValueError("critic.head must be zero with several devices, got fitted; set devices=1")
         if 0 < self.steps <= warmup:
             rule = f"critic.warmup_steps must be less than steps ({self.steps}), or the policy never learns"
             raise ValueError(f"{rule}, got {warmup}; lower it or raise steps")
