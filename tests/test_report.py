@@ -432,6 +432,20 @@ def topics(record: StudyRecord) -> dict[str, str]:
     return dict(notes(analysed(record)))
 
 
+def test_a_note_says_how_good_each_critic_is_when_the_policy_begins_to_learn() -> None:
+    arms = [dataclasses.replace(arm, algorithm="ppo") for arm in two_arms(0.4, 0.7)]
+    record = fake_study(changed(arms, {}, {"critic": {"warmup_steps": 20}}), num_steps=40)
+    trials = []
+    for trial in record.trials:
+        series = [(1, 0.1 * trial.seed + (trial.arm == "b")), (20, 9.0), (21, 0.2 + 0.3 * trial.seed)]
+        history = {**trial.history, "critic/explained_variance": series}
+        trials.append(dataclasses.replace(trial, history=history))
+    text = topics(dataclasses.replace(record, trials=trials))["The critic when the policy begins to learn"]
+    # seeds 0, 1, 2: a mean of 0.1 in step 1, and of 0.5 in step 21
+    assert text.endswith("a 0.10; b 0.50. Steps that train it alone, so that the policy learns in fewer: b 20.")
+    assert "The critic when the policy begins to learn" not in topics(fake_study(PLAIN))
+
+
 def changed(arms: Sequence[FakeArm], *settings: dict[str, Any]) -> list[FakeArm]:
     """The arms with more settings; the last ones given hold for all further arms."""
     each = [*settings, *[settings[-1]] * len(arms)]

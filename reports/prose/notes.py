@@ -130,6 +130,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _invalid_note(analysis),
         _added_note(analysis),
         _clip_note(specs),
+        _critic_note(analysis, specs),
         _reward_note(paid, blind),
         _collapse_note(analysis, blind),
         cold_start_note(specs),
@@ -296,6 +297,21 @@ def _clip_note(specs: _Specs) -> _Note:
         "(num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, so clip_epsilon cannot bind."
     )
     return "The clip range has no effect" if is_every else "Clipping in some arms only", text
+
+
+def _critic_note(analysis: Analysis, specs: _Specs) -> _Note | None:
+    """How good critics are when the policy first learns from them."""
+    metric, warmups, shown = "critic/explained_variance", _values(specs, "critic.warmup_steps", 0), []
+    for arm, warmup in warmups.items():
+        series = [dict(trial.history.get(metric, ())) for trial in analysis.record.trials if trial.arm == arm]
+        if found := [one[warmup + 1] for one in series if warmup + 1 in one]:
+            shown.append(f"{arm} {fmean(found):.2f}")
+    if not shown:
+        return None
+    text = f"Share of the returns' variance that it explains then, mean over seeds: {'; '.join(shown)}."
+    if waiting := [f"{arm} {warmup}" for arm, warmup in warmups.items() if warmup]:
+        text += f" Steps that train it alone, so that the policy learns in fewer: {'; '.join(waiting)}."
+    return "The critic when the policy begins to learn", text
 
 
 def _reward_note(paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) -> _Note | None:
