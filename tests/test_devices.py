@@ -61,6 +61,7 @@ MORE = {
     "lora": case(lora={"rank": 4}),
     "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),
+    "warm_up": case("ppo", critic={"warmup_steps": 1}),
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
     "dynamic": case("dapo", dynamic_sampling=2),
