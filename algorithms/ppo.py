@@ -3,9 +3,9 @@
 Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as in RLHF
 (Ouyang et al. 2022, arXiv:2203.02155): an outcome is paid on the last token and a step at its end; the reward of each
 token includes a KL penalty to the frozen reference; advantages are whitened over the batch's tokens; the value loss is
-clipped. The critic (own optimiser) is a separate network that starts as the policy or, with `critic:
-shared`, a head on the policy's hidden states, whose trunk follows eq. 9: policy loss + value_loss_weight * value loss.
-Its targets may have their own lambda (VC-PPO, arXiv:2503.01491), the policy one that grows with the completion (VAPO,
+clipped. The critic (own optimiser) is a separate network that starts as the policy or, with `critic: shared`, a head on
+the policy's hidden states, whose trunk follows eq. 9: policy loss + value_loss_weight * value loss. Its
+targets may have their own lambda (VC-PPO, arXiv:2503.01491), the policy one that grows with the completion (VAPO,
 arXiv:2504.05118): an advantage then looks a fixed share of it ahead. Losses are means over all tokens of a minibatch. A
 completion cut by the token limit is terminal, like any other. Departures: RLHF's adaptive KL coefficient is a setting
 of the run (`kl.schedule: adaptive`); VAPO's lambda is at least 0.

@@ -160,7 +160,7 @@ def learned(
     total = prompts.plus(completions).at(costs.forward)
     if not has_gradient:
         return epochs * total
-    total += completions.at(costs.backward) + prompts.at(costs.keys)
+    total = total + completions.at(costs.backward) + prompts.at(costs.keys)
     if costs.recomputes:
         total += completions.at(costs.again) + prompts.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
