@@ -5,6 +5,7 @@ A test counts as one try for each set of its parameters; one that tries many thi
 `tried`. A test that is skipped has not tried anything.
 """
 
+import gc
 import os
 import shutil
 from collections import defaultdict
@@ -86,6 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("attack")
         if mark is not None:
             item.user_properties.append(("attack", mark.args[0]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # every run and every engine collects, and nothing of a library is garbage
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -143,7 +143,8 @@ class LLM:
         )
 
     def _logprobs(self, model: Any, tokens: list[int]) -> torch.Tensor:
-        return torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].float(), -1)
+        with torch._C.DisableTorchFunction():  # the device of what vLLM computes is its own affair
+            return torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].float(), -1)
 
     def _need(self, *tags: str) -> None:
         if self.asleep & set(tags):
