@@ -218,17 +218,18 @@ def test_updates_below_the_steps_of_a_bfloat16_engine_arrive_on_average_and_the_
 
 
 @pytest.mark.parametrize("name", ["gsm8k_qwen", "math_7b"])
-def test_every_arm_of_a_study_at_scale_trains_on_the_pretended_gpu_and_resumes(llm, name, tmp_path):
+def test_every_arm_of_a_study_at_scale_trains_on_the_pretended_gpu_and_the_first_resumes(llm, name, tmp_path):
     sets = factories.small_sets(name, tmp_path)
     with pretend_cuda():
-        for arm in load_study(name, sets).checked_arms():
+        for number, arm in enumerate(load_study(name, sets).checked_arms()):
             spec, folder, log = arm.spec, tmp_path / arm.label, MemoryLog()
             log.holds = lambda *_: True
             assert (spec.device, spec.autocast, spec.engine.name) == ("cuda", True, "vllm")
-            longer = spec.model_copy(update={"steps": 2})
-            assert train(longer, folder, log, cache=tmp_path, should_stop=StopAfter(1)).state == "stopped"
-            result = train(longer, folder, log, cache=tmp_path)
-            assert (result.state, result.reason, log.resumed_at) == ("complete", None, [-1, 1]), arm.label
+            if resumes := number == 0:
+                spec = spec.model_copy(update={"steps": 2})
+                assert train(spec, folder, log, cache=tmp_path, should_stop=StopAfter(1)).state == "stopped"
+            result = train(spec, folder, log, cache=tmp_path)
+            assert (result.state, result.reason, log.resumed_at) == ("complete", None, [-1, 1] if resumes else [-1])
             assert llm.last.dtype == torch.bfloat16 and llm.last.adapted.keys() == ({1} if spec.lora else set())
 
 
