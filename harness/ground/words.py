@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 
