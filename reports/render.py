@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from ..harness.data import SampleRow
 from ..harness.ground.files import write_text
-from ..harness.ground.words import duration
+from ..harness.ground.words import duration, in_markdown
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
@@ -56,8 +56,6 @@ _FILTERS: dict[str, Any] = {
     **{name: getattr(wording, name) for name in _WORDS}, "duration": lambda seconds: duration(seconds, "n/a"),
 }  # fmt: skip
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-# An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
-_MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
     )  # fmt: skip
     html = html_environment()
-    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=in_markdown, **_JINJA)
+    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_finished, **_JINJA)
     markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
     write_text(files.html, html.get_template("report.html").render(values), sync=False)
     write_text(files.markdown, markdown.get_template("report.md").render(values), sync=False)
@@ -290,13 +288,8 @@ class _Raw(str):
     """Markdown that needs no escaping."""
 
 
-def in_markdown(value: Any) -> str:
-    """The value escaped for Markdown, unless it is `_Raw`."""
-    if isinstance(value, _Raw):
-        return value
-    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = _MARKDOWN.sub(r"\\\g<0>", text)
-    return " ".join(text.split("\n"))
+def _finished(value: Any) -> str:
+    return value if isinstance(value, _Raw) else in_markdown(value)
 
 
 def _fenced(text: str) -> _Raw:

@@ -3,6 +3,7 @@
 One server and one browser for all; the pages are single-page applications, so every look waits for what it looks for.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -15,15 +16,17 @@ from typing import Any
 import browser
 import fake_trials
 import pytest
+from cohort.harness.api.reporting import keep_report
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.ui import APP, serve_ui, study_pages
+from cohort.harness.mirror.writer import Place
 from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
-from queues import a_queue, claimed, open_queue
-from test_tracking import log_trial
+from queues import METRIC, a_queue, claimed, open_queue
+from test_tracking import log_trial, open_log
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -37,12 +40,25 @@ for (const button of document.querySelectorAll('button, [role=tab]'))
 """
 
 
+# As markup, each would act or load something.
+ACTS = "window.hacked = 1; document.title = 'hacked'"
+ACTIVE = [
+    f"</script></title></textarea><script>{ACTS}</script>",
+    f'<img src=x onerror="{ACTS}">',
+    "<script>setTimeout(() => alert(1))</script>",
+    "<iframe name=foreign src=http://evil.example/></iframe>",
+    "<a href=javascript:alert(2)>press</a>",
+]
+HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.example/x.png)"
+
+
 @dataclasses.dataclass
 class Site:
-    """A served study, and the browser that looks at it."""
+    """The served studies, and the browser that looks at them."""
 
     address: str
     runs: Path
+    hostile: dict[str, tuple[str, ...]]
     hostile_trace: str
     experiment: str
     chromium: Any
@@ -70,10 +86,47 @@ def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Pa
         with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
             points.write(f"[mlflow.app]\n{APP} = cohort.harness.api.live:app\n")  # as an install has it
         runs = new_runs(folder / "runs")
+        hostile = write_hostile_study(runs)
         trace = write_study(runs)
         port = fake_trials.free_port()
         with serve_ui(runs, port):
-            yield Site(f"http://127.0.0.1:{port}", runs, *trace, chromium)
+            yield Site(f"http://127.0.0.1:{port}", runs, hostile, *trace, chromium)
+
+
+def write_hostile_study(runs: Path) -> dict[str, tuple[str, ...]]:
+    """A study whose words are all hostile, with its report; page -> words that it has and the one before lacks."""
+    settings = {f"arm{number}{HOSTILE_MARKUP}": {"algorithm.group_size": number} for number in (2, 4)}
+    study = a_study(name="hostile", question=f"question{HOSTILE_MARKUP}", factors={}, arms=settings, seeds=[0])
+    begin_study(runs, study)
+    row = dataclasses.replace(fake_trials.sample(1, f"completion{HOSTILE_MARKUP}"), prompt=f"prompt{HOSTILE_MARKUP}")
+    logs = []
+    for number, arm in enumerate(study.design_arms()):
+        tags = fake_trials.of_study(runs, "hostile", f"trial{number}", arm=arm.label, group=arm.label)
+        log = open_log(
+            runs, f"studies/hostile/trials/trial{number}", arm.run_spec(0), experiment="hostile",
+            run_name=f"{arm.label} | seed 0", tags=tags,
+        )  # fmt: skip
+        log.metrics(0, {METRIC: 0.25})
+        log.samples([row])
+        log.per_problem({"p1": 0.75})
+        log.finish("complete", None, {"accuracy_final": 0.5, "seconds": 1.5})
+        logs.append(log)
+    queue = a_queue(study, runs)
+    queue.finish(claimed(queue), Outcome("failed", f"reason{HOSTILE_MARKUP}"))
+    keep_report(read_study(runs, "hostile"), runs)
+    trial = in_mlflow(runs, logs[0].directory)
+    parent = str(Place.load(runs / "studies" / "hostile").run_id)
+    at = f"/#/experiments/{MlflowClient(tracking_uri(runs)).get_run(trial).info.experiment_id}"
+    return {
+        f"{at}/runs?workflowType=machine_learning": ("arm2<", "arm4<"),
+        f"{at}/runs?workflowType=machine_learning&compareRunsMode=CHART": ("Add chart", "arm2<"),
+        f"{at}/runs/{trial}": (trial, "arm2<", "Finished"),
+        f"{at}/runs/{parent}": (parent, "question<", "arm4<"),
+        f"{at}/runs/{parent}/artifacts/report/index.html": ("report/index.html",),
+        f"{at}/traces": ("prompt<", "completion<"),
+        "/live": ("question<",),
+        "/live/hostile": ("question<", "arm2<", "reason<", "prompt<", "completion<"),
+    }
 
 
 def write_study(runs: Path) -> tuple[str, str]:
@@ -135,6 +188,56 @@ def test_the_pages_ask_no_other_machine_for_anything(site: Site):
     outside = [url for url in browser.requests(site.chromium) if url.startswith("http")]
     assert outside
     assert {url.split("/")[2] for url in outside} == {site.address.split("/")[2]}, json.dumps(outside[:5])
+
+
+def acted(chromium: Any) -> list[Any]:
+    """What foreign text did or made on the page that is open, or in a frame of it."""
+    exceptions = pytest.importorskip("selenium.common.exceptions")
+    with contextlib.suppress(exceptions.NoAlertPresentException):
+        chromium.switch_to.alert.accept()
+        return ["a dialog"]
+    made = "[onerror], [onload], [name=foreign], [src='x'], [src*='evil.example'], [href^=javascript]"
+    look = f'return [window.hacked, ...document.querySelectorAll("{made}")].filter(one => one)'
+    found = ["the title"] if chromium.title == "hacked" else []
+    found += chromium.execute_script(look)
+    for frame in chromium.find_elements("css selector", "iframe"):
+        chromium.switch_to.frame(frame)
+        found += chromium.execute_script(look)
+        chromium.switch_to.default_content()
+    return found
+
+
+@pytest.mark.attack("Active markup in every text of a study, on every page that is served")
+def test_no_text_of_a_study_acts_on_any_page_that_is_served(site: Site, record_property: Callable[[str, Any], None]):
+    browser.requests(site.chromium)  # forget earlier pages
+    for page, words in site.hostile.items():
+        site.chromium.get(f"{site.address}{page}")
+        browser.wait_for(site.text_if(*words), f"{page} with {', '.join(words)}", 60)
+        if "report" in page:
+            browser.wait_for(lambda: in_frame(site.chromium, "question</script>"), "the report in its frame")
+        assert acted(site.chromium) == [], page
+    asked = [url for url in browser.requests(site.chromium) if url.startswith("http")]
+    assert {url.split("/")[2] for url in asked} == {site.address.split("/")[2]}
+    record_property("tried", len(site.hostile))
+
+
+def in_frame(chromium: Any, words: str) -> bool:
+    """Whether the only frame of a page shows these words."""
+    frames = chromium.find_elements("css selector", "iframe")
+    if len(frames) != 1:
+        return False
+    chromium.switch_to.frame(frames[0])
+    shown = words in browser.text(chromium)
+    chromium.switch_to.default_content()
+    return shown
+
+
+@pytest.mark.parametrize("made", ACTIVE, ids=["script", "handler", "dialog", "frame", "link"])
+def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site: Site, made: str):
+    site.chromium.get("data:text/html,<title>a page</title>")
+    assert acted(site.chromium) == []
+    site.chromium.execute_script("document.write(arguments[0]); document.close()", made)
+    assert browser.wait_for(lambda: acted(site.chromium), "what acts")
 
 
 @pytest.mark.attack("A page that names this machine by a foreign name")

@@ -180,7 +180,9 @@ def two_ray_nodes() -> Iterator[str]:
 @pytest.mark.long
 @needs_ray
 @pytest.mark.attack("Ctrl-C")
-def test_an_interrupt_on_ray_lets_the_step_end(runs: Path):
+@pytest.mark.parametrize("shell", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+def test_an_interrupt_on_ray_lets_the_step_end(runs: Path, shell: Any):
+    """A script starts a command in the background with SIGINT ignored, and what Ray starts inherits that."""
     (runs / "hold").touch()
     study, pressed = a_grid(), []
 
@@ -189,7 +191,11 @@ def test_an_interrupt_on_ray_lets_the_step_end(runs: Path):
             pressed.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    status = run(study, runs, interrupt_once, cluster=Cluster())
+    before = signal.signal(signal.SIGINT, shell)
+    try:
+        status = run(study, runs, interrupt_once, cluster=Cluster())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not status.finished
     assert status.counts()["stopped"] >= 1
     assert "running" not in status.counts()

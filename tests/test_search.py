@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import fake_trials
 import optuna
 import pytest
-from cohort.harness.record.study import read_study
+from cohort.harness.ground.files import write_json
+from cohort.harness.record.study import SEARCH, STATUS, read_folder, read_study
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
@@ -339,3 +341,26 @@ def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path:
             queue.finish(claim, Outcome("complete", metrics={METRIC: final}))
     assert reasons == [None] * 4 * 14
     assert [trial.state for trial in searched(queue)] == [TrialState.COMPLETE] * 4
+
+
+def reading_seconds(runs: Path, arms: int) -> float:
+    """Processor time for the record of a search whose arms were all given up, with two seeds each."""
+    study = a_search()
+    folder = fake_trials.begin_study(runs / str(arms), study)
+    labels = [f"arm {number}" for number in range(arms)]
+    write_json(folder / SEARCH, {"arms": [{"label": one, "state": "pruned", "reason": "behind"} for one in labels]})
+    one = {"trial": "none", "factors": {}, "reason": "no memory"}
+    failed = [{**one, "arm": label, "seed": seed} for label in labels for seed in (0, 1)]
+    write_json(folder / STATUS, {"state": "complete", "stopped": [], "failed": failed})
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        assert len(read_folder(folder, []).trials) == 2 * arms
+        took.append(time.process_time() - began)
+    return min(took)
+
+
+@pytest.mark.long
+def test_the_record_of_ten_thousand_trials_is_read_in_linear_time(tmp_path: Path):
+    few, many = reading_seconds(tmp_path, 1000), reading_seconds(tmp_path, 5000)
+    assert many < 12 * few + 0.05  # five times as many: 5 where it is linear, 25 where it is quadratic

@@ -401,7 +401,7 @@ def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
     assert found["group_size=4 | seed 1"][0] == "FAILED"
     run = client.get_run(str(Place.load(later / "studies" / "sizes").run_id))
     assert run.data.tags["mlflow.note.content"].startswith("Do larger groups help?\n\nYes, by 3 points.\n\n| arm")
-    assert "| group_size=2 | 0.5 [0.25, 0.75] |" in run.data.tags["mlflow.note.content"]
+    assert "| group\\_size=2 | 0.5 [0.25, 0.75] |" in run.data.tags["mlflow.note.content"]
     assert [file.path for file in client.list_artifacts(run.info.run_id, "report")] == ["report/index.html"]
     assert found["group_size=2 | seed 0"][3]["mlflow.runColor"] == PALETTE[4]
     assert run.data.params["factors.algorithm.group_size"] == "[2, 4]"

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...reports.analysis import analysed
 from ...reports.prose import wording
-from ...reports.render import in_markdown
 from ..ground.files import sha256
+from ..ground.words import in_markdown
 from ..record.events import EVENTS, read_history
 from ..record.evidence import EVIDENCE
 from ..record.run import RunInfo, final_result, model_folder

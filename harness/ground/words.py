@@ -1,8 +1,18 @@
 """Words that messages, terminals and reports share."""
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+# An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
+_MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
+
+
+def in_markdown(value: object) -> str:
+    """The value as one line of Markdown that makes no markup, element or image."""
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return " ".join(_MARKDOWN.sub(r"\\\g<0>", text).split("\n"))
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

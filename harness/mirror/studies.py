@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data import FINAL, GREY
 from ..ground.files import publish_folder, read_json
+from ..ground.words import in_markdown
 from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
@@ -97,14 +98,14 @@ class StudyMirror:
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
         store.log_params(client, run_id, design, known=run.data.params)
         shown = dict([view_tag(spec["metric"], document["shown"]["factors"]), color_tag(document["shown"]["colors"])])
-        for key, value in {store.NOTE: spec["question"], **shown}.items():
+        for key, value in {store.NOTE: in_markdown(spec["question"]), **shown}.items():
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {
             GROUP: STUDY_GROUP,
             PHASE: STUDY_GROUP,
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
-            store.NOTE: spec["question"],
+            store.NOTE: in_markdown(spec["question"]),
         }
         store.show_state(client, run_id, "running", tags=tags | store.source_tags(document))
         self.place.copied = {STUDY: changed[STUDY]}  # what follows speaks of the study as it is now
@@ -133,7 +134,7 @@ class StudyMirror:
         """Attach the report, its answer and numbers as the note, and give the runs the figures' colours."""
         client.log_artifacts(run_id, str(self.folder / "report"), "report")
         question = read_json(self.folder / STUDY)["question"]
-        note = "\n\n".join(filter(None, [question, report.answer, _markdown(report.means)]))
+        note = "\n\n".join(filter(None, [*map(in_markdown, (question, report.answer)), _markdown(report.means)]))
         note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
         store.set_tags(client, run_id, {store.NOTE: note})
         if report.colors:
@@ -226,4 +227,4 @@ def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(row["metric"] for row in means))
     lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
     lines += [[arm, *(known.get(column, "") for column in columns)] for arm, known in cells.items()]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(in_markdown, line)) + " |" for line in lines)

@@ -14,7 +14,7 @@ import shlex
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -267,7 +267,8 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
     else:
         two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
         seeds = two_stage.get("seeds")
-    trials, clones, strange = _trials(folder, document, status["failed"], seeds)
+    asked = {**document, "labels": {*document["labels"]}}
+    trials, clones, strange = _trials(folder, asked, status["failed"], seeds and {*seeds})
     dropped = {arm for one in document.get("amendments", ()) for arm in one.get("dropped", ())}
     labels = [arm for arm in document["labels"] if arm not in dropped]
     arms = labels or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
@@ -276,12 +277,11 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         seeds = sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
     wanted = [(arm, seed) for arm in arms for seed in seeds]
     found = {key: trials[key] for key in wanted if key in trials}
-    for arm in (search or {}).get("arms", []):
-        if arm["state"] == "pruned":  # every mean is over the same number of seeds
-            for key, trial in found.items():
-                if key[0] == arm["label"] and trial.state == "complete":
-                    found[key] = replace(trial, state="pruned", reason=arm["reason"])
-            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
+    pruned = {arm["label"]: arm["reason"] for arm in (search or {}).get("arms", []) if arm["state"] == "pruned"}
+    for key, trial in found.items():
+        if key[0] in pruned and trial.state == "complete":  # every mean is over the same number of seeds
+            found[key] = replace(trial, state="pruned", reason=pruned[key[0]])
+    shown = set(seeds).intersection(*(one["seeds"] for one in looks))  # in every look
     references = document.get("references") or {}
     if probes is None:
         probes = list(_probes(folder.resolve().parents[1], list(found.values()), document["inputs"]))
@@ -292,7 +292,7 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         baseline=spec["baseline"] if spec["baseline"] in arms else next(iter([*references.values(), *arms]), ""),
         arms=arms,
         seeds=seeds,
-        expected=len(wanted),
+        expected=sum(key in found or key[0] not in pruned for key in wanted),
         spec=spec,
         trials=list(found.values()),
         command=document["command"],
@@ -303,7 +303,7 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         two_stage=two_stage,
         probes=probes,
         any_time=spec.get("any_time", False),
-        added=[seed for seed in seeds if any(seed not in one["seeds"] for one in looks)],
+        added=[seed for seed in seeds if seed not in shown],
         looks=sorted({one["complete"] for one in looks}),
         strange=strange,
         amendments=document.get("amendments", ()),
@@ -377,7 +377,7 @@ def sample_row(row: Mapping[str, Any]) -> SampleRow:
 
 
 def _trials(
-    folder: Path, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None
+    folder: Path, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], seeds: Collection[int] | None
 ) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm], dict[str, str]]:
     """The trials of the study by arm and seed, its clones with theirs, and what is wrong with other folders of trials.
 
@@ -416,7 +416,7 @@ def _trials(
 
 
 def _unasked(
-    trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Sequence[int] | None
+    trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Collection[int] | None
 ) -> str:
     """Why a study does not ask for a trial; empty if it does."""
     designs = [document["digest"], *(one["digest"] for one in document.get("amendments", ()))]

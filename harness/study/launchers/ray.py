@@ -129,6 +129,7 @@ def run_worker(
     """
     if not environment[STORAGE] and not Path(logs).parent.exists():
         return None, platform.node()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, where `cancel` does nothing
     file = Path(logs) / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
     process = start_worker(options, devices, environment, file)
     try:
