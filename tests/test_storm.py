@@ -82,7 +82,8 @@ def clone(runs: Path, status: StudyStatus) -> None:
 
 
 def values(runs: Path) -> dict[str, Any]:
-    """Trial -> everything that its record has, without clocks and memory."""
+    """Trial -> everything that its record has, without clocks and memory. What a later attempt logs again in the same
+    words counts once: a kill between the test and the end leaves the test's events behind."""
     found: dict[str, Any] = {}
     for file in sorted(runs.glob("studies/storm/trials/*/events.jsonl")):
         logged: list[Any] = []
@@ -93,7 +94,9 @@ def values(runs: Path) -> dict[str, Any]:
             if event["type"] != "start":
                 ends = event.get("summary", {}).items()
                 event["summary"] = {k: v for k, v in ends if k.partition("_")[0] not in COST_AREAS + COSTS}
-                logged.append({k: v for k, v in event.items() if k not in ("time", "sum")})
+                said = {k: v for k, v in event.items() if k not in ("time", "sum")}
+                if said not in logged:
+                    logged.append(said)
         found[file.parent.name] = logged
     return found
 
