@@ -1,7 +1,8 @@
-"""The contracts of the parts that a user can replace: algorithm, reward, task and rollout engine.
+"""The contracts of the parts that a user can replace: algorithm, reward, task, rollout engine and mirror.
 
 A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
-settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`).
+settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A mirror
+has none but the environment variables of what it writes to.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from inspect import isfunction
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
 
 from pydantic import Field
@@ -419,6 +421,52 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release everything that the engine holds; it is not used again."""
+
+
+@dataclass(frozen=True)
+class MirroredRun:
+    """What a mirror is told of a run.
+
+    id          letters and digits: the same at each opening of the run, and no other run has it
+    experiment  the study, or `train`, `evaluate` or `probe`
+    tags, spec  of `run.json`: a trial has `cohort.arm`, `cohort.seed` and `cohort.factors` (JSON)
+    place       an empty folder of its own, for files
+    """
+
+    id: str
+    experiment: str
+    name: str
+    tags: Mapping[str, str]
+    spec: Mapping[str, Any]
+    place: Path
+
+
+class Mirror(ABC):
+    """Shows one run elsewhere, from the events of its record (docs/record.md).
+
+    A process of its own makes one for each run, so that a mirror which raises, hangs or prints costs a warning. A run
+    whose copy was cut off, or which repeats steps, is opened again and hands over all its events again.
+    """
+
+    package: ClassVar[str] = ""  # that must be installed, as it is imported; only `open` may import it
+
+    @abstractmethod
+    def open(self, run: MirroredRun) -> None:
+        """Begin to show a run, in place of what an earlier opening showed."""
+
+    @abstractmethod
+    def add(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Show further events, in order; one of type `finish` is the last."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is left, and release everything."""
+
+    @staticmethod
+    def numbers(event: Mapping[str, Any]) -> dict[str, float]:
+        """What an event of a step measured, or as `summary/...` what the last one sums up; else empty."""
+        given = {f"summary/{key}": value for key, value in event.get("summary", {}).items()} or event.get("values", {})
+        return {key: float(value) for key, value in given.items()}
 
 
 def _flaw(rollout: Rollout, max_tokens: int | None) -> str:

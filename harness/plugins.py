@@ -1,8 +1,8 @@
 """Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
-`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py` and `harness/engines/x.py` each hold one public class; a third
-party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards` and
-`cohort.engines`. Two classes of one name are an error, because a study would not say which of them it ran.
+`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py`, `harness/engines/x.py` and `harness/mirrors/x.py` each hold one
+public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
+`cohort.rewards`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error, because a study would not say which of them it ran.
 """
 
 import importlib
@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeVar, get_args
 from . import interfaces
 from .data import Section
 from .ground.words import did_you_mean
-from .interfaces import Algorithm, Reward, RolloutEngine, Task
+from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Task
 
-Kind = Literal["algorithm", "task", "reward", "engine"]
+Kind = Literal["algorithm", "task", "reward", "engine", "mirror"]
 T = TypeVar("T")
 
 _PACKAGE = {
@@ -29,8 +29,11 @@ _PACKAGE = {
     "task": "cohort.tasks",
     "reward": "cohort.harness.rewards",
     "engine": "cohort.harness.engines",
+    "mirror": "cohort.harness.mirrors",
 }
-_BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine}
+_BASE: dict[str, type] = {
+    "algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine, "mirror": Mirror,
+}  # fmt: skip
 _files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether it is from a package
 
 
@@ -80,7 +83,7 @@ def of_package(package: str) -> list[tuple[Kind, str]]:
         owners = sorted({owner for _, owner, _ in every})
         raise ValueError(
             f"no installed package '{package}' declares plugins (entry points cohort.algorithms, cohort.tasks, "
-            f"cohort.rewards, cohort.engines); install it first (pip install -e .); those that do: "
+            f"cohort.rewards, cohort.engines, cohort.mirrors); install it first (pip install -e .); those that do: "
             f"{', '.join(owners) or 'none'}"
         )
     return found
@@ -132,7 +135,8 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
         raise ValueError(f"{where} must be a class that inherits from cohort.harness.interfaces.{_BASE[kind].__name__}")
     settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
     field = getattr(settings, "model_fields", {}).get("name")
-    if kind != "reward" and (field is None or field.default != point.name):  # a reward is named by its key in a spec
+    nameless = kind in ("reward", "mirror")  # a spec or an option names them
+    if not nameless and (field is None or field.default != point.name):
         declared = None if field is None else field.default
         raise ValueError(f"{where} must declare name: Literal['{point.name}'] with that default, got {declared!r}")
     return cls

@@ -19,6 +19,17 @@ def _use_store(uri: str | None) -> str | None:
     return uri
 
 
+def _use_mirrors(text: str | None) -> str | None:
+    """Let these mirrors follow what this command and its workers record; `mlflow=URI` also names the server."""
+    words = [word.strip().partition("=") for word in (text or "").split(",")]
+    if wrong := [name for name, equals, _ in words if equals and name != "mlflow"]:
+        raise typer.BadParameter(f"only mlflow takes an address (mlflow=http://HOST:PORT), got one for '{wrong[0]}'")
+    os.environ["COHORT_MIRROR"] = ",".join(name for name, _, _ in words)
+    for _, equals, uri in words:
+        _use_store(uri if equals else None)
+    return text
+
+
 def _warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
     """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
     source = context.get_parameter_source(str(option.name))
@@ -45,6 +56,15 @@ TrackingUri = Annotated[
         metavar="URI",
         callback=_use_store,
         help="MLflow server: http://HOST:PORT; by default results go to a file in --runs.",
+    ),
+]
+Mirror = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COHORT_MIRROR",
+        metavar="A,B,...",
+        callback=_use_mirrors,
+        help="Where results are shown: mlflow (in --runs; mlflow=http://HOST:PORT: a server), wandb, tensorboard, none.",
     ),
 ]
 Sets = Annotated[

@@ -30,7 +30,7 @@ def train(
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
@@ -72,7 +72,7 @@ def evaluate(
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
@@ -178,7 +178,7 @@ def contamination(
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Test whether a model knows the problems of a benchmark better than other problems of the same kind.

@@ -66,7 +66,7 @@ def study_run(
     ] = None,
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Run every arm once with every seed, then write the report; the same command continues a stopped study.
@@ -110,7 +110,7 @@ def study_work(
     study: options.Started,
     storage: options.Storage = None,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Run trials of a started study, one at a time, until none is left: one worker, for your own scheduler.
@@ -307,7 +307,7 @@ def compare(
     workers: options.Workers = "auto",
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
     """Run one study with an arm per algorithm (and task) and all else equal.

@@ -1,1 +1,1 @@
-"""MLflow, a mirror that is written from the record."""
+"""What follows the record and shows it elsewhere: MLflow, mirrors that are plugins, notices."""

@@ -1,20 +1,23 @@
-"""Finds the address of the MLflow store, and says why a server cannot be used.
+"""Says which mirrors follow a record, finds the address of the MLflow store, and why a server cannot be used.
 
 By default the store is a file in the runs folder. COHORT_TRACKING_URI names an `mlflow server` instead:
-`http(s)://host:port`. Worker processes inherit the variable.
+`http(s)://host:port`. COHORT_MIRROR names the mirrors, `mlflow` by default. Worker processes inherit the variables.
 """
 
 import os
 import urllib.error
 import urllib.request
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from .. import plugins
 from ..ground.addresses import shown, split_url
 
-TRACKING_URI = "COHORT_TRACKING_URI"
+TRACKING_URI, MIRROR = "COHORT_TRACKING_URI", "COHORT_MIRROR"
+MLFLOW = "mlflow"
 ANSWER_SECONDS = 10.0  # after which a server counts as silent
 
 
@@ -37,6 +40,22 @@ def tracking_uri(runs: Path) -> str:
     return f"sqlite:///{store}"
 
 
+def mirrors() -> list[str]:
+    """The mirrors that follow a record, `mlflow` or plugins; none for `none`. ValueError for one that cannot be used."""
+    given = os.environ.get(MIRROR, "").strip() or MLFLOW
+    names = [] if given == "none" else list(dict.fromkeys(word.strip() for word in given.split(",")))
+    for name in names:
+        if name == MLFLOW:
+            continue
+        try:
+            package = plugins.load("mirror", name).package
+        except ValueError as error:
+            raise ValueError(f"--mirror and {MIRROR} name {MLFLOW}, plugins, or none: {error}") from None
+        if package and find_spec(package) is None:
+            raise ValueError(f"--mirror {name} needs {package}; pip install 'cohort-rl[{name}]'")
+    return names
+
+
 def remote_uri() -> str | None:
     """The MLflow server that COHORT_TRACKING_URI names, which keeps the artifacts too; None if the store is a file of
     the runs folder."""
@@ -47,7 +66,7 @@ def remote_uri() -> str | None:
     if parts is None or not uri.startswith(("http://", "https://")) or not parts.hostname:
         raise ValueError(
             f"the tracking URI must be http://HOST:PORT of an MLflow server, got '{shown(uri)}'; without "
-            f"--tracking-uri and {TRACKING_URI} results go to a file in the runs folder"
+            f"it results go to a file in the runs folder"
         )
     if "@" in uri or parts.query or parts.fragment:
         raise ValueError(

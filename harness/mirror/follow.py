@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import Timeout
@@ -19,14 +19,13 @@ from ..ground.disk import disk_full
 from ..ground.files import file_lock
 from ..record.run import INFO
 from ..record.study import STUDY
-from .address import is_outage, remote_uri, store_name
+from .address import MLFLOW, is_outage, mirrors, remote_uri, store_name
+from .others import DRAIN_SECONDS, FOLLOW_SECONDS, followed
 from .store import connect, import_mlflow, moved_from
 from .studies import StudyMirror
 from .writer import RunMirror
 
-FOLLOW_SECONDS = 1.0  # between two looks at a live record
 RETRY_SECONDS = 5.0
-DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for the store
 SILENT_SECONDS = 2.0  # after which it says so
 log = logging.getLogger(__name__)
 
@@ -73,13 +72,23 @@ class Mirror:
 
 @contextmanager
 def mirrored(runs: Path, folder: Path) -> Iterator[None]:
-    """Inside the context a thread copies the record in a folder to MLflow as it grows; at the end it copies the rest.
+    """Inside the context each mirror copies the record in a folder as it grows; at the end it copies the rest."""
+    runs, folder, names = runs.resolve(), folder.resolve(), mirrors()
+    with ExitStack() as stack:
+        if MLFLOW in names:
+            stack.enter_context(_to_mlflow(runs, folder))
+        stack.enter_context(followed([name for name in names if name != MLFLOW], runs, folder))
+        yield
+
+
+@contextmanager
+def _to_mlflow(runs: Path, folder: Path) -> Iterator[None]:
+    """Inside the context a thread copies the record to MLflow.
 
     Errors of the store never reach what runs inside: one line says that the store does not answer, and one at the end
     if it lacks something after DRAIN_SECONDS, which `cohort ui` copies later.
     """
     import_mlflow()  # here: two threads that import large packages at the same time can fail
-    runs, folder = runs.resolve(), folder.resolve()
     stop, give_up = threading.Event(), threading.Event()
     errors: list[Exception] = []  # since the last copy that succeeded
     thread = threading.Thread(target=_follow, args=(runs, folder, stop, give_up, errors), name="mlflow", daemon=True)

@@ -25,7 +25,7 @@ from ..data import TrialState
 from ..ground.files import file_lock
 from ..ground.inputs import short
 from ..record.provenance import versions
-from .address import health, remote_uri, tracking_uri
+from .address import health, mirrors, remote_uri, tracking_uri
 from .traces import every, storable, traces_per_split
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def check_runs_folder(runs: Path) -> None:
             "choose another with --runs or COHORT_RUNS"
         ) from None
     traces_per_split()
+    mirrors()
     if remote_uri() is None:
         _check_file(runs)
     else:
@@ -93,7 +94,7 @@ def check_server() -> None:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"the tracking URI must name a server that can be used, but {uri} cannot ({reason}); start it, or leave "
-            "out --tracking-uri to keep results in the runs folder"
+            "it out to keep results in the runs folder"
         ) from None
 
 

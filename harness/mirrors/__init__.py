@@ -1,0 +1,1 @@
+"""Mirrors beside MLflow, one file each, behind `harness.interfaces.Mirror`."""
