@@ -1,8 +1,9 @@
 """Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
-`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py`, `harness/engines/x.py` and `harness/mirrors/x.py` each hold one
-public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
-`cohort.rewards`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error, because a study would not say which of them it ran.
+`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py`, `harness/engines/x.py` and `harness/mirrors/x.py` each hold
+one public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
+`cohort.rewards`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error, because a study would not
+say which of them it ran.
 """
 
 import importlib

@@ -68,6 +68,7 @@ class ReportFiles:
     answer: str
     means: list[dict[str, Any]]  # of each arm and metric: arm, metric, seeds, mean, low, high
     colors: dict[str, str]  # of each arm in the figures
+    claims: list[tuple[str, str]]  # each in a sentence, and its verdict
 
 
 def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FORMATS) -> ReportFiles:
@@ -89,6 +90,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     files = ReportFiles(
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
+        [(claim.sentence, claim.verdict) for claim in values["claims"]],
     )  # fmt: skip
     html = html_environment()
     markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_finished, **_JINJA)

@@ -47,7 +47,7 @@ ROOMS = (
     ("plugins",),
     ("spec",),
     ("record",),
-    ("devices", "mirror"),
+    ("devices", "mirror", "mirrors"),
     ("policy",),
     ("engines", "rewards", "checks"),
     ("run",),
@@ -57,7 +57,10 @@ ROOMS = (
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
-ONLY_IMPORTER = {"mlflow": "harness/mirror/", "optuna": "harness/study/"}
+ONLY_IMPORTER = {
+    "mlflow": "harness/mirror/", "optuna": "harness/study/",
+    "tensorboard": "harness/mirrors/", "wandb": "harness/mirrors/",
+}  # fmt: skip
 NOT_IN_REPORTS = {"torch", "transformers", "datasets"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -16,6 +16,7 @@ from cohort.harness.spec.load import load_run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
     "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "engine": "harness/engines",
+    "mirror": "harness/mirrors",
 }  # fmt: skip
 
 THIRD_PARTY = """

@@ -22,7 +22,7 @@ def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequenc
     documents = []
     for one in plugins.names(kind) if name is None else [name]:
         cls: Any = plugins.load(kind, one)
-        fields = plugins.settings_class(kind, one).model_fields
+        fields = getattr(plugins.settings_class(kind, one), "model_fields", {})
         document = (importlib.import_module(cls.__module__).__doc__ or cls.__doc__ or "").strip()
         paragraph = " ".join(document.split("\n\n")[0].split())
         documents.append({

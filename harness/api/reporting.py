@@ -48,6 +48,7 @@ def read_record(name: str, runs: Path) -> "StudyRecord":
 def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
     """The report of a study, sealed for `cohort verify`; the MLflow run gets it too."""
     from ...reports.render import write_report
+    from ..mirror.address import MLFLOW, mirrors
     from ..mirror.follow import catch_up
     from ..record.evidence import write_evidence
     from ..record.study import keep_look
@@ -56,5 +57,6 @@ def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
     keep_look(folder, record)
     files = write_report(record, folder / "report")
     write_evidence(folder, record, files.answer, files.means, files.colors)
-    catch_up(runs, folder)
+    if MLFLOW in mirrors():
+        catch_up(runs, folder)
     return files

@@ -1,7 +1,7 @@
 """Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
-COHORT_RUNS, COHORT_TRACKING_URI, COHORT_STORAGE.
+COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, COHORT_NOTIFY.
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ def run_to_report(
     results. KeyboardInterrupt if the study was asked to stop.
     """
     from ..console.progress import phase_bar, study_view
+    from ..mirror.notices import notices
     from ..study.launchers.local import default_workers
     from ..study.queue import study_status
     from ..study.runner import run_study
@@ -223,15 +224,33 @@ def run_to_report(
         if at_work := study_status(spec.name, runs, storage).counts().get("running"):
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
-    with study_view() as view:
-        status = run_study(
-            spec, runs, workers=workers, command=command, on_status=view, storage=storage,
-            cluster=cluster, together=together,
-        )  # fmt: skip
-    if not status.finished:  # asked to stop
-        raise KeyboardInterrupt
-    with phase_bar(f"report of {spec.name}", REPORTING):
-        record, files = write_report(spec.name, runs)
+    told: dict[Path, str] | None = None  # trial -> its last bad state
+
+    def show(status: StudyStatus) -> None:
+        nonlocal told
+        view(status)
+        bad = {trial.directory: trial for trial in status.trials if trial.state in ("failed", "invalid")}
+        for folder, trial in bad.items():
+            if told is not None and told.get(folder) != trial.state:  # those of an earlier command were told then
+                what = f"{trial.arm} | seed {trial.seed} is {trial.state}: {trial.reason}"
+                facts = {"arm": trial.arm, "seed": trial.seed, "state": trial.state, "reason": trial.reason}
+                notify("trial failed", f"{spec.name}: {what}", trial=folder.name, **facts)
+        told = {folder: trial.state for folder, trial in bad.items()}
+
+    with notices(spec.name) as notify:
+        with study_view() as view:
+            status = run_study(
+                spec, runs, workers=workers, command=command, on_status=show, storage=storage,
+                cluster=cluster, together=together,
+            )  # fmt: skip
+        if not status.finished:  # asked to stop
+            raise KeyboardInterrupt
+        with phase_bar(f"report of {spec.name}", REPORTING):
+            record, files = write_report(spec.name, runs)
+        for sentence, verdict in files.claims:
+            if verdict in ("supported", "contradicted"):
+                notify("claim decided", f"{spec.name}: {verdict}: {sentence}", claim=sentence, verdict=verdict)
+        notify("study ended", f"{spec.name}: {files.answer}", answer=files.answer, counts=status.counts())
     return Ended(status, record, files)
 
 

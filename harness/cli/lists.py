@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Class attributes of each kind of plugin that its table shows.
 FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
-         "engines": ("exact_logprobs",)}  # fmt: skip
+         "engines": ("exact_logprobs",), "mirrors": ("package",)}  # fmt: skip
 COLUMNS = ("name", "default", "range", "description")
 HEADERS = ("setting", "default", "range", "meaning")
 
@@ -29,11 +29,14 @@ HEADERS = ("setting", "default", "range", "meaning")
     "cohort list tasks gsm8k",
     "cohort list rewards",
     "cohort list engines",
+    "cohort list mirrors",
     "cohort list settings optimizer",
     "cohort list settings study",
 )
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, engines or settings.")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, engines, mirrors or settings.")
+    ],
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="Only this plugin, in full; a section of a run, a setting, or `study`."),
@@ -72,7 +75,8 @@ def list_(
         for document in documents
         for i, field in enumerate(document["settings"])
     ]
-    terminal.show_table("Settings", [kind, *HEADERS], settings)
+    if settings:
+        terminal.show_table("Settings", [kind, *HEADERS], settings)
 
 
 @command("check", "cohort check my-package")

@@ -64,7 +64,7 @@ Mirror = Annotated[
         envvar="COHORT_MIRROR",
         metavar="A,B,...",
         callback=_use_mirrors,
-        help="Where results are shown: mlflow (in --runs; mlflow=http://HOST:PORT: a server), wandb, tensorboard, none.",
+        help="Where results are shown: mlflow (or a server: mlflow=http://HOST:PORT), wandb, tensorboard, none.",
     ),
 ]
 Sets = Annotated[

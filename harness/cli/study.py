@@ -76,6 +76,9 @@ def study_run(
 
     Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.
+
+    COHORT_NOTIFY=https://... or a command gets a JSON document when a trial fails, a claim is decided and the study
+    ends.
     """
     given = list(sets or ())
     given += [] if seeds is None else [f"seeds={options.integers(seeds)}"]

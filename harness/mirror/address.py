@@ -41,7 +41,7 @@ def tracking_uri(runs: Path) -> str:
 
 
 def mirrors() -> list[str]:
-    """The mirrors that follow a record, `mlflow` or plugins; none for `none`. ValueError for one that cannot be used."""
+    """The mirrors that follow a record, `mlflow` or plugins; none for `none`. ValueError for an unusable one."""
     given = os.environ.get(MIRROR, "").strip() or MLFLOW
     names = [] if given == "none" else list(dict.fromkeys(word.strip() for word in given.split(",")))
     for name in names:
@@ -96,7 +96,7 @@ def health(uri: str, seconds: float | None = None) -> str | None:
     """The reason, in words, that rules out the server at `uri` now; None if it answers in time."""
     place = f"{uri}/health"
     try:
-        with urllib.request.build_opener(_NoRedirect).open(place, timeout=seconds or ANSWER_SECONDS) as answer:
+        with urllib.request.build_opener(NoRedirect).open(place, timeout=seconds or ANSWER_SECONDS) as answer:
             words = answer.read1(100)  # what is there: an answer may never end
         return None if words.strip() == b"OK" else f"{place} answers {words[:20]!r}: is it an MLflow server?"
     except urllib.error.HTTPError as error:
@@ -107,7 +107,7 @@ def health(uri: str, seconds: float | None = None) -> str | None:
         return str(getattr(error, "reason", error)) or type(error).__name__
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """MLflow follows redirects too, but a redirected write loses its data."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:

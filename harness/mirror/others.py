@@ -1,5 +1,5 @@
-"""Follows a record with the mirrors that are plugins, each in a process of its own: one that hangs, raises or dies costs
-a warning, and the run or study nothing.
+"""Follows a record with the mirrors that are plugins, each in a process of its own: one that hangs, raises or dies
+costs a warning, and the run or study nothing.
 
 The process ends when its standard input has something or is closed: the record is whole, or its command was killed.
 """
@@ -104,10 +104,12 @@ class _Copy:
             self._mirror = self.kind()
             with self._bounded():
                 self._mirror.open(MirroredRun(number, info.experiment, info.name, info.tags, info.spec, self.place))
-        for start in range(0, len(events) if self._mirror is not None else 0, 1000):
+        if (mirror := self._mirror) is None:
+            return
+        for start in range(0, len(events), 1000):
             with self._bounded():
-                self._mirror.add(events[start : start + 1000])
-        if self._tail.history.finish and self._mirror is not None:
+                mirror.add(events[start : start + 1000])
+        if self._tail.history.finish:
             self.close()
             self._copied = size, number
             write_json(self.place / "copied.json", {"size": size, "id": number}, sync=False)

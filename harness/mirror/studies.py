@@ -22,6 +22,7 @@ from ..record.run import read_result
 from ..record.study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, study_settings
 from . import store
 from .address import is_outage, remote_uri
+from .others import MIRRORS
 from .traces import storable
 from .view import GROUP, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
@@ -161,7 +162,10 @@ def fetch_study(runs: Path, name: str) -> None:
 
 
 def forget_study(runs: Path, folder: Path) -> None:
-    """Delete the runs of a study in MLflow, which keeps them until `mlflow gc`; a warning if the store is away."""
+    """Delete the files of its mirrors, and its runs in MLflow, which keeps them until `mlflow gc`; a warning if the
+    store is away."""
+    for place in (runs / MIRRORS).glob(f"*/studies/{folder.name}"):
+        shutil.rmtree(place, ignore_errors=True)
     try:
         if (run_id := Place.load(folder).run_id) is None or store.moved_from(runs) is not None:
             return

@@ -16,9 +16,11 @@ class TensorBoard(Mirror):
     package = "tensorboard"
 
     def open(self, run: MirroredRun) -> None:
-        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # pyright: ignore[reportMissingImports]
+        from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
+            EventFileWriter,
+        )
 
         levels = {key: run.tags[f"cohort.{key}"] for key in ("arm", "seed") if f"cohort.{key}" in run.tags}
         levels |= {path: str(level) for path, level in json.loads(run.tags.get("cohort.factors", "{}")).items()}
@@ -27,8 +29,8 @@ class TensorBoard(Mirror):
         self._begin = [hparams_pb(levels, run.id), text_pb("settings", "\n".join(f"    {line}" for line in lines))]
 
     def add(self, events: Sequence[Mapping[str, Any]]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
 
         for event in events:
             self._step, seconds = event.get("step", self._step), event["time"] / 1000

@@ -3,6 +3,7 @@
 W&B's own variables say where and as whom. With WANDB_MODE=offline, files go to RUNS/mirrors/wandb for `wandb sync`.
 """
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +19,7 @@ class WeightsAndBiases(Mirror):
     package = "wandb"
 
     def open(self, run: MirroredRun) -> None:
-        import wandb
-
+        wandb: Any = importlib.import_module("wandb")  # this file has its name
         quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or run.experiment, group=run.tags.get("cohort.arm"), name=run.name,
@@ -41,7 +41,7 @@ class WeightsAndBiases(Mirror):
             if event["type"] == "finish":
                 end = {"state": event["state"], "reason": event["reason"]}
                 self._run.summary.update({**self.numbers(event), **end})
-                self._status = event["state"] != "complete"
+                self._status = int(event["state"] != "complete")
 
     def close(self) -> None:
         if self._table.data:

@@ -1,17 +1,20 @@
 """Decides whether a plugin keeps what every plugin of its kind must keep: `cohort check` and the tests call this."""
 
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import plugins
 from ..data import Batch, GradedGroup, PolicyOutput, Prompt, Sampling, Split
-from ..interfaces import Algorithm, Reward, RolloutEngine, StepReward, Task
+from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, StepReward, Task
 from ..policy.forward import token_logprobs
 from ..policy.text import TextCodec
 from ..policy.tiny import tiny_model, tiny_tokenizer
@@ -456,3 +459,43 @@ def weights_take_effect(engine: RolloutEngine) -> None:
     fresh = _engine(type(engine), 1).generate(PROMPTS, 2, sampling, seed=0, step=0)
     _must(before != after, "the rollouts stay as they were")
     _must(after == fresh, "a fresh engine of these weights differs")
+
+
+def whole_run() -> list[dict[str, Any]]:
+    """Events of a run that ended: odd numbers, hostile text."""
+    text = "".join(chr(code) for code in range(1, 160)) + "<script>alert(1)</script>\u202e\ud800"
+    row = {"step": 1, "split": "train", "prompt_id": "p", "prompt": text, "completion": text, "gold": "0"}
+    row |= {"answer": None, "correct": False, "reward": None, "num_tokens": 1, "finish_reason": "stop", "rewards": {}}
+    events = [
+        {"type": "start", "host": "h", "pid": 1, "threads": "1"},
+        {"type": "metrics", "step": 0, "values": {"validation/accuracy": 0.25}},
+        {"type": "metrics", "step": 1, "values": {"policy/loss": "nan", "policy/kl": "inf", "reward/mean": 1e308}},
+        {"type": "samples", "step": 1, "rows": [row]},
+        {"type": "per_problem", "step": 1, "area": "test", "fractions": {"p": 0.5}},
+        {"type": "kept", "step": 1, "file": "rollouts/step-000001.jsonl", "sha256": "0"},
+        {"type": "finish", "state": "invalid", "reason": text, "summary": {"test_accuracy": 0.5}},
+    ]
+    return [{**event, "time": 1_700_000_000_000 + 1000 * i} for i, event in enumerate(events)]
+
+
+@_rule("mirror", "let `open` begin anew, and `add` take each event of docs/record.md and any text as data")
+def a_run_is_shown(mirror: Mirror) -> None:
+    """A run with odd numbers and hostile text is shown, beside another, and after an opening that was cut off."""
+    events = whole_run()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [MirroredRun(f"{i}f", "study", f"arm | seed {i}", {}, {"seed": i}, Path(folder, str(i))) for i in (0, 1)]
+        for run in runs:
+            run.place.mkdir()
+        beside, cut = type(mirror)(), type(mirror)()
+        beside.open(runs[0])
+        cut.open(runs[1])
+        cut.add(events[:3])
+        cut.close()
+        shutil.rmtree(runs[1].place)
+        runs[1].place.mkdir()
+        mirror.open(runs[1])
+        for event in events:
+            mirror.add([event])
+        mirror.close()
+        beside.add(events)
+        beside.close()
