@@ -43,7 +43,8 @@ ROWS: defaultdict[str, Row] = defaultdict(Row)
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COHORT_TRACKING_URI", "")  # which a command sets
+    for name in ("COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_NOTIFY"):
+        monkeypatch.setenv(name, "")  # which a command sets
 
 
 @pytest.fixture

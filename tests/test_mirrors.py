@@ -1,0 +1,431 @@
+"""Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fake_mirrors
+import fake_trials
+import pytest
+from cohort.harness import plugins
+from cohort.harness.api import reporting, study
+from cohort.harness.cli import app
+from cohort.harness.ground.files import file_lock
+from cohort.harness.mirror import notices, others
+from cohort.harness.mirror.address import MIRROR, mirrors
+from cohort.harness.mirror.follow import mirrored
+from cohort.harness.mirror.others import _Copy
+from cohort.harness.mirror.studies import forget_study
+from cohort.harness.record.events import EVENTS, read_events
+from cohort.harness.record.run import RunLog, read_result
+from cohort.harness.spec.run import parse_run
+from fake_mirrors import kept
+from fake_trials import a_study, begin_study
+
+COLUMN = "validation/accuracy"
+
+
+@pytest.fixture(autouse=True)
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mirrors.install(tmp_path / "mirror plugins", monkeypatch)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def open_log(runs: Path, seed: int = 0, directory: str = "train/run", tags: dict[str, str] = {}) -> RunLog:
+    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": seed}, "test")
+    return RunLog(runs, runs / directory, spec, experiment="train", run_name=f"seed {seed}", tags=tags)
+
+
+def log_run(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str) -> RunLog:
+    log = open_log(runs, seed, directory, {f"cohort.{key}": value for key, value in tags.items()})
+    log.metrics(0, {COLUMN: 0.25})
+    log.metrics(1, {COLUMN: 0.5, "policy/loss": float("nan")})
+    log.samples([fake_trials.sample(1)])
+    log.finish("complete", None, {"test_accuracy": 0.75})
+    return log
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def place_of(runs: Path, mirror: str = "keeps", run: str = "train/run/run") -> Path:
+    return runs / "mirrors" / mirror / run
+
+
+def a_copy(runs: Path, mirror: str = "keeps") -> _Copy:
+    return _Copy(plugins.load("mirror", mirror), place_of(runs, mirror), runs / "train/run", 60)
+
+
+def test_a_mirror_gets_the_events_of_each_run_while_it_grows_and_the_rest_at_the_end(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(MIRROR, "keeps")
+    folder = begin_study(runs, a_study())
+    with mirrored(runs, folder):
+        first = log_run(runs, 0, "studies/sizes/trials/a")
+        second = open_log(runs, 1, "studies/sizes/trials/b")
+        second.metrics(0, {COLUMN: 0.25})
+        places = [place_of(runs, run=f"studies/sizes/trials/{name}") for name in "ab"]
+        wait_for(lambda: "closed" in kept(places[0]) and len(kept(places[1])) == 3)  # facts, start, metrics
+        second.finish("complete", None, {})
+    for seed, (log, place) in enumerate(zip((first, second), places, strict=True)):
+        facts, *events, closed = kept(place)
+        assert facts == {"id": facts["id"], "experiment": "train", "name": f"seed {seed}", "seed": seed}
+        assert facts["id"].isalnum()
+        assert events == read_events(log.directory / EVENTS)
+        assert closed == "closed"
+    assert kept(places[0])[0]["id"] != kept(places[1])[0]["id"]
+    assert not (runs / "mlflow.db").exists()  # which was not named
+
+
+@pytest.mark.parametrize(
+    ("mirror", "words"),
+    [
+        ("raises", r"to the door\x1b[31m"),
+        ("hangs", "a call took more than 0 s"),
+        ("dies", "''"),
+    ],
+)
+@pytest.mark.attack("A mirror that raises, hangs or dies")
+def test_a_mirror_that_fails_costs_a_warning(
+    mirror: str, words: str, runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(others, "CALL_SECONDS", 0.2)
+    monkeypatch.setenv(MIRROR, f"{mirror},keeps")
+    with mirrored(runs, runs / "train/run"):
+        log = log_run(runs)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"the mirror {mirror} lacks some of 'run' (")
+    assert words in warning
+    assert (read_result(log.directory) or {})["state"] == "complete"
+    assert kept(place_of(runs))[1:-1] == read_events(log.directory / EVENTS)  # the other mirror has all
+    if mirror == "hangs":
+        assert "fake_mirrors.py" in (runs / "mirrors/hangs/train/run/mirror.log").read_text()  # says where
+
+
+@pytest.mark.attack("A mirror that raises, hangs or dies")
+def test_a_mirror_that_hangs_is_waited_for_no_longer_than_the_end_may_take(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(others, "DRAIN_SECONDS", 0.2)  # before its own limit of 20 s
+    monkeypatch.setenv(MIRROR, "hangs")
+    with mirrored(runs, runs / "train/run"):
+        log_run(runs)
+        wait_for(lambda: kept(place_of(runs, "hangs")))
+    assert "the mirror hangs lacks some of 'run'" in caplog.text
+
+
+def test_a_run_that_a_mirror_refuses_costs_no_other_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv(MIRROR, "raises_for_one")
+    folder = begin_study(runs, a_study())
+    with mirrored(runs, folder):
+        for seed in range(3):
+            log_run(runs, seed, f"studies/sizes/trials/{seed}")
+    found = [kept(place_of(runs, "raises_for_one", f"studies/sizes/trials/{seed}"))[-1] for seed in range(3)]
+    assert [found[0], found[2]] == ["closed", "closed"]
+    assert found[1]["name"] == "seed 1"  # opened, and nothing more
+    assert "1: OSError: no room for seed 1" in caplog.text
+
+
+def test_a_whole_copy_is_not_made_again_and_one_that_was_cut_off_begins_anew(runs: Path):
+    log = open_log(runs)
+    log.metrics(0, {COLUMN: 0.25})
+    log.metrics(1, {COLUMN: 0.5})
+    a_copy(runs).copy()  # and its process is killed
+    first = kept(place_of(runs))
+    assert len(first) == 1 + 3
+    log.close()
+    again = open_log(runs)
+    again.resume(0)
+    one = a_copy(runs)
+    one.copy()
+    again.metrics(1, {COLUMN: 0.75})
+    again.finish("complete", None, {})
+    one.copy()
+    found = kept(place_of(runs))
+    assert found[0] == first[0]  # the same id, so that a service shows one run
+    assert found[1:-1] == read_events(log.directory / EVENTS)
+    assert [event["type"] for event in found[1:-1]] == ["start", "metrics", "start", "metrics", "finish"]
+    written = (place_of(runs) / fake_mirrors.KEPT).stat().st_mtime_ns
+    a_copy(runs).copy()
+    assert (place_of(runs) / fake_mirrors.KEPT).stat().st_mtime_ns == written
+
+
+def test_an_attempt_that_rewrites_its_file_is_shown_from_the_beginning(runs: Path):
+    one, log = a_copy(runs), open_log(runs)
+    log.metrics(0, {COLUMN: 0.25})
+    log.metrics(1, {COLUMN: 0.5})
+    one.copy()
+    log.close()
+    one.copy()
+    again = open_log(runs)
+    again.resume(0)
+    again.metrics(1, {COLUMN: 0.5})
+    one.copy()
+    assert kept(place_of(runs))[1:] == read_events(log.directory / EVENTS)
+
+
+def test_one_process_at_a_time_copies_a_record(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(MIRROR, "keeps")
+    lock = file_lock(place_of(runs).parent / "lock").acquire()
+    with mirrored(runs, runs / "train/run"):
+        log = log_run(runs)
+    assert not kept(place_of(runs))
+    with mirrored(runs, log.directory):
+        lock.lock.release()
+    assert kept(place_of(runs))[1:-1] == read_events(log.directory / EVENTS)
+
+
+@pytest.mark.attack("A kill in the middle of a run")
+def test_the_mirrors_of_a_killed_command_copy_what_it_left_and_end(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(MIRROR, "keeps")
+    code = """
+import os, signal, sys
+from pathlib import Path
+from test_mirrors import *
+runs = Path(sys.argv[1])
+with mirrored(runs, runs / "train/run"):
+    log = open_log(runs)
+    log.metrics(0, {COLUMN: 0.25})
+    wait_for(lambda: kept(place_of(runs)))
+    log.metrics(1, {COLUMN: 0.5})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.Popen([sys.executable, "-c", code, str(runs)]).wait(120) == -signal.SIGKILL
+    wait_for(lambda: "closed" in kept(place_of(runs)))
+    assert kept(place_of(runs))[1:-1] == read_events(runs / "train/run" / EVENTS)
+    with file_lock(place_of(runs).parent / "lock").acquire(timeout=60):  # it has ended
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("keep", "did you mean 'keeps'"),
+        ("mlflow,", "unknown mirror ''"),
+        ("mlflow,none", "unknown mirror 'none'"),
+        ("missing", "--mirror missing needs no_such_package; pip install"),
+    ],
+)
+def test_a_mirror_that_cannot_be_used_is_refused(given: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(MIRROR, given)
+    with pytest.raises(ValueError, match=words):
+        mirrors()
+
+
+def test_the_option_names_mirrors_and_the_server_of_mlflow(runs: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["study", "run", "quickstart", "--runs", str(runs), "--dry-run", "--mirror"]
+    for given, words in (
+        ("keeps,mlflow=ftp://here", "got 'ftp://here'"),
+        ("nobody", "unknown mirror 'nobody'"),
+        ("keeps=http://here", "only mlflow takes an address"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app.main([*command, given])
+        assert ended.value.code == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert not runs.exists()
+
+
+def test_mirrors_are_mlflow_by_default_and_may_be_none(monkeypatch: pytest.MonkeyPatch):
+    assert mirrors() == ["mlflow"]
+    monkeypatch.setenv(MIRROR, "none")
+    assert mirrors() == []
+    monkeypatch.setenv(MIRROR, "keeps, mlflow,keeps")
+    assert mirrors() == ["keeps", "mlflow"]
+
+
+def test_a_deleted_study_takes_the_files_of_its_mirrors_with_it(runs: Path):
+    folders = [runs / "mirrors/keeps/studies" / name for name in ("sizes", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    forget_study(runs, runs / "studies/sizes")
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
+# TensorBoard and W&B -------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_metrics_and_the_levels_of_a_run(runs: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
+        EventAccumulator,
+    )
+
+    log = log_run(runs, arm="big", seed="0", factors='{"algorithm.group_size": 8}')
+    a_copy(runs, "tensorboard").copy()
+    found = EventAccumulator(str(place_of(runs, "tensorboard")))
+    found.Reload()
+    times = {event.get("step"): event["time"] / 1000 for event in read_events(log.directory / EVENTS)}
+    assert [(e.step, e.value, e.wall_time) for e in found.Scalars(COLUMN)] == [
+        (s, [0.25, 0.5][s], times[s]) for s in (0, 1)
+    ]
+    assert [(e.step, e.value) for e in found.Scalars("summary/test_accuracy")] == [(1, 0.75)]
+    assert str(found.Scalars("policy/loss")[0].value) == "nan"
+    told = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert all(word in told for word in (b"algorithm.group_size", b"8", b"big"))
+    assert b'"group_size"' in found.Tensors("settings")[0].tensor_proto.string_val[0]
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """The records in W&B's offline file: blocks of 32 KiB (LevelDB's log) after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, parts, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def test_wandb_has_the_metrics_settings_and_end_of_a_run(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_run(runs, arm="big", seed="0")
+    a_copy(runs, "wandb").copy()
+    records = wandb_records(place_of(runs, "wandb"))
+    (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
+    config = {one.key: json.loads(one.value_json) for one in run.config.update}
+    assert (run.project, run.run_group, run.display_name, run.run_id.isalnum()) == ("train", "big", "seed 0", True)
+    assert config["algorithm"]["name"] == "grpo"
+    rows = [
+        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
+        for one in records
+        if one.WhichOneof("record_type") == "history"
+    ]
+    assert [(row["step"], row[COLUMN], row["_step"]) for row in rows[:2]] == [("0", "0.25", "0"), ("1", "0.5", "1")]
+    assert rows[1]["policy/loss"] in ("NaN", '"NaN"')
+    assert "rollouts" in str(rows[2])
+    summary = {
+        i.key: i.value_json for one in records if one.WhichOneof("record_type") == "summary" for i in one.summary.update
+    }
+    assert (summary["summary/test_accuracy"], summary["state"]) == ("0.75", '"complete"')
+    assert [one.exit.exit_code for one in records if one.WhichOneof("record_type") == "exit"] == [0]
+
+
+# Notices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A webhook's address, and what it was sent: path and document. `/moved` sends on, `/silent` never answers."""
+    got, never = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            if self.path == "/silent":
+                never.wait()
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", "/secret")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", got
+    never.set()
+    server.shutdown()
+    thread.join()
+
+
+def test_a_command_gets_each_notice_on_its_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keep = tmp_path / "keep.py"
+    keep.write_text("import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n'); print('x' * 10**6)")
+    monkeypatch.setenv(notices.NOTIFY, f"'{sys.executable}' '{keep}' '{tmp_path / 'a $(b).txt'}'")
+    with notices.notices("sizes") as notify:
+        notify("trial failed", "one", seed=1)
+        notify("study ended", "two")
+    found = [json.loads(line) for line in (tmp_path / "a $(b).txt").read_text().splitlines()]
+    assert found == [
+        {"study": "sizes", "event": "trial failed", "text": "one", "seed": 1},
+        {"study": "sizes", "event": "study ended", "text": "two"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("{hook}/silent/../silent", "notices are left"),
+        ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
+        ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
+        ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
+        ("false s3cret", "did not reach what COHORT_NOTIFY names (1)"),
+    ],
+)
+@pytest.mark.attack("A webhook or command of notices that fails")
+def test_a_notice_that_fails_costs_a_warning_without_the_address(
+    where: str,
+    words: str,
+    hook: tuple[str, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.3 if "silent" in where else 10.0)
+    monkeypatch.setenv(notices.NOTIFY, where.replace("{hook}/silent/../silent", "{hook}/silent").format(hook=hook[0]))
+    with notices.notices("sizes") as notify:
+        notify("study ended", "two")
+    assert words in caplog.text or "silent" in where
+    assert caplog.messages
+    assert "s3cret" not in caplog.text
+    assert "/secret" not in [path for path, _ in hook[1]]  # nothing is sent on
+
+
+@pytest.mark.parametrize("where", ["no-such-command --x", "ftp://host/x", "https:/host", "'open"])
+def test_what_is_neither_a_url_nor_a_command_is_refused(where: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(notices.NOTIFY, where)
+    with pytest.raises(ValueError, match="COHORT_NOTIFY must be"), notices.notices("sizes"):
+        pass
+
+
+def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
+    runs: Path, plugins: None, new_runs: Any, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+):
+    new_runs(runs)
+    monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/s3cret")
+    monkeypatch.setenv(MIRROR, "keeps")
+    written, runner = reporting.write_report, sys.modules["cohort.harness.study.runner"]
+
+    def with_claims(*arguments: Any) -> Any:
+        record, files = written(*arguments)
+        return record, dataclasses.replace(files, claims=[("A is better.", "supported"), ("B is.", "undecided")])
+
+    monkeypatch.setattr(reporting, "write_report", with_claims)
+    monkeypatch.setattr(runner, "EXECUTE", fake_trials.EXECUTE)
+    arms = {"fine": {}, "bad": {"optimizer.weight_decay": 0.1}}
+    spec = a_study(seeds=[0], factors={}, design="arms", arms=arms)
+    ended = study.run_to_report(study.Study("sizes", (), spec, "cohort study run sizes"), runs, 1)
+    assert {path for path, _ in hook[1]} == {"/s3cret"}
+    failed, claim, end = [document for _, document in hook[1]]
+    assert failed["event"] == "trial failed"
