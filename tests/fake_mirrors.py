@@ -14,7 +14,7 @@ KEPT = "kept.jsonl"
 
 
 class Keeps(Mirror):
-    """Keeps facts, events and the end of each run in its place, and a line for each opening beside the runs folder's."""
+    """Keeps facts, events and the end of each run in its place."""
 
     def open(self, run: MirroredRun) -> None:
         self.run, self.file = run, run.place / KEPT

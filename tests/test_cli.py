@@ -137,7 +137,8 @@ def test_the_option_names_the_store_before_the_environment_does(
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
     assert cohort(*command) == 2
     assert "got 'ftp://environment'" in cohort.err
-    assert cohort(*command, "--tracking-uri", "ftp://option") == 2
+    option = ["--mirror", "mlflow=ftp://option"] if command == TRAIN else ["--tracking-uri", "ftp://option"]
+    assert cohort(*command, *option) == 2
     assert "got 'ftp://option'" in cohort.err
     assert not runs.exists()
 

@@ -1,15 +1,15 @@
 """Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
 
-import contextlib
 import dataclasses
+import functools
 import json
-import os
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,20 +18,22 @@ from typing import Any
 import fake_mirrors
 import fake_trials
 import pytest
+import typer
 from cohort.harness import plugins
 from cohort.harness.api import reporting, study
-from cohort.harness.cli import app
+from cohort.harness.cli import options
 from cohort.harness.ground.files import file_lock
 from cohort.harness.mirror import notices, others
-from cohort.harness.mirror.address import MIRROR, mirrors
+from cohort.harness.mirror.address import MIRROR, mirrors, remote_uri
 from cohort.harness.mirror.follow import mirrored
 from cohort.harness.mirror.others import _Copy
 from cohort.harness.mirror.studies import forget_study
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.spec.run import parse_run
+from cohort.harness.study import runner
 from fake_mirrors import kept
-from fake_trials import a_study, begin_study
+from fake_trials import a_study
 
 COLUMN = "validation/accuracy"
 
@@ -46,13 +48,14 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def open_log(runs: Path, seed: int = 0, directory: str = "train/run", tags: dict[str, str] = {}) -> RunLog:
+def open_log(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str) -> RunLog:
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": seed}, "test")
-    return RunLog(runs, runs / directory, spec, experiment="train", run_name=f"seed {seed}", tags=tags)
+    named = {f"cohort.{key}": value for key, value in tags.items()}
+    return RunLog(runs, runs / directory, spec, experiment="train", run_name=f"seed {seed}", tags=named)
 
 
 def log_run(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str) -> RunLog:
-    log = open_log(runs, seed, directory, {f"cohort.{key}": value for key, value in tags.items()})
+    log = open_log(runs, seed, directory, **tags)
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": float("nan")})
     log.samples([fake_trials.sample(1)])
@@ -79,8 +82,7 @@ def test_a_mirror_gets_the_events_of_each_run_while_it_grows_and_the_rest_at_the
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(MIRROR, "keeps")
-    folder = begin_study(runs, a_study())
-    with mirrored(runs, folder):
+    with mirrored(runs, runs / "studies/sizes"):
         first = log_run(runs, 0, "studies/sizes/trials/a")
         second = open_log(runs, 1, "studies/sizes/trials/b")
         second.metrics(0, {COLUMN: 0.25})
@@ -138,8 +140,7 @@ def test_a_run_that_a_mirror_refuses_costs_no_other_run(
     runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv(MIRROR, "raises_for_one")
-    folder = begin_study(runs, a_study())
-    with mirrored(runs, folder):
+    with mirrored(runs, runs / "studies/sizes"):
         for seed in range(3):
             log_run(runs, seed, f"studies/sizes/trials/{seed}")
     found = [kept(place_of(runs, "raises_for_one", f"studies/sizes/trials/{seed}"))[-1] for seed in range(3)]
@@ -234,18 +235,11 @@ def test_a_mirror_that_cannot_be_used_is_refused(given: str, words: str, monkeyp
         mirrors()
 
 
-def test_the_option_names_mirrors_and_the_server_of_mlflow(runs: Path, capsys: pytest.CaptureFixture[str]):
-    command = ["study", "run", "quickstart", "--runs", str(runs), "--dry-run", "--mirror"]
-    for given, words in (
-        ("keeps,mlflow=ftp://here", "got 'ftp://here'"),
-        ("nobody", "unknown mirror 'nobody'"),
-        ("keeps=http://here", "only mlflow takes an address"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            app.main([*command, given])
-        assert ended.value.code == 2
-        assert words in " ".join(capsys.readouterr().err.split())
-    assert not runs.exists()
+def test_the_option_names_mirrors_and_the_server_of_mlflow():
+    options._use_mirrors("keeps, mlflow=http://here:5000/")
+    assert (mirrors(), remote_uri()) == (["keeps", "mlflow"], "http://here:5000")
+    with pytest.raises(typer.BadParameter, match=r"only mlflow takes an address \(.*\), got one for 'keeps'"):
+        options._use_mirrors("keeps=http://here")
 
 
 def test_mirrors_are_mlflow_by_default_and_may_be_none(monkeypatch: pytest.MonkeyPatch):
@@ -277,7 +271,7 @@ def test_tensorboard_has_the_metrics_and_the_levels_of_a_run(runs: Path):
     a_copy(runs, "tensorboard").copy()
     found = EventAccumulator(str(place_of(runs, "tensorboard")))
     found.Reload()
-    times = {event.get("step"): event["time"] / 1000 for event in read_events(log.directory / EVENTS)}
+    times = [event["time"] / 1000 for event in read_events(log.directory / EVENTS) if event["type"] == "metrics"]
     assert [(e.step, e.value, e.wall_time) for e in found.Scalars(COLUMN)] == [
         (s, [0.25, 0.5][s], times[s]) for s in (0, 1)
     ]
@@ -377,7 +371,7 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("{hook}/silent/../silent", "notices are left"),
+        ("{hook}/silent", "notices are left that what COHORT_NOTIFY names has not taken"),
         ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
         ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
         ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
@@ -393,11 +387,10 @@ def test_a_notice_that_fails_costs_a_warning_without_the_address(
     caplog: pytest.LogCaptureFixture,
 ):
     monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.3 if "silent" in where else 10.0)
-    monkeypatch.setenv(notices.NOTIFY, where.replace("{hook}/silent/../silent", "{hook}/silent").format(hook=hook[0]))
+    monkeypatch.setenv(notices.NOTIFY, where.replace("{hook}", hook[0]))
     with notices.notices("sizes") as notify:
         notify("study ended", "two")
-    assert words in caplog.text or "silent" in where
-    assert caplog.messages
+    assert words in caplog.text
     assert "s3cret" not in caplog.text
     assert "/secret" not in [path for path, _ in hook[1]]  # nothing is sent on
 
@@ -413,19 +406,30 @@ def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
     runs: Path, plugins: None, new_runs: Any, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ):
     new_runs(runs)
-    monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/s3cret")
-    monkeypatch.setenv(MIRROR, "keeps")
-    written, runner = reporting.write_report, sys.modules["cohort.harness.study.runner"]
+    secret = uuid.uuid4().hex  # in no text that a record could quote
+    monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/{secret}")
+    monkeypatch.setenv(MIRROR, "none")
+    written, executed = reporting.write_report, functools.partial(runner.run_study, execute=fake_trials.EXECUTE)
 
     def with_claims(*arguments: Any) -> Any:
         record, files = written(*arguments)
         return record, dataclasses.replace(files, claims=[("A is better.", "supported"), ("B is.", "undecided")])
 
     monkeypatch.setattr(reporting, "write_report", with_claims)
-    monkeypatch.setattr(runner, "EXECUTE", fake_trials.EXECUTE)
-    arms = {"fine": {}, "bad": {"optimizer.weight_decay": 0.1}}
-    spec = a_study(seeds=[0], factors={}, design="arms", arms=arms)
-    ended = study.run_to_report(study.Study("sizes", (), spec, "cohort study run sizes"), runs, 1)
-    assert {path for path, _ in hook[1]} == {"/s3cret"}
+    monkeypatch.setattr(runner, "run_study", executed)
+    spec = a_study(seeds=[0], factors={"optimizer.weight_decay": [0.0, 0.1]})
+    again = study.Study("sizes", (), spec, "cohort study run sizes")
+    ended = study.run_to_report(again, runs, 1)
+    assert {path for path, _ in hook[1]} == {f"/{secret}"}
     failed, claim, end = [document for _, document in hook[1]]
-    assert failed["event"] == "trial failed"
+    assert (failed["event"], failed["seed"], failed["state"]) == ("trial failed", 0, "invalid")
+    assert failed["text"] == f"sizes: {failed['arm']} | seed 0 is invalid: policy/loss is NaN at step 2"
+    assert (runs / "studies/sizes/trials" / failed["trial"]).is_dir()
+    assert (claim["event"], claim["claim"], claim["verdict"]) == ("claim decided", "A is better.", "supported")
+    assert (end["event"], end["counts"]) == ("study ended", {"complete": 1, "invalid": 1})
+    assert end["text"] == f"sizes: {ended.files.answer}"
+    files = [file for file in runs.rglob("*") if file.is_file()]
+    assert len(files) > 10
+    assert not [file for file in files if secret.encode() in file.read_bytes()]
+    study.run_to_report(again, runs, 1)  # the invalid trial was told then
+    assert [document["event"] for _, document in hook[1]][3:] == ["claim decided", "study ended"]

@@ -71,3 +71,9 @@ def shared_memory_bytes() -> int | None:
     A container has 64 MiB unless it is started with --ipc=host or --shm-size.
     """
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
+
+
+def python_path() -> str:
+    """The PYTHONPATH of a child, which imports this code from any working directory."""
+    home = str(Path(__file__).absolute().parents[2])
+    return os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))

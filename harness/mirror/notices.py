@@ -14,7 +14,7 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
@@ -32,9 +32,11 @@ def notices(study: str) -> Iterator[Callable[..., None]]:
     ValueError if COHORT_NOTIFY names neither a URL nor a command of this machine.
     """
     where, waiting = os.environ.get(NOTIFY, "").strip(), queue.SimpleQueue[dict[str, Any] | None]()
-    is_url, words = where.startswith(("http://", "https://")), shlex.split(where)
-    if where and not is_url and shutil.which(words[0]) is None:
-        raise ValueError(f"{NOTIFY} must be http(s)://... or a command that is installed; its first word is neither")
+    is_url, words = where.startswith(("http://", "https://")), []
+    with suppress(ValueError):  # of an open quotation
+        words = shlex.split(where)
+    if where and not is_url and not (words and shutil.which(words[0])):
+        raise ValueError(f"{NOTIFY} must be http(s)://... or a command that is installed, and is neither")
 
     def send() -> None:
         for document in iter(waiting.get, None):

@@ -23,6 +23,7 @@ from filelock import Timeout
 
 from .. import plugins
 from ..ground.files import file_lock, read_json, text_sum, write_json
+from ..ground.machine import python_path
 from ..interfaces import Mirror, MirroredRun
 from ..record.events import EVENTS, Tail
 from ..record.run import RunInfo
@@ -46,8 +47,9 @@ def followed(names: Sequence[str], runs: Path, folder: Path) -> Iterator[None]:
             out.parent.mkdir(parents=True, exist_ok=True)
             with out.open("wb") as output:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
-                )
+                    command, env={**os.environ, "PYTHONPATH": python_path()}, stdin=subprocess.PIPE, stdout=output,
+                    stderr=output, start_new_session=True,
+                )  # fmt: skip
         except OSError as error:
             log.warning("the mirror %s does not follow '%s': %s", name, folder.name, error)
             continue

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ground.disk import EXIT_STATUS, UNFIT, full
-from ...ground.machine import SHARED_GPU, usable_cores, usable_gpus
+from ...ground.machine import SHARED_GPU, python_path, usable_cores, usable_gpus
 from ...ground.stop import StopRequest, stop_on_signals
 from ...spec.errors import SpecError
 
@@ -24,7 +24,6 @@ MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
 CORES_PER_GPU = 8  # of a worker that a cluster places: it grades, and feeds the engine
 MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die, or find no fit machine, before any claims a trial
-HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
 log = logging.getLogger(__name__)
 
 
@@ -70,8 +69,7 @@ class Pool(ABC):
     ) -> None:
         self.options, self.size, self.logs, self.devices = options, size, logs, devices
         self.cluster = cluster
-        paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
-        self.environment = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+        self.environment = {**environment, "PYTHONPATH": python_path()}
         self.alive: dict[Any, Any] = {}  # worker by its name
         self._stop = StopRequest()
         self._claims = 0
