@@ -9,7 +9,7 @@ from cohort.harness.run.contract import check_package
 
 BROKEN = """
 from cohort.algorithms.grpo import GRPO
-from cohort.harness.interfaces import Reward
+from cohort.harness.interfaces import Mirror, Reward
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.harness.engines.transformers import TransformersEngine
 from typing import Literal
@@ -56,6 +56,14 @@ class Unkeyed(TransformersEngine):
     def load_weights(self, weights, version):
         pass
 
+class Picky(Mirror):
+    def open(self, run):
+        self.steps = []
+    def add(self, events):
+        self.steps += [event["step"] for event in events]
+    def close(self):
+        pass
+
 class Raises(Reward):
     def __init__(self):
         raise RuntimeError("no settings today")
@@ -65,6 +73,7 @@ class Raises(Reward):
 POINTS = {
     "algorithms": "upside = {}:Upside\nrows = {}:Rows",
     "engines": "unkeyed = {}:Unkeyed",
+    "mirrors": "picky = {}:Picky",
     "rewards": "leaky = {}:Leaky\nby_place = {}:ByPlace\nloud = {}:Loud\nraises = {}:Raises",
     "tasks": "mixed = {}:Mixed\nalike = {}:Alike",
 }
@@ -96,6 +105,10 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package: str):
         ("alike", "No completion makes grading raise or take long."),
         ("mixed", "Every split has problems with ids of their own; splits are disjoint, demonstrations too."),
         ("unkeyed", "Loaded weights take effect."),
+        (
+            "picky",
+            "A run with odd numbers and hostile text is shown, beside another, and after an opening that was cut off.",
+        ),
         ("raises", "it loads, and its settings have defaults"),
     }
 
