@@ -204,7 +204,7 @@ def test_the_mirrors_of_a_killed_command_copy_what_it_left_and_end(runs: Path, m
     code = """
 import os, signal, sys
 from pathlib import Path
-from test_mirrors import *
+from test_mirroring import *
 runs = Path(sys.argv[1])
 with mirrored(runs, runs / "train/run"):
     log = open_log(runs)
@@ -242,7 +242,7 @@ def test_the_option_names_mirrors_and_the_server_of_mlflow():
         options._use_mirrors("keeps=http://here")
 
 
-def test_mirrors_are_mlflow_by_default_and_may_be_none(monkeypatch: pytest.MonkeyPatch):
+def test_mirroring_are_mlflow_by_default_and_may_be_none(monkeypatch: pytest.MonkeyPatch):
     assert mirrors() == ["mlflow"]
     monkeypatch.setenv(MIRROR, "none")
     assert mirrors() == []
