@@ -85,17 +85,19 @@ class _Copy:
 
     def __init__(self, kind: type[Mirror], place: Path, directory: Path, seconds: float) -> None:
         self.kind, self.place, self.directory, self.seconds = kind, place, directory, seconds
-        self._tail, self._copied = Tail(directory / EVENTS), (0, "")
-        self._mirror: Mirror | None = None
+        self._tail, self._mirror = Tail(directory / EVENTS), None
+        self._copied, self._number = (0, ""), ""
         with suppress(OSError, ValueError, KeyError):
             known = read_json(place / "copied.json")
             self._copied = known["size"], known["id"]
 
     def copy(self) -> None:
         """Hand over what is new. Raises what the mirror raises; ValueError for a record that cannot be read."""
-        with (self.directory / EVENTS).open("rb") as file:
-            number = text_sum(file.readline(10_000))  # of the first attempt's start, which stays
-            size = file.seek(0, os.SEEK_END)
+        size = self._tail.file.stat().st_size
+        if self._copied == (size, self._number):
+            return
+        with self._tail.file.open("rb") as file:
+            self._number = number = text_sum(file.readline(10_000))  # of the first attempt's start, which stays
         if self._copied == (size, number):
             return
         anew, events = self._tail.read()
@@ -113,7 +115,7 @@ class _Copy:
                 mirror.add(events[start : start + 1000])
         if self._tail.history.finish:
             self.close()
-            self._copied = size, number
+            self._copied, self._tail = (size, number), Tail(self._tail.file)  # without what it has read
             write_json(self.place / "copied.json", {"size": size, "id": number}, sync=False)
 
     def close(self) -> None:

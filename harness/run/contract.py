@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import plugins
-from ..data import Batch, GradedGroup, PolicyOutput, Prompt, Sampling, Split
+from ..data import Batch, GradedGroup, PolicyOutput, Prompt, SampleRow, Sampling, Split
 from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, StepReward, Task
 from ..policy.forward import token_logprobs
 from ..policy.text import TextCodec
@@ -463,19 +463,16 @@ def weights_take_effect(engine: RolloutEngine) -> None:
 
 def whole_run() -> list[dict[str, Any]]:
     """Events of a run that ended: odd numbers, hostile text."""
-    text = "".join(chr(code) for code in range(1, 160)) + "<script>alert(1)</script>\u202e\ud800"
-    row = {"step": 1, "split": "train", "prompt_id": "p", "prompt": text, "completion": text, "gold": "0"}
-    row |= {"answer": None, "correct": False, "reward": None, "num_tokens": 1, "finish_reason": "stop", "rewards": {}}
+    text = "".join(map(chr, range(1, 160))) + "<script>alert(1)</script>\u202e\ud800"
+    row = asdict(SampleRow(1, "train", "p", text, text, "0", None, False, None, 1, "stop"))
     events = [
         {"type": "start", "host": "h", "pid": 1, "threads": "1"},
-        {"type": "metrics", "step": 0, "values": {"validation/accuracy": 0.25}},
         {"type": "metrics", "step": 1, "values": {"policy/loss": "nan", "policy/kl": "inf", "reward/mean": 1e308}},
         {"type": "samples", "step": 1, "rows": [row]},
         {"type": "per_problem", "step": 1, "area": "test", "fractions": {"p": 0.5}},
-        {"type": "kept", "step": 1, "file": "rollouts/step-000001.jsonl", "sha256": "0"},
         {"type": "finish", "state": "invalid", "reason": text, "summary": {"test_accuracy": 0.5}},
     ]
-    return [{**event, "time": 1_700_000_000_000 + 1000 * i} for i, event in enumerate(events)]
+    return [{**event, "time": 1_700_000_000_000} for event in events]
 
 
 @_rule("mirror", "let `open` begin anew, and `add` take each event of docs/record.md and any text as data")
@@ -483,19 +480,17 @@ def a_run_is_shown(mirror: Mirror) -> None:
     """A run with odd numbers and hostile text is shown, beside another, and after an opening that was cut off."""
     events = whole_run()
     with tempfile.TemporaryDirectory() as folder:
-        runs = [MirroredRun(f"{i}f", "study", f"arm | seed {i}", {}, {"seed": i}, Path(folder, str(i))) for i in (0, 1)]
-        for run in runs:
-            run.place.mkdir()
+        run, other = (MirroredRun(f"{i}f", "study", f"arm | seed {i}", {}, {}, Path(folder, str(i))) for i in (0, 1))
         beside, cut = type(mirror)(), type(mirror)()
-        beside.open(runs[0])
-        cut.open(runs[1])
-        cut.add(events[:3])
+        for one, facts in ((beside, other), (cut, run)):
+            facts.place.mkdir()
+            one.open(facts)
+            one.add(events[:2])
         cut.close()
-        shutil.rmtree(runs[1].place)
-        runs[1].place.mkdir()
-        mirror.open(runs[1])
+        shutil.rmtree(run.place)
+        run.place.mkdir()
+        mirror.open(run)
         for event in events:
             mirror.add([event])
         mirror.close()
-        beside.add(events)
         beside.close()
