@@ -21,7 +21,9 @@ from ._surrogate import Clip, GroupStandardised
 class GRPO(Clip, GroupStandardised):
     """Group-standardised verifiable rewards, clipped surrogate, KL in the loss (DeepSeekMath)."""
 
-    objective = {"advantage": "(r - mean) / (std + std_floor) in the group (std of the batch: std_over)"}
+    objective = {
+        "advantage": "(r - mean) / (std + std_floor) in the group (of the batch: std_over); above 0, by positive_weight"
+    }
 
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
