@@ -33,6 +33,6 @@ def test_another_analysis_that_changes_a_verdict_is_named() -> None:
         claimed = with_claims(with_trials(record, curve), {"contrast": {"b": 1, "a": -1}, **claim})
         return list(SCRIPT["_otherwise"](claimed, 0, check_claims(analysed(claimed))[0].verdict))
 
-    assert otherwise() == ["at the best step instead of the last: supported", "by the mean of training: supported"]
-    assert otherwise(predicts="not_below", margin=0.03) == ["with half the margin: contradicted"]
-    assert otherwise(value="mean") == ["by the last of training: contradicted"]
+    assert otherwise() == ["supported at the best step instead of the last", "supported by the mean of training"]
+    assert otherwise(predicts="not_below", margin=0.03) == ["contradicted with half the margin"]
+    assert otherwise(value="mean") == ["contradicted by the last of training"]

@@ -47,7 +47,7 @@ def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
 @pytest.mark.parametrize(("weight", "up"), [(1.0, 0.8660254), (0.5, 0.4330127), (0.0, 0.0)])
 def test_a_weight_of_positive_advantages_leaves_the_negative_ones_as_they_are(weight, up):
     # group of 1, 0, 0, 1: mean 1/2, standard deviation sqrt(4/4/3) = 0.57735
-    advantages = GRPO(positive_weight=weight, std_floor=1e-9).advantages(batch_of([[1]] * 4, [1, 0, 0, 1], 4))
+    advantages = GRPO(positive_weight=weight, std_floor=1e-9).advantages(batch_of([[1]] * 4, [1.0, 0.0, 0.0, 1.0], 4))
     assert advantages.advantages_BT is not None
     assert advantages.advantages_BT.flatten().tolist() == pytest.approx([up, -0.8660254, -0.8660254, up], abs=1e-6)
 

@@ -71,7 +71,7 @@ def findings(capsule: Path) -> dict[str, Any]:
 
 
 def _otherwise(record: StudyRecord, place: int, verdict: str) -> Iterator[str]:
-    """`of the best validation: supported` for each other analysis that changes the verdict of one claim."""
+    """`supported with half the margin` for each other analysis that changes the verdict of one claim."""
     claim = record.claims[place]
     metric = claim["metric"] or record.metric
     changed: dict[str, Mapping[str, Any]] = {}
@@ -89,7 +89,7 @@ def _otherwise(record: StudyRecord, place: int, verdict: str) -> Iterator[str]:
         claims = [{**one, **change} if number == place else one for number, one in enumerate(record.claims)]
         other = check_claims(analysed(dataclasses.replace(record, trials=trials, claims=claims)))[place].verdict
         if other not in (verdict, "not tested"):
-            yield f"{words}: {other}"
+            yield f"{other} {words}"
 
 
 def _more(trial: TrialRecord, metric: str) -> dict[str, Any]:
@@ -131,7 +131,11 @@ def _section(file: Path, study: StudySpec, found: Mapping[str, Any] | None) -> I
     for one in found["claims"]:
         p = "" if one["p"] is None else p_value(one["p"])
         yield f"| {_cell(one['predicted'])} | {_cell(one['measured'])} | {p} | {one['verdict']} |"
-    changed = [f"- {one['sentence']} {'; '.join(one['otherwise'])}." for one in found["claims"] if one["otherwise"]]
+    changed = [
+        f"- {one['sentence'].rstrip('.')}: {'; '.join(one['otherwise'])}."
+        for one in found["claims"]
+        if one["otherwise"]
+    ]
     if changed:
         yield "\n".join(["\nOther analyses that change a verdict:\n", *changed])
     yield (
