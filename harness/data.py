@@ -196,12 +196,14 @@ class Score:
     outcomes  [G] the part that the whole completion earned; None if no outcome is rewarded
     steps     [G] (character, weighted value) of each rewarded step; None if no steps are rewarded
     parts     reward name -> [G] values before the weight
+    paid      (weight, [G] values before it) of each reward that is paid; none in a control arm
     """
 
     totals: list[float]
     outcomes: list[float] | None
     steps: list[list[tuple[int, float]]] | None
     parts: dict[str, list[float]]
+    paid: list[tuple[float, list[float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class Batch:
     lengths_B            int64, prompt plus completion tokens of each row
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
     rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
+    reward_parts_BK, reward_weights_BK   float32, each reward of a row before its weight (of steps their total), and
+                         its weight; None if there is only `rewards_B`
     greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None if none is drawn
     step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
                          the outcome at the last token; None if only the outcome is rewarded
@@ -231,6 +235,8 @@ class Batch:
     sampler_logprobs_BT: Tensor
     rewards_B: Tensor
     group_size: int
+    reward_parts_BK: Tensor | None = None
+    reward_weights_BK: Tensor | None = None
     greedy_rewards_B: Tensor | None = None
     step_rewards_BT: Tensor | None = None
     step_ends_BT: Tensor | None = None

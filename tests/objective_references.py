@@ -57,10 +57,17 @@ SETTINGS = {
     "pass_at_k": {"name": "pass_at_k"},
     "remax": {"name": "remax", "loss_denominator": 16.0, "kl_beta": 0.05},
     "distill": {"name": "distill", "kl_beta": 0.7},
+    "luspo": {"name": "luspo", "clip_epsilon": 0.3, "clip_epsilon_high": 0.4, "loss_denominator": 4.0},
+    "vespo": {"name": "vespo"},
+    "vespo_steep": {"name": "vespo", "k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0,
+                    "lambda_negative": 5.0, "kl_beta": 0.05},
+    "gdpo": {"name": "gdpo", "std_floor": 0.01},
 }  # fmt: skip
 
-SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over tokens, then divided by a constant
-TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov", "distill")
+PART_WEIGHTS = (1.0, 0.5)  # of the two rewards in `parts`
+CENTRED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")
+SUMMED = (*CENTRED, "luspo")  # over tokens, then divided by a constant
+TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov", "distill", "vespo")
 
 
 def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
@@ -84,6 +91,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
         "old_values": numbers(0.3, 0.4),
         "values": numbers(0.3, 0.4),
         "entropy": [[abs(x) for x in row] for row in numbers(1.0)],
+        "parts": [(r, 0.0 if len(set(rewards)) == 1 else round(draw.random(), 1)) for r in rewards],
     }
 
 
@@ -207,6 +215,13 @@ def advantages_of(s, given):
         parts = zip(groups_of(given["rewards"], size), groups_of(lengths, size), strict=True)
         rows = [a for rewards, tokens in parts for a in (optimal if name == "opo" else lead)(rewards, tokens)]
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
+    if name == "gdpo":
+        sums = [0.0] * len(lengths)
+        for k, weight in enumerate(PART_WEIGHTS):
+            own = [a for group in groups_of([row[k] for row in given["parts"]], size)
+                   for a in standardised(group, s["std_floor"])]  # fmt: skip
+            sums = [total + weight * a for total, a in zip(sums, own, strict=True)]
+        return [[a] * n for a, n in zip(standardised(sums, s["std_floor"]), lengths, strict=True)], None
     spread = None
     if name == "lite_ppo" or s.get("std_over") == "batch":
         every = given["rewards"] if given["steps"] is None else [r for row in given["steps"] for r in row.values()]
@@ -217,7 +232,7 @@ def advantages_of(s, given):
             right = any(value > 0 for value in values)
             least = max(map(abs, values), default=0.0) / max(len(values), 1)
             return [a / max(mean(values), least) if right else 0.0 for a in centred(values)]
-        return centred(values) if name in SUMMED else standardised(values, s["std_floor"], spread)
+        return centred(values) if name in CENTRED else standardised(values, s["std_floor"], spread)
 
     if given["steps"] is None:
         rows = [a for group in groups_of(given["rewards"], size) for a in normal(group)]
@@ -320,7 +335,11 @@ def loss_of(s, given, logprobs, advantages, fixed):
         elif name == "cispo":
             weight = min(math.exp(fixed[b][t] - old[b][t]), 1 + s["clip_epsilon_high"])
             value = -weight * a * logprobs[b][t]
-        elif name == "gspo":  # section 4.3: the sequence's ratio, with the gradient of the token's own log-prob
+        elif name == "vespo":
+            w = min(max(row_ratio(given, fixed, b), 1e-8), math.exp(20))
+            power, decay = (s[f"{part}_{'positive' if a >= 0 else 'negative'}"] for part in ("k", "lambda"))
+            value = -(w**power) * math.exp(decay * (1 - w)) * a * logprobs[b][t]
+        elif name in ("gspo", "luspo"):  # the sequence's ratio, with the gradient of the token's own log-prob
             ratio = row_ratio(given, fixed, b) ** (1 / lengths[b]) * math.exp(logprobs[b][t] - fixed[b][t])
             value = -surrogate(s, ratio, a)
         else:
@@ -400,9 +419,9 @@ def clip_fraction(s, given, advantages):
             return float(beyond(s, old[b][t], now[b][t], a))
         if s["name"] == "cispo":
             return float(token > 1 + s["clip_epsilon_high"])
-        if s["name"] in ("online_dpo", "sapo", "rgra", "kl_cov") or s["clip_epsilon"] is None:
+        if s["name"] in ("online_dpo", "sapo", "rgra", "kl_cov", "vespo") or s["clip_epsilon"] is None:
             return 0.0
-        if s["name"] == "gspo":
+        if s["name"] in ("gspo", "luspo"):
             token = row_ratio(given, now, b) ** (1 / given["lengths"][b])
         if s["name"] == "rloo":
             token = row_ratio(given, now, b)

@@ -38,6 +38,8 @@ def make_batch(given, algorithm):
         sampler_logprobs_BT=column(given["old"]),
         rewards_B=torch.tensor(given["rewards"], dtype=torch.float64),
         group_size=given["group_size"],
+        reward_parts_BK=torch.tensor(given["parts"], dtype=torch.float64),
+        reward_weights_BK=torch.tensor([references.PART_WEIGHTS] * len(mask), dtype=torch.float64),
         greedy_rewards_B=torch.tensor(given["greedy"], dtype=torch.float64).repeat_interleave(given["group_size"]),
         step_rewards_BT=step_rewards,
         step_ends_BT=step_ends,

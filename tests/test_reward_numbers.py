@@ -226,6 +226,16 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     assert rewarded(batch, sampled, outcome, tiny_tokenizer()).step_rewards_BT is None
 
 
+def test_several_rewards_reach_the_batch_apart_and_before_their_weights():
+    group = graded_group([0, None], correct=(True, False))  # the format is that of an answer
+    sampled = [Group(Prompt("p", "p?", "8"), (5,), (Rollout("1", (10,), (0.0,), "stop"),) * 2)]
+    found = score({"accuracy": Accuracy(), "format": Format(weight=0.5), "seen": Format(weight=0)}, [group])
+    batch = rewarded(collate(sampled), sampled, found, tiny_tokenizer())
+    assert batch.reward_parts_BK is not None and batch.reward_weights_BK is not None
+    assert batch.reward_parts_BK.tolist() == [[1, 1], [0, 0]] and batch.reward_weights_BK.tolist() == [[1, 0.5]] * 2
+    assert batch.rewards_B.tolist() == [1.5, 0]
+
+
 class PairTokenizer:
     """Two characters per token."""
 

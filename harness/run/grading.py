@@ -155,7 +155,8 @@ def score(
                 for own, row in zip(steps, found[name], strict=True):
                     own += [(character, weight * value) for character, value in row]
             totals = [t + sum(value for _, value in row) for t, row in zip(outcomes, steps, strict=True)]
-        scores.append(Score(totals, outcomes if outcome else None, steps, parts))
+        paid = [(reward.weight, parts[name]) for name, reward in rewards.items() if reward.weight]
+        scores.append(Score(totals, outcomes if outcome else None, steps, parts, paid))
     return scores
 
 

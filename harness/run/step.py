@@ -272,7 +272,10 @@ def rewarded(
     completion's last token. `greedy` holds the reward [P] of each prompt's greedy completion, if one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
-    step_rewards = step_ends = None
+    step_rewards = step_ends = parts = weights = None
+    if len(scores[0].paid) > 1:
+        parts = torch.cat([torch.tensor([values for _, values in score.paid]).T for score in scores]).float()
+        weights = torch.tensor([weight for weight, _ in scores[0].paid]).expand(len(rows), -1)
     if scores[0].steps is not None:
         shape = batch.tokens_BT.shape
         step_rewards, step_ends = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
@@ -289,6 +292,8 @@ def rewarded(
                 step_ends[row, len(prompt) + token] = True
     return batch.replace(
         rewards_B=torch.tensor([value for score in scores for value in score.totals], dtype=torch.float32),
+        reward_parts_BK=parts,
+        reward_weights_BK=weights,
         greedy_rewards_B=torch.tensor(greedy).repeat_interleave(batch.group_size) if greedy else None,
         step_rewards_BT=step_rewards,
         step_ends_BT=step_ends,

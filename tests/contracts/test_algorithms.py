@@ -65,7 +65,9 @@ DEFAULTS = {  # as the papers or the docstrings give them
             "critic": "separate", "value_loss_weight": 1.0},
     "reinforce_plus_plus": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
     "rloo": {"clip_epsilon": None, "kl_beta": 0.01}, "online_dpo": {"kl_beta": 0.1},
-    "distill": {**CLIP, "kl_beta": 1.0},
+    "distill": {**CLIP, "kl_beta": 1.0}, "gdpo": {**CLIP, **STANDARDISED},
+    "luspo": {**CLIP, **STANDARDISED, "clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "loss_denominator": 1.0},
+    "vespo": {**STANDARDISED, "k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
 }  # fmt: skip
 
 
@@ -158,6 +160,7 @@ def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
         "ratio of each token, ": [0, 1, 1],
         "ratio of each row (geometric mean": [0, 0, 0],
         "weight of each token, ": [1, 1, 1],
+        "weight of each row, ": [0, 0, 0],
         "gate on the ratio of each token, ": [0, 1, 1],
         "probability of each token, ": [0, 1, 1],
         "ratio of each row (product": [1, 1, 1],

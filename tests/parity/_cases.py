@@ -13,6 +13,7 @@ PROMPT = 2  # columns before each completion, which the libraries do not get to 
 SHAPES = ((2, 4, 7), (3, 2, 1), (1, 8, 16), (4, 3, 5))  # prompts, samples of each, longest completion in tokens
 MOVED = (0.0, 0.1, 0.5, 2.0, 0.3)  # nats by which a token's log-prob typically changed since it was sampled
 SEEDS = range(len(MOVED))
+PART_WEIGHTS = (1.0, 0.5)  # of the two rewards that an objective of several takes apart
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
     if seed % 2:  # right or wrong: whole groups of equal rewards among them
         rewards = (rewards > 0).float()
     old = -noise(1.0).abs() - 0.1 * mask
+    style = torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     batch = Batch(
         tokens_BT=torch.zeros(rows, width, dtype=torch.int64),
         completion_mask_BT=mask,
@@ -86,6 +88,8 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
         sampler_logprobs_BT=old,
         rewards_B=rewards.double(),
         group_size=size,
+        reward_parts_BK=torch.stack([rewards, style], dim=1).double(),
+        reward_weights_BK=torch.tensor([PART_WEIGHTS] * rows, dtype=torch.float64),
         greedy_rewards_B=rewards.double().view(-1, size)[:, :1].expand(-1, size).flatten(),
         old_logprobs_BT=old,
         ref_logprobs_BT=old + noise(0.5),

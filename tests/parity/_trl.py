@@ -12,18 +12,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _cases import PROMPT, Case, Numbers, cases, our_advantages, our_loss, prepared
+from _cases import PART_WEIGHTS, PROMPT, Case, Numbers, cases, our_advantages, our_loss, prepared
 from _table import Row
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dr_grpo import DrGRPO
+from cohort.algorithms.gdpo import GDPO
 from cohort.algorithms.gmpo import GMPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.lite_ppo import LitePPO
+from cohort.algorithms.luspo import LUSPO
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
+from cohort.algorithms.vespo import VESPO
 from cohort.harness.data import Batch
 from cohort.harness.interfaces import Algorithm
 from cohort.harness.policy.model import save_model
@@ -83,7 +86,7 @@ def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, **se
     )
     made = kind(
         model=model_folder(),
-        reward_funcs=Given(),
+        reward_funcs=[Given() for _ in settings.get("reward_weights", (1.0,))],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4),
         processing_class=tiny_tokenizer(),
@@ -116,7 +119,8 @@ def advantages(kind: type, case: Case, **settings: Any) -> Numbers:
     old, ref = (case.completion(x)[:, : max(map(len, sampled))] for x in (case.batch.old_logprobs_BT,
                                                                            case.batch.ref_logprobs_BT))  # fmt: skip
     made._get_per_token_logps_and_entropies = fixed_logprobs(*((old, ref) if kind is RLOOTrainer else (ref, ref)))
-    made.reward_funcs[0].values = case.batch.rewards_B.tolist()
+    for function, values in zip(made.reward_funcs, case.batch.reward_parts_BK.T, strict=False):
+        function.values = values.tolist()
     scored = made._generate_and_score_completions([{"prompt": TEXT}] * len(case.batch))
     return Numbers(scored["advantages"].double()[:, None] * case.mask)
 
@@ -133,6 +137,9 @@ def advantage_rows() -> list[Row]:
             partial(our_advantages, GRPO(std_over="batch")), theirs(GRPOTrainer, scale_rewards="batch")),
         Row("lite_ppo: advantage", f"{grpo}(scale_rewards=batch)", cases, partial(our_advantages, LitePPO()),
             theirs(GRPOTrainer, scale_rewards="batch")),
+        Row("gdpo: advantage of two rewards", f"{grpo}(multi_objective_aggregation=normalize_then_sum)", cases,
+            partial(our_advantages, GDPO()),
+            theirs(GRPOTrainer, multi_objective_aggregation="normalize_then_sum", reward_weights=PART_WEIGHTS)),
         Row("rloo: advantage", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.0)),
             theirs(RLOOTrainer, beta=0.0)),
         Row("rloo: advantage, k1 in the reward", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.05)),
@@ -217,6 +224,12 @@ def loss_rows() -> list[Row]:
         pair("gspo: loss, default clip", GSPO(), **sequence, epsilon=3e-4, epsilon_high=4e-4),
         pair("gspo: loss, wide clip and KL", GSPO(clip_epsilon=0.1, clip_epsilon_high=0.2, kl_beta=0.05), **sequence,
              epsilon=0.1, epsilon_high=0.2, beta=0.05, **PLAIN_KL),
+        pair("luspo: loss, wide clip", LUSPO(clip_epsilon=0.1, clip_epsilon_high=0.2), loss_type="luspo",
+             importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.2),
+        pair("vespo: loss", VESPO(), loss_type="vespo"),
+        pair("vespo: loss, other weights", VESPO(k_positive=1.0, lambda_positive=4.0, k_negative=2.0,
+             lambda_negative=5.0), loss_type="vespo", vespo_k_pos=1.0, vespo_lambda_pos=4.0, vespo_k_neg=2.0,
+             vespo_lambda_neg=5.0),
         cispo,
         replace(same_number, predicted=cut_at_absolute,
                 reason="their epsilon_high is the highest weight itself, ours (as the paper's) what it exceeds 1 by"),

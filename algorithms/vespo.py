@@ -1,0 +1,40 @@
+"""Credit goes to answers that beat their group, and fades out smoothly for answers that have moved away as a whole.
+
+Variational sequence-level soft policy optimization: 2026 (VESPO, arXiv:2602.10693): the log-prob of each token times
+the advantage times a weight of the whole completion, w^k exp(lambda (1 - w)) with its ratio w (the product of its token
+ratios). The weight is 1 at w = 1, carries no gradient and goes to 0 on both sides, faster above for negative advantages
+(k = 3, lambda = 2 against 2 and 3). The constants, the mean over all tokens and GRPO's advantage are those of TRL
+(`loss_type="vespo"`). Departures: TRL limits each token's log-ratio to 20, here only that of the row is limited; the
+standard deviation has GRPO's G - 1 and floor; no KL by default.
+"""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._losses import no_clip, row_log_ratio
+from ._surrogate import GroupStandardised, TokenMean
+
+
+class VESPO(GroupStandardised, TokenMean):
+    """REINFORCE on group-standardised rewards with a soft weight of the whole completion's ratio (VESPO)."""
+
+    objective = {"clip": "weight of each row, ratio^k * exp(lambda * (1 - ratio)); ratio: product of its tokens'"}
+
+    name: Literal["vespo"] = "vespo"
+    k_positive: float = Field(default=2.0, ge=0, description="power of the ratio where the advantage is 0 or more")
+    lambda_positive: float = Field(default=3.0, gt=0, description="the weight's decay where the advantage is 0 or more")
+    k_negative: float = Field(default=3.0, ge=0, description="power of the ratio where the advantage is negative")
+    lambda_negative: float = Field(default=2.0, gt=0, description="the weight's decay where the advantage is negative")
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.advantages_BT is not None
+        rises = batch.advantages_BT >= 0
+        log_ratio_B1 = row_log_ratio(batch, policy).detach().clamp(math.log(1e-8), 20.0)
+        ratio_B1 = log_ratio_B1.exp()
+        up = self.k_positive * log_ratio_B1 + self.lambda_positive * (1 - ratio_B1)
+        down = self.k_negative * log_ratio_B1 + self.lambda_negative * (1 - ratio_B1)
+        weight_BT = up.where(rises, down).exp()
+        return self.total(batch, policy, -weight_BT * batch.advantages_BT * policy.logprobs_BT, no_clip(batch))
