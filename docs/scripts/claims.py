@@ -39,7 +39,8 @@ contrast is shown to lie where the claim says or elsewhere, by a p below 0.05 (H
 study), else undecided. A verdict holds for this model (167 thousand parameters), this task and these steps; it does not
 say that a paper is wrong at its own scale.
 
-`make claims` runs the studies, verifies their capsules and writes this page; nothing on it is typed.
+`make claims` runs the studies, verifies their capsules and writes this page; no number or verdict on it is typed. A
+capsule is the whole record of a study, about 2 MB, and not in the repository: the page names it by its SHA-256.
 """
 
 
