@@ -312,6 +312,17 @@ def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(
     assert words in str(refused.value)
 
 
+def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag() -> None:
+    run = {
+        "task": "arithmetic",
+        "algorithm": "grpo",
+        "evaluation": {"num_test_samples": 16, "tests": ["word_problems"]},
+    }
+    for metric in ("test/pass_at_16", "test_word_problems/maj_at_16", "validation/accuracy_operands_3"):
+        study = sizes(run=run, claim={**CLAIM, "metric": metric})
+        check_claimed(study, [arm.spec for arm in study.design_arms()])
+
+
 def test_claims_of_shipped_studies_are_on_metrics_that_runs_log() -> None:
     for name in shipped_studies():
         study = load_study(name)

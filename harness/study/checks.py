@@ -192,14 +192,17 @@ def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     known = {f"{area}/{name}" for area, names in _LOGGED.items() for name in names.split()} | {*COSTS, *_SUMMARY}
     known |= {f"flops_{name}" for name in ("train", *_LOGGED["flops"].split())}
     for spec in specs:
-        evaluated = metric_names(spec.evaluation, spec.task.partial_credit)
-        known |= {f"{split}/{name}" for split in ("validation", "test", "start") for name in evaluated}
+        tested = spec.evaluation.model_copy(update={"num_samples": spec.evaluation.samples_of("test")})
+        areas = {"validation": spec.evaluation, "test": tested, "start": tested}
+        areas |= {f"{when}_{name}": tested for when in ("test", "start") for name in spec.tests}
+        for area, settings in areas.items():
+            known |= {f"{area}/{name}" for name in metric_names(settings, spec.task.partial_credit)}
         known |= {f"reward/{name}" for name in spec.rewards}
     plugins = [one for spec in specs for one in (spec.algorithm, spec.task, *spec.rewards.values())]
     if not all(type(one).__module__.startswith("cohort.") for one in plugins):
         return
     for claim in study.claim:
-        by_tag = re.fullmatch(r"(validation|test)/accuracy_\w+", claim.metric)
+        by_tag = re.fullmatch(r"(validation|test|start)\w*/accuracy_.+", claim.metric)
         if claim.metric not in {"", *known} and not by_tag:
             fix = f"{did_you_mean(claim.metric, sorted(known))}others are policy/entropy, seconds/step, train/accuracy"
             raise SpecError(f"the metric of a claim must be one that runs log, got '{claim.metric}'; {fix}")
