@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks docs lock smoke check format clean
+.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -93,6 +93,13 @@ $(DOCS_BIN)/.installed: constraints-docs.txt
 docs: $(BIN)/.installed $(DOCS_BIN)/.installed
 	COHORT=$(BIN)/cohort NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html; to look at it: $(DOCS_BIN)/mkdocs serve"
+
+# Runs every study with a claim that needs no GPU, hours in all, and writes docs/claims.md; it continues what was stopped.
+# CLAIMS="length_bias sharpening": these alone. COHORT_RUNS says where.
+CLAIMS ?= $(filter-out %_qwen,$(notdir $(basename $(shell grep -l '^claim:' studies/*.yaml))))
+claims: $(BIN)/.installed
+	for study in $(CLAIMS); do OMP_NUM_THREADS=1 $(BIN)/cohort study run $$study || exit 1; done
+	$(BIN)/python docs/scripts/claims.py $${COHORT_RUNS:-runs}
 
 # requirements.lock: all that Cohort needs on a CPU or a GPU, with hashes; torch apart (overrides.txt).
 lock: $(BIN)/.installed

@@ -5,7 +5,7 @@ over a completion's tokens, then over completions), eq. 4 (k3 KL to the frozen r
 reward), section 4.1.2 (outcome supervision: advantage = reward standardised within its group) and, with rewards of
 steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 1 and a stated floor (the paper gives
 neither); other KL estimators, their weight by the ratio (DeepSeek-V3.2), a higher upper clip (DAPO's), a bound on the
-ratio of bad answers (dual clip) and the deviation of the whole batch (Lite PPO) can be set.
+ratio of bad answers (dual clip), the deviation of the whole batch (Lite PPO) and a weight of good answers can be set.
 """
 
 from typing import Literal
@@ -21,18 +21,26 @@ from ._surrogate import Clip, GroupStandardised
 class GRPO(Clip, GroupStandardised):
     """Group-standardised verifiable rewards, clipped surrogate, KL in the loss (DeepSeekMath)."""
 
-    objective = {"advantage": "(r - mean) / (std + std_floor) in the group (std of the batch: std_over)"}
+    objective = {
+        "advantage": "(r - mean) / (std + std_floor) in the group (of the batch: std_over); above 0, by positive_weight"
+    }
 
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
     std_over: Literal["group", "batch"] = Field(
         default="group", description="standard deviation to divide by: of the group's rewards, or of all"
     )
+    positive_weight: float = Field(
+        default=1.0, ge=0, description="factor of positive advantages; 0: negatives alone (arXiv:2506.01347)"
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         """(r - mean) / (std + std_floor) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
         of_batch = self.std_over == "batch"
-        return group_advantages(batch, lambda r, mask: group_standardised(r, self.std_floor, mask, of_batch=of_batch))
+        batch = group_advantages(batch, lambda r, mask: group_standardised(r, self.std_floor, mask, of_batch=of_batch))
+        advantages_BT = batch.advantages_BT
+        assert advantages_BT is not None
+        return batch.replace(advantages_BT=advantages_BT.where(advantages_BT < 0, self.positive_weight * advantages_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token (eq. 3) plus kl_beta

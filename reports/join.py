@@ -24,11 +24,13 @@ class JoinedStudy(StudyRecord):
     arm_seeds  arm -> the seeds that its own study asks for
     studies    arm -> the name of its study
     warnings   dotted setting -> study -> its values, for each difference between base runs
+    claiming   the studies with claims, which are judged in their own reports alone: p is corrected over one study's
     """
 
     arm_seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     studies: Mapping[str, str] = field(default_factory=dict)
     warnings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    claiming: Sequence[str] = ()
 
 
 def join(records: Sequence[StudyRecord]) -> JoinedStudy:
@@ -84,6 +86,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
         arm_seeds={_label(record, arm): record.seeds for record in records for arm in record.arms},
         studies={_label(r, arm): r.name for r in records for arm in [*r.arms, *(trial.arm for trial in r.trials)]},
         warnings=_warnings(records),
+        claiming=[record.name for record in records if record.claims],
         stopped=[_label(record, arm) for record in records for arm in record.stopped],
         search=_tuning(records),
         any_time=any(record.any_time for record in records),

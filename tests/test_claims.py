@@ -11,8 +11,10 @@ import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord, keep_document, read_folder, study_document
 from cohort.harness.spec.claim import Claim as Registered
 from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study, shipped_studies
 from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.study.checks import check_unchanged
+from cohort.harness.study.checks import check_claimed, check_study, check_unchanged
+from cohort.harness.study.worker import EXECUTE
 from cohort.reports import statistics
 from cohort.reports.analysis import analysed
 from cohort.reports.claims import Claim, check_claims
@@ -291,6 +293,40 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path: 
     keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
     with pytest.raises(ValueError, match="its claims are not those that it was started with"):
         read_folder(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("policy/entrpy", "got 'policy/entrpy'; did you mean 'policy/entropy'?"),
+        ("validation/pass_at_16", "did you mean 'validation/pass_at_4'?"),  # evaluations draw four samples
+        ("length", "did you mean 'completion/length'?"), ("zzz", "'zzz'; others are policy/entropy, seconds/step"),
+    ],
+)  # fmt: skip
+def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(
+    tmp_path: Path, metric: str, words: str
+) -> None:
+    study = sizes(claim={**CLAIM, "metric": metric})
+    with pytest.raises(SpecError, match="the metric of a claim must be one that runs log") as refused:
+        check_study(study, tmp_path, 1, EXECUTE)
+    assert words in str(refused.value)
+
+
+def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag() -> None:
+    run = {
+        "task": "arithmetic",
+        "algorithm": "grpo",
+        "evaluation": {"num_test_samples": 16, "tests": ["word_problems"]},
+    }
+    for metric in ("test/pass_at_16", "test_word_problems/maj_at_16", "validation/accuracy_operands_3"):
+        study = sizes(run=run, claim={**CLAIM, "metric": metric})
+        check_claimed(study, [arm.spec for arm in study.design_arms()])
+
+
+def test_claims_of_shipped_studies_are_on_metrics_that_runs_log() -> None:
+    for name in shipped_studies():
+        study = load_study(name)
+        check_claimed(study, [arm.spec for arm in study.checked_arms()])
 
 
 def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path: Path) -> None:

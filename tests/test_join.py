@@ -9,7 +9,7 @@ from cohort.harness.record.study import StudyRecord
 from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import analysed, results_csv, write_report
-from fake_study import FakeArm, fake_study, with_trials
+from fake_study import FakeArm, fake_study, with_claims, with_trials
 
 
 def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:
@@ -72,7 +72,9 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
     differing = dict(notes(analysed(joined)))
     assert "steps (a: 10, b: 50)" in differing["Base runs differ between the studies"]
     same = dict(notes(analysed(join([study("a"), study("b")]))))
-    assert "Studies that differ only in their arms" in same
+    assert "Studies that differ only in their arms" in same and "Claims" not in str(same)
+    claiming = with_claims(study("b"), {"contrast": {"high": 1, "low": -1}})
+    assert "Claims are judged in the report of their study: b." in str(notes(analysed(join([study("a"), claiming]))))
 
 
 def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None:

@@ -44,6 +44,14 @@ def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
     assert (advantages == 0).all()
 
 
+@pytest.mark.parametrize(("weight", "up"), [(1.0, 0.8660254), (0.5, 0.4330127), (0.0, 0.0)])
+def test_a_weight_of_positive_advantages_leaves_the_negative_ones_as_they_are(weight, up):
+    # group of 1, 0, 0, 1: mean 1/2, standard deviation sqrt(4/4/3) = 0.57735
+    advantages = GRPO(positive_weight=weight, std_floor=1e-9).advantages(batch_of([[1]] * 4, [1.0, 0.0, 0.0, 1.0], 4))
+    assert advantages.advantages_BT is not None
+    assert advantages.advantages_BT.flatten().tolist() == pytest.approx([up, -0.8660254, -0.8660254, up], abs=1e-6)
+
+
 def test_rewards_outside_the_mask_do_not_make_equal_ones_differ():
     mask = torch.tensor([[True] * 7 + [False]])
     for value in (0.1, -0.1):  # the float32 means of sevens are not exact, and the 0 that does not count lies beside

@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from cohort.harness import plugins
@@ -15,6 +16,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.run.step import step_prompts
 from cohort.harness.spec.run import parse_run
+from cohort.harness.study.checks import check_claimed
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 BASE = {
@@ -51,6 +53,14 @@ def undisturbed(tmp_path_factory, cache):
         return folder, log, train(SPECS[name], folder, log, cache=cache)
 
     return run_of
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_whatever_a_run_logs_may_be_claimed(name, undisturbed):
+    _, log, result = undisturbed(name)
+    names = {*result.summary, *(metric for _, values in log.events for metric in values)}
+    assert {"policy/entropy", "seconds/step", "reward/accuracy"} < names
+    check_claimed(SimpleNamespace(claim=[SimpleNamespace(metric=one) for one in names]), [SPECS[name]])  # pyright: ignore
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "remax"])

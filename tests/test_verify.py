@@ -28,6 +28,7 @@ from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_trials import begin_study
+from test_claims_page import SCRIPT
 from test_memory import cohort
 
 from cohort import open_result
@@ -39,7 +40,13 @@ def a_study() -> StudySpec:
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3, "num_train": 64}
     small = {"sampling": {"max_tokens": 14}, "cold_start": {"steps": 80}, "steps": 2}
     run = {**FEW, "task": task, "evaluation": few, **small}
-    return make_study(name="sizes", run=run, factors={"algorithm.group_size": [4, 8]}, seeds=[0])
+    claim = {
+        "sentence": "Larger groups help.",
+        "source": "a paper",
+        "trend": "algorithm.group_size",
+        "predicts": "above",
+    }
+    return make_study(name="sizes", run=run, factors={"algorithm.group_size": [4, 8]}, seeds=[0], claim=claim)
 
 
 @pytest.fixture(scope="module")
@@ -449,3 +456,31 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda docume
 
 def name_file(folder: Path, name: str) -> None:
     reseal(folder, lambda document: document["files"].update({name: "0"}))
+
+
+def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not_run(
+    made: Path, tmp_path: Path
+) -> None:
+    capsule = tmp_path / "sizes.zip"
+    export_capsule(made / "studies" / "sizes", capsule)
+    found = SCRIPT["findings"](capsule)
+    (claim,) = found["claims"]
+    assert (found["study"], found["trials"], found["capsule"]) == ("sizes", "2 of 2", sha256(capsule))
+    assert (claim["verdict"], claim["p"], claim["otherwise"]) == ("not tested", None, [])  # a single seed
+    rollouts, tokens = 2 * 2 * 8, 14  # of two arms, two steps each; a completion has at most 14 tokens
+    assert rollouts <= found["tokens"] <= rollouts * tokens
+    (tmp_path / "sizes.yaml").write_text("# Words of the study.\nname: sizes\n")
+    study = a_study()
+    text = SCRIPT["page"]({tmp_path / "sizes.yaml": study}, {"sizes": found})
+    assert "| Larger groups help. | a paper | [sizes](#sizes) | not tested |" in text
+    assert "Words of the study." in text and found["capsule"] in text and "2 of 2 trials" in text
+    changed = make_study(**{**study.model_dump(exclude_defaults=True), "seeds": [1]})
+    assert "[sizes](#sizes) | not run |" in SCRIPT["page"]({tmp_path / "sizes.yaml": changed}, {"sizes": found})
+    with zipfile.ZipFile(capsule) as whole, zipfile.ZipFile(tmp_path / "altered.zip", "w") as altered:
+        for name in whole.namelist():
+            content = whole.read(name)
+            altered.writestr(
+                name, content.replace(b"complete", b"compleat") if name.endswith("result.json") else content
+            )
+    with pytest.raises(ValueError, match="must be verified to be shown"):
+        SCRIPT["findings"](tmp_path / "altered.zip")

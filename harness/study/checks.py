@@ -1,6 +1,7 @@
 """Checks a study before it writes or runs anything."""
 
 import logging
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,21 @@ log = logging.getLogger(__name__)
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
     "flops/train",
+)  # fmt: skip
+_LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<name>`
+    "train": "accuracy answered majority_accuracy score rollouts optimizer_steps stuck_groups zero_advantage_groups "
+    "zero_variance_groups", "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
+    "completion": "truncated", "critic": "loss grad_norm no_signal explained_variance fitted_variance",
+    "kl": "beta old reference", "reward": "mean std greedy", "sampling": "batches kept_groups filled_groups",
+    "mismatch": "kl max_ratio weight outside at_start after_sync", "staleness": "kl max_ratio weight outside",
+    "seconds": "step generate grade annotate update sync", "optimizer": "learning_rate", "grading": "unparsable",
+    "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",
+    "verifier": "true_positive_rate false_positive_rate", "flops": "sampling scoring learning evaluation cold_start",
+    "memory": "estimate_bytes recomputes",
+}  # fmt: skip
+_SUMMARY = (
+    "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
+    "peak_memory_bytes", "core_seconds", "gpu_seconds",
 )  # fmt: skip
 
 
@@ -75,6 +91,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         log.warning("arms %s are identical by construction: %s", ", ".join(f"'{one}'" for one in labels), reason)
     if execute == EXECUTE:
         check_metrics(study, specs)
+        check_claimed(study, specs)
 
     def copies(spec: RunSpec) -> int:
         return num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1
@@ -166,6 +183,29 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
                 raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
             raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
                             f"{', '.join([*known, *COSTS])}")  # fmt: skip
+
+
+def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
+    """SpecError for a claim on a metric that no arm has, unless a plugin of somebody else may log it."""
+    from ..run.evaluate import metric_names
+
+    known = {f"{area}/{name}" for area, names in _LOGGED.items() for name in names.split()} | {*COSTS, *_SUMMARY}
+    known |= {f"flops_{name}" for name in ("train", *_LOGGED["flops"].split())}
+    for spec in specs:
+        tested = spec.evaluation.model_copy(update={"num_samples": spec.evaluation.samples_of("test")})
+        areas = {"validation": spec.evaluation, "test": tested, "start": tested}
+        areas |= {f"{when}_{name}": tested for when in ("test", "start") for name in spec.tests}
+        for area, settings in areas.items():
+            known |= {f"{area}/{name}" for name in metric_names(settings, spec.task.partial_credit)}
+        known |= {f"reward/{name}" for name in spec.rewards}
+    plugins = [one for spec in specs for one in (spec.algorithm, spec.task, *spec.rewards.values())]
+    if not all(type(one).__module__.startswith("cohort.") for one in plugins):
+        return
+    for claim in study.claim:
+        by_tag = re.fullmatch(r"(validation|test|start)\w*/accuracy_.+", claim.metric)
+        if claim.metric not in {"", *known} and not by_tag:
+            fix = f"{did_you_mean(claim.metric, sorted(known))}others are policy/entropy, seconds/step, train/accuracy"
+            raise SpecError(f"the metric of a claim must be one that runs log, got '{claim.metric}'; {fix}")
 
 
 def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:

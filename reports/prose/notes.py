@@ -155,12 +155,14 @@ def _join_note(analysis: Analysis) -> _Note | None:
     for key, values in list(record.warnings.items())[:6]:
         shown.append(f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})")
     more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
+    alone = f" Claims are judged in the report of their study: {', '.join(record.claiming)}." if record.claiming else ""
     if shown:
-        return "Base runs differ between the studies", f"Arms of {studies} also differ in: {'; '.join(shown)}{more}."
+        also = f"Arms of {studies} also differ in: {'; '.join(shown)}{more}.{alone}"
+        return "Base runs differ between the studies", also
     return (
         "Studies that differ only in their arms",
         f"{studies} have the same task, test problems, base run and versions, so their arms differ only as those "
-        "of one study. They were not planned together: p is corrected over all arms of this page.",
+        f"of one study. They were not planned together: p is corrected over all arms of this page.{alone}",
     )
 
 

@@ -49,7 +49,7 @@ def test_an_algorithm_keeps_the_contract(algorithm, check):
 CLIP = {"clip_epsilon": 0.2, "clip_epsilon_high": None, "ratio_bound": None}
 LOSS_KL = {"kl_beta": 0.0, "kl_estimator": "k3", "kl_importance_weighted": False}
 STANDARDISED = {**LOSS_KL, "std_floor": 1e-4}
-GRPO = {**CLIP, **STANDARDISED, "kl_beta": 0.04, "std_over": "group"}
+GRPO = {**CLIP, **STANDARDISED, "kl_beta": 0.04, "std_over": "group", "positive_weight": 1.0}
 SUMMED = {**LOSS_KL, "loss_denominator": 128.0}
 DEFAULTS = {  # as the papers or the docstrings give them
     "grpo": GRPO, "grpo_self_consistency": GRPO, "rgra": {**STANDARDISED, "kl_beta": 0.04},

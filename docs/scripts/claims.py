@@ -1,0 +1,182 @@
+"""Writes docs/claims.md: the claims of the shipped studies with their verdicts. `make claims` runs the studies first.
+
+    python docs/scripts/claims.py [RUNS]
+
+Each finished study of the runs folder leaves a capsule in RUNS/capsules and, once it is verified, its findings in
+studies/claims/NAME.json, with the capsule's SHA-256. The page is made from these files and the study files alone. A
+study that was changed since counts as not run.
+"""
+
+import dataclasses
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cohort.harness.api import export_capsule, verify
+from cohort.harness.api.capsule import unpacked
+from cohort.harness.ground.files import sha256
+from cohort.harness.ground.inputs import digest
+from cohort.harness.ground.words import duration
+from cohort.harness.record.study import StudyRecord, TrialRecord, read_folder
+from cohort.harness.spec.load import load_study, shipped_studies
+from cohort.harness.spec.study import StudySpec
+from cohort.reports.analysis import analysed
+from cohort.reports.claims import check_claims
+from cohort.reports.prose.wording import operations, p_value, quantity
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, FINDINGS = ROOT / "docs" / "claims.md", ROOT / "studies" / "claims"
+DEFINES = ("run", "factors", "arms", "components", "design", "reverse", "compare", "seeds", "metric", "claim")
+INTRO = """\
+# Claims
+
+What papers and guides say, held against runs on this project's own tasks. A claim is part of a study file and is fixed
+before the first trial ([how](studies.md)); its verdict follows by rule: supported or contradicted if the
+contrast is shown to lie where the claim says or elsewhere, by a p below 0.05 (Holm's correction over the claims of the
+study), else undecided. A verdict holds for this model (167 thousand parameters), this task and these steps; it does not
+say that a paper is wrong at its own scale.
+
+`make claims` runs the studies, verifies their capsules and writes this page; no number or verdict on it is typed. A
+capsule is the whole record of a study, about 2 MB, and not in the repository: the page names it by its SHA-256.
+"""
+
+
+def findings(capsule: Path) -> dict[str, Any]:
+    """What the page says of a study, from its capsule alone. ValueError for one that is not verified."""
+    _, found = verify(capsule)
+    if not found.is_verified:
+        raise ValueError(f"'{capsule}' must be verified to be shown, got {(*found.mismatches, *found.lacks)[0]}")
+    with unpacked(capsule) as folder:
+        record = read_folder(folder)
+    trials = [trial for trial in record.trials if trial.state == "complete"]
+
+    def spent(name: str) -> float:
+        return sum(trial.summary.get(name, 0.0) for trial in trials)
+
+    claims = [
+        {
+            "sentence": one.sentence, "source": one.source, "predicted": one.predicted, "measured": one.measured,
+            "verdict": one.verdict, "p": None if one.verdict == "not tested" else one.p_adjusted,
+            "registered": one.registered, "otherwise": list(_otherwise(record, place, one.verdict)),
+        }
+        for place, one in enumerate(check_claims(analysed(record)))
+    ]  # fmt: skip
+    return {
+        "study": record.name, "settings": settings_digest(record.spec), "command": record.command, "claims": claims,
+        "capsule": sha256(capsule), "trials": f"{len(trials)} of {record.expected}", "versions": dict(record.versions),
+        "seconds": spent("seconds"), "tokens": spent("generated_tokens"), "operations": spent("flops_train"),
+    }  # fmt: skip
+
+
+def _otherwise(record: StudyRecord, place: int, verdict: str) -> Iterator[str]:
+    """`supported with half the margin` for each other analysis that changes the verdict of one claim."""
+    claim = record.claims[place]
+    metric = claim["metric"] or record.metric
+    changed: dict[str, Mapping[str, Any]] = {}
+    if claim["value"] in ("last", "gain"):
+        changed["at the best step instead of the last"] = {"metric": f"best/{metric}"}
+    if claim["value"] in ("last", "mean"):
+        value = "mean" if claim["value"] == "last" else "last"
+        changed[f"by the {value} of training"] = {"metric": f"all/{metric}", "value": value}
+    if claim["margin"]:
+        for words, factor in (("half", 0.5), ("twice", 2.0)):
+            region = [end if end is None else factor * end for end in claim["region"]]
+            changed[f"with {words} the margin"] = {"region": region}
+    trials = [dataclasses.replace(one, history={**one.history, **_more(one, metric)}) for one in record.trials]
+    for words, change in changed.items():
+        claims = [{**one, **change} if number == place else one for number, one in enumerate(record.claims)]
+        other = check_claims(analysed(dataclasses.replace(record, trials=trials, claims=claims)))[place].verdict
+        if other not in (verdict, "not tested"):
+            yield f"{other} {words}"
+
+
+def _more(trial: TrialRecord, metric: str) -> dict[str, Any]:
+    """A metric's series under a name of its own, and with its largest value at the end."""
+    series = trial.history.get(metric, [])
+    best = [*series[:1], (series[-1][0], max(value for _, value in series))] if series else []
+    return {f"all/{metric}": series, f"best/{metric}": best}
+
+
+def settings_digest(spec: Mapping[str, Any]) -> str:
+    return digest({key: spec[key] for key in DEFINES})
+
+
+def page(studies: Mapping[Path, StudySpec], known: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page, from the studies (file -> study) and the findings by name."""
+    rows, sections = [], []
+    for file, study in studies.items():
+        found = known.get(study.name)
+        if found is not None and found["settings"] != settings_digest(study.model_dump(mode="json")):
+            found = None
+        verdicts = ["not run"] * len(study.claim) if found is None else [one["verdict"] for one in found["claims"]]
+        rows += [
+            f"| {_cell(claim.sentence)} | {_cell(claim.source)} | [{study.name}](#{study.name}) | {verdict} |"
+            for claim, verdict in zip(study.claim, verdicts, strict=True)
+        ]
+        sections += _section(file, study, found)
+    table = ["| claim | source | study | verdict |", "| --- | --- | --- | --- |", *rows]
+    return "\n".join([INTRO, *table, *sections, ""])
+
+
+def _section(file: Path, study: StudySpec, found: Mapping[str, Any] | None) -> Iterator[str]:
+    about = [line.removeprefix("#").strip() for line in file.read_text("utf-8").splitlines() if line[:1] == "#"]
+    command = f"cohort study run {study.name}" if found is None else found["command"]
+    yield f"\n## {study.name}\n\n{textwrap.fill(' '.join(about), 120)}\n\n```console\n$ {command}\n```\n"
+    if found is None:
+        yield "Not run with these settings."
+        return
+    yield "| predicted | measured | p (Holm) | verdict |\n| --- | --- | --: | --- |"
+    for one in found["claims"]:
+        p = "" if one["p"] is None else p_value(one["p"])
+        yield f"| {_cell(one['predicted'])} | {_cell(one['measured'])} | {p} | {one['verdict']} |"
+    changed = [
+        f"- {one['sentence'].rstrip('.')}: {'; '.join(one['otherwise'])}."
+        for one in found["claims"]
+        if one["otherwise"]
+    ]
+    if changed:
+        yield "\n".join(["\nOther analyses that change a verdict:\n", *changed])
+    yield (
+        f"\nCost: {found['trials']} trials, {duration(found['seconds'])} of their time, {quantity(found['tokens'])} "
+        f"generated tokens, {operations(found['operations'])}. The claims were {found['claims'][0]['registered']}; "
+        f"torch {found['versions'].get('torch')}. Capsule: SHA-256 `{found['capsule']}`."
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def claiming() -> dict[Path, StudySpec]:
+    """The shipped studies with claims, by their files."""
+    files = {name: file for name, file in shipped_studies().items() if "\nclaim:" in file.read_text("utf-8")}
+    return {file: load_study(name) for name, file in files.items()}
+
+
+def findings_here() -> dict[str, Any]:
+    return {file.stem: json.loads(file.read_text("utf-8")) for file in sorted(FINDINGS.glob("*.json"))}
+
+
+def keep_findings(runs: Path, name: str) -> bool:
+    """Whether a study of the runs folder is complete; if so, its capsule and its findings are written."""
+    status = runs / "studies" / name / "status.json"
+    if not status.is_file() or json.loads(status.read_text("utf-8"))["state"] != "complete":
+        return False
+    capsule = runs / "capsules" / f"{name}.zip"
+    capsule.parent.mkdir(exist_ok=True)
+    capsule.unlink(missing_ok=True)
+    export_capsule(status.parent, capsule)
+    FINDINGS.mkdir(exist_ok=True)
+    (FINDINGS / f"{name}.json").write_text(json.dumps(findings(capsule), indent=1) + "\n", "utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    studies = claiming()
+    for study in studies.values() if len(sys.argv) > 1 else []:
+        is_kept = keep_findings(Path(sys.argv[1]), study.name)
+        print(f"{study.name}: {'verified, its findings are kept' if is_kept else 'not complete in this runs folder'}")
+    PAGE.write_text(page(studies, findings_here()), "utf-8")
