@@ -41,7 +41,8 @@ SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that
 SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
-HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot")
+HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
+         "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
 OTHER: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

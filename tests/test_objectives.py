@@ -6,7 +6,7 @@ import pytest
 import torch
 from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out
 from cohort.algorithms.dapo import DAPO
-from cohort.algorithms.dppo import DPPO
+from cohort.algorithms.dppo import DPPO, _binary_kl
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
@@ -164,3 +164,20 @@ def test_maxrl_counts_the_steps_of_a_group_alone():
     advantages = MaxRL().advantages(batch).advantages_BT
     assert advantages is not None  # 3 at the first end, -1.5 at each later one, summed from each token on
     assert advantages.tolist() == [pytest.approx([1.5, -1.5], abs=1e-6), pytest.approx([-1.5, -1.5], abs=1e-6)]
+
+
+def test_the_scale_of_one_group_does_not_reach_another():
+    rewards = [0.3, -0.1, -0.1, -0.1, 30.0, -10.0, -10.0, -10.0]  # 0.3 / (0.3 / 4) and 30 / (30 / 4), as above
+    advantages = MaxRL().advantages(batch_of([[1]] * 8, rewards, 4)).advantages_BT
+    assert advantages is not None
+    assert advantages[:, 0].tolist() == pytest.approx([4.0, *[-4 / 3] * 3] * 2, abs=1e-5)
+
+
+def test_a_reward_that_is_alone_in_its_group_earns_nothing():
+    mask = torch.tensor([[True, False], [False, False]])  # one is counted, and none: no deviation to divide by
+    assert torch.equal(group_standardised(torch.tensor([[3.0, 1.0], [3.0, 1.0]]), 1e-4, mask), torch.zeros(2, 2))
+
+
+def test_the_divergence_of_a_token_that_has_become_certain_is_finite():
+    # 0.5 ln(0.5 / 1) + 0.5 ln((0.5 + 1e-8) / (0 + 1e-8)) = -0.346574 + 8.863761
+    assert _binary_kl(torch.tensor(0.5).log(), torch.tensor(0.0)).item() == pytest.approx(8.517187, abs=1e-4)

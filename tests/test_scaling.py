@@ -167,3 +167,10 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
     expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
     assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
     assert 1e-4 < expected < 0.5
+
+
+def test_the_gradients_are_those_of_the_curve():
+    parameters, costs, step = np.array([0.8, 0.3, math.log(0.2), math.log(1.5)]), np.array([0.0, 0.1, 0.3, 1.0]), 1e-6
+    for i, column in enumerate(np.eye(4) * step):
+        slope = (curve(parameters + column, costs) - curve(parameters - column, costs)) / (2 * step)
+        assert scaling._gradients(parameters, costs)[:, i] == pytest.approx(slope, abs=1e-8)
