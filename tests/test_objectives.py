@@ -175,7 +175,12 @@ def test_the_scale_of_one_group_does_not_reach_another():
 
 def test_a_reward_that_is_alone_in_its_group_earns_nothing():
     mask = torch.tensor([[True, False], [False, False]])  # one is counted, and none: no deviation to divide by
-    assert torch.equal(group_standardised(torch.tensor([[3.0, 1.0], [3.0, 1.0]]), 1e-4, mask), torch.zeros(2, 2))
+    rewards = torch.tensor([[3.0, 1.0], [3.0, 1.0]])
+    for of_batch in (False, True):
+        assert torch.equal(group_standardised(rewards, 1e-4, mask, of_batch=of_batch), torch.zeros(2, 2))
+    # two rewards of a batch have a deviation: 1 / sqrt(2)
+    credit = group_standardised(rewards[:1], 1e-9, of_batch=True)
+    assert credit[0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-6)
 
 
 def test_the_divergence_of_a_token_that_has_become_certain_is_finite():
