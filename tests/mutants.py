@@ -41,6 +41,7 @@ SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that
 SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
+SHIPPED_TESTS = ("harness/run/contract.py", "harness/run/hostile.py")  # what a plugin must keep: no mutants of tests
 HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
@@ -81,16 +82,15 @@ class Mutant:
     @property
     def key(self) -> str:
         """Text that stays the same while the file changes elsewhere."""
-        old = getattr(self.parent, self.field)
-        shown = [_shown(self.parent if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop) else old)]
-        old = old if self.index is None else old[self.index]
         if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop):
+            before = _shown(self.parent)
             self.swap()
-            shown.append(_shown(self.parent))
+            after = _shown(self.parent)
             self.swap()
         else:
-            shown = [_shown(old), _shown(self.new)]
-        return f"{self.file} | {self.where} | {shown[0]} -> {shown[1]}"
+            old = getattr(self.parent, self.field)
+            before, after = _shown(old if self.index is None else old[self.index]), _shown(self.new)
+        return f"{self.file} | {self.where} | {before} -> {after}"
 
 
 def _shown(node: Any) -> str:
@@ -320,10 +320,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {SHORT[0]} alone")
     chosen = parser.parse_args()
-    named, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
-    places = [ROOT / name for name in named]
+    chosen_files, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
+    places = [ROOT / name for name in chosen_files]
     paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
-    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    named = [path.relative_to(ROOT).as_posix() for path in paths]
+    files = [file for file in named if file not in SHIPPED_TESTS]
     trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
     every = [mutant for file, tree in trees.items() for mutant in mutants(file, tree)]
     drawn = every if sample is None else random.Random(chosen.seed).sample(every, min(sample, len(every)))

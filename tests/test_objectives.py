@@ -127,6 +127,7 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
 def test_settings_that_contradict_each_other_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+    assert GRPO(ratio_bound=1.2).ratio_bound == 1.2  # at the upper clip itself
 
 
 @pytest.mark.parametrize(

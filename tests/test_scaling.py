@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports import scaling
+from cohort.reports import scaling, statistics
 from cohort.reports.render import analysed, write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study, with_trials
@@ -167,6 +167,11 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
     expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
     assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
     assert 1e-4 < expected < 0.5
+
+
+def test_a_midpoint_without_an_upper_limit_is_finite():
+    found = scaling._exponential(statistics.Interval(0.0, -1.0, 5000.0))
+    assert (found.estimate, found.low, found.high) == pytest.approx((1.0, math.exp(-1), math.exp(700)))
 
 
 def test_the_gradients_are_those_of_the_curve():

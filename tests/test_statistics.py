@@ -282,6 +282,11 @@ def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom(
     assert ours.with_variance(narrow, 0.01, 1000) == narrow
 
 
+def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
+    assert all(set(by_seeds) == {3, 5, 10} for by_seeds in ours.SIMULATED_COVERAGE.values())
+    assert all(70 < percent < 98 for by_seeds in ours.SIMULATED_COVERAGE.values() for percent in by_seeds.values())
+
+
 @pytest.mark.parametrize(
     ("num_seeds", "studies"), [(3, 100), (5, 100), *(pytest.param(n, 400, marks=pytest.mark.long) for n in (3, 5, 10))]
 )
