@@ -175,6 +175,12 @@ def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_
             torch.set_num_threads(threads)
         assert (run.totals.seconds, run.spent) == (2.5, {"core_seconds": 7.5})
         assert run.flops_train == 0 and not run.is_spent and "flops_train" not in run.summary()
+        run.charge_flops(lambda costs: {"learning": 5.0, "evaluation": 9.0})
+        told = run.charge_flops(lambda costs: {"learning": 2.0, "cold_start": 1.0})
+        assert told == {"flops/learning": 7, "flops/evaluation": 9, "flops/cold_start": 1, "flops/train": 7}
+        for limit, is_spent in ((7.0, True), (7.1, False), (None, False)):
+            run.spec = a_run(max_flops=limit)
+            assert run.is_spent == is_spent
 
 
 def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):

@@ -233,7 +233,7 @@ class Learner:
         sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
         ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
