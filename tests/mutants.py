@@ -128,7 +128,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
             func = copy.deepcopy(node.func)
             setattr(func, "attr" if isinstance(func, ast.Attribute) else "id", TWINS[name])
             yield "func", None, func
-        if name in DROPPED and isinstance(node.func, ast.Attribute):
+        if name in DROPPED and isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") != "np":
             yield "", None, node.func.value
         for i, keyword in enumerate(node.keywords):
             if keyword.arg is not None and keyword.arg not in UNTOUCHED and name != "Field":
