@@ -248,11 +248,11 @@ class Learner:
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
-            logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
-            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            logprobs = output.logprobs_BT.detach()
+            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
             if first:
                 sampler = micro.sampler_logprobs_BT
-                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
+                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
                 assert micro.loss_weight_BT is not None
                 metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
             for name, value in metrics.items():
@@ -455,10 +455,10 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
 
 
-def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+def _ratio_max(logprobs: Tensor, other: Tensor | None) -> Tensor:
     """The largest ratio of two probabilities of a token, at least 1."""
     assert other is not None
-    return torch.exp(((logprobs - other).abs() * mask).max())
+    return torch.exp((logprobs - other).abs().max())
 
 
 def weight_sample(policy: nn.Module) -> list[Tensor]:
