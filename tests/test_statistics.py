@@ -6,7 +6,7 @@ import numpy as np
 import pandas
 import pytest
 from cohort.reports import statistics as ours
-from cohort.reports.anova import anova
+from cohort.reports.anova import Effect, anova
 from fake_study import random_scores, random_scores_truth
 from scipy import stats
 from statsmodels.stats.anova import AnovaRM
@@ -257,6 +257,11 @@ def test_anova_agrees_with_statsmodels() -> None:
         # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
         gain = effect.df * (effect.f - 1)
         assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
+
+
+def test_an_effect_at_five_percent_is_not_detected() -> None:
+    found = [Effect(("beta",), 1, 4.0, p, 0.1, p) for p in (0.049, 0.05, math.nan)]
+    assert [one.is_detected for one in found] == [True, False, False]
 
 
 def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
