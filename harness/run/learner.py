@@ -8,7 +8,7 @@ depend on the split.
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,7 @@ class Learner:
             old = batch.sampler_logprobs_BT if self.sampler_is_exact else self.logprobs(self.policy, batch)
             batch = batch.replace(old_logprobs_BT=old)
         if self.spec.algorithm.needs_reference:
-            with adapter_off(self.policy) if self.reference is None else nullcontext():
+            with adapter_off(self.policy):  # whose base is the reference, unless there is another
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.critic is not None:
