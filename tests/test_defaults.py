@@ -1,6 +1,6 @@
 """Algorithms and rewards have the defaults and ranges of `golden/settings.txt`: who changes one changes results.
 
-The file is what `rows` gives; a change of it is a line in CHANGELOG.md.
+`python tests/test_defaults.py` writes the file; a change of it is a line in CHANGELOG.md.
 """
 
 from pathlib import Path
@@ -31,4 +31,8 @@ def of_files(plugin: tuple[plugins.Kind, str]) -> str:
 def test_defaults_and_ranges_are_those_that_were_released(plugin: tuple[plugins.Kind, str]) -> None:
     kind, name = plugin
     known = [row for row in GOLDEN.read_text(encoding="utf-8").splitlines() if row.startswith(f"{kind} {name} ")]
-    assert rows(kind, name) == known
+    assert rows(kind, name) == known, "if that is meant, run `python tests/test_defaults.py`"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text("".join(f"{row}\n" for plugin in PLUGINS for row in rows(*plugin)), encoding="utf-8")
