@@ -345,13 +345,14 @@ def main() -> int:
             print(
                 f"# {number} mutants, {took:.0f} s; tried, listed, left: {dict(by_room)}", file=sys.stderr, flush=True
             )
-        if not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
-            continue
         is_listed = mutant.key in reasons
-        listed, left = listed + is_listed, left + (not is_listed)
-        room[1 if is_listed else 2] += 1
-        if not is_listed:
-            print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+        listed += is_listed
+        room[1] += is_listed
+        if is_listed or not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
+            continue
+        left += 1
+        room[2] += 1
+        print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
