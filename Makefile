@@ -78,9 +78,10 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
 
-# Changes of single expressions that no test sees; an hour and more. SHORT=1: a dozen, so that CI sees a name that moved.
+# Changes of single expressions that no test sees; all tests run once first, then seconds for each mutant of thousands.
+# SAMPLE=100: so many, drawn by SEED. SHORT=1: a dozen, so that CI sees a name that moved.
 mutants: $(BIN)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(SHORT),--short)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(SHORT),--short) $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0)
 
 # The site, in site/: a broken link or anchor fails. Its generated pages ask the command `cohort` of $(VENV).
 $(DOCS_BIN)/.installed: constraints-docs.txt

@@ -109,4 +109,4 @@ def token_rewards(batch: Batch, kl_beta: float) -> Tensor:
     if batch.ref_logprobs_BT is None:
         return rewards_BT
     assert batch.old_logprobs_BT is not None
-    return rewards_BT - kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask
+    return rewards_BT - kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)

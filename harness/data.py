@@ -221,7 +221,7 @@ class Batch:
     step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
                          the outcome at the last token; None if only the outcome is rewarded
     group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
-    old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
+    old_logprobs_BT, ref_logprobs_BT   float32 nats, 0 outside the completion; None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
     held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None

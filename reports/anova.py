@@ -107,7 +107,7 @@ def anova(
     """
     values = np.asarray(scores, dtype=float)
     problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
-    problems = problems.reshape(-1, *problems.shape[-2:])
+    problems = problems.reshape(math.prod(values.shape[:-1]), *problems.shape[-2:])
     sizes, effects = range(1, len(factors) + 1), []
     for subset in itertools.chain.from_iterable(itertools.combinations(range(len(factors)), size) for size in sizes):
         contrasts = np.ones((1, 1))  # orthonormal weights [df, cells] of these factors, averaged over all others
@@ -116,7 +116,7 @@ def anova(
             contrasts = np.kron(contrasts, basis[1:] if axis in subset else basis[:1])
         f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
         gain = len(contrasts) * (f - 1)
-        size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0) if math.isfinite(f) else 0.0
+        size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0)
         effects.append(Effect(tuple(factors[axis] for axis in subset), len(contrasts), f, p, size))
     return effects
 

@@ -116,7 +116,7 @@ def fit_curve(
         prediction = _interval((curve(early[0], rest) - scores_ST[:, ~half]).mean(axis=1) + moved, first)
     return Scaling(
         arm, costs_ST, scores_ST, parameters, dict(zip(seeds, values_S4, strict=True)),
-        replace(ceiling, low=max(ceiling.low, 0.0), high=min(ceiling.high, 1.0)), _exponential(middle),
+        replace(ceiling, high=min(ceiling.high, 1.0)), _exponential(middle),
         _exponential(steepness), float(_share(parameters, costs_ST[:, -1].mean())), prediction,
     )  # fmt: skip
 

@@ -420,7 +420,7 @@ def _mean_squares(scores: Floats) -> tuple[float, float, float]:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    return float(optimize.root_scalar(function, bracket=(low, high), method="brentq", xtol=1e-15).root)
+    return float(optimize.root_scalar(function, bracket=(low, high)).root)
 
 
 def _t_interval(estimate: float, error: float, df: float, share: float = 1.0) -> Interval:

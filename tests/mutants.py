@@ -1,11 +1,11 @@
 """Which changes of the product does no test see? Changes one node of a file at a time and runs the tests that reach it.
 
-    python tests/mutants.py [FILE or FOLDER ...] [--sample N] [--short]
+    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--short]
 
-The tests of a folder are those of `TESTS`; a first run notes which lines each of them reaches. A mutant is a process of
-its own that compiles the changed file, so the checkout stays as it is; it is killed once a test fails or runs forty
-times as long as it should. Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters,
-each with its reason: they count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
+A first run of all tests notes which lines each of them reaches. A mutant is a process of its own that compiles the
+changed file, so the checkout stays as it is; it is killed once a test fails or runs forty times as long as it should.
+Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with its reason: they
+count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
 
 mutmut 3 and cosmic-ray 8 do not fit: docs/lab-notes.md, "Which tool makes the mutants".
 """
@@ -37,24 +37,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = Path(__file__).with_suffix(".txt")
 MOST_LEFT = 0.03
-SLOW = 5.0  # seconds of processor, so that a busy machine leaves out no more tests; a slower one is left out
-SHORT = ("algorithms/_advantages.py", 12)
-TESTS = {
-    "algorithms": ("test_golden_objectives", "test_objectives", "contracts/test_algorithms", "test_tensors"),
-    "harness/rewards": (
-        "test_reward_numbers", "test_label_free", "test_reward_model", "contracts/test_rewards", "test_evaluate",
-    ),
-    "harness/run": (
-        "test_learner", "test_schedules", "test_staleness", "test_prompts", "test_controls", "test_sync", "test_gates",
-        "test_agreement", "test_evaluate", "test_grading", "test_grading_budget", "test_reward_numbers", "test_draw",
-        "test_together", "test_checkpoint", "test_cold_start", "test_pipeline", "test_train", "test_label_free",
-    ),
-    "reports": ("test_statistics", "test_scaling", "test_capability", "test_report", "test_two_stage",
-                "test_components", "test_controls", "test_claims", "test_looks", "test_join"),
-}  # fmt: skip
+SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that no quicker one reaches
+SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
-HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot")
+SHIPPED_TESTS = ("harness/run/contract.py", "harness/run/hostile.py")  # what a plugin must keep: no mutants of tests
+HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
+         "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
 OTHER: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -93,16 +82,15 @@ class Mutant:
     @property
     def key(self) -> str:
         """Text that stays the same while the file changes elsewhere."""
-        old = getattr(self.parent, self.field)
-        shown = [_shown(self.parent if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop) else old)]
-        old = old if self.index is None else old[self.index]
         if isinstance(self.new, ast.operator | ast.cmpop | ast.boolop):
+            before = _shown(self.parent)
             self.swap()
-            shown.append(_shown(self.parent))
+            after = _shown(self.parent)
             self.swap()
         else:
-            shown = [_shown(old), _shown(self.new)]
-        return f"{self.file} | {self.where} | {shown[0]} -> {shown[1]}"
+            old = getattr(self.parent, self.field)
+            before, after = _shown(old if self.index is None else old[self.index]), _shown(self.new)
+        return f"{self.file} | {self.where} | {before} -> {after}"
 
 
 def _shown(node: Any) -> str:
@@ -140,7 +128,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
             func = copy.deepcopy(node.func)
             setattr(func, "attr" if isinstance(func, ast.Attribute) else "id", TWINS[name])
             yield "func", None, func
-        if name in DROPPED and isinstance(node.func, ast.Attribute):
+        if name in DROPPED and isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") != "np":
             yield "", None, node.func.value
         for i, keyword in enumerate(node.keywords):
             if keyword.arg is not None and keyword.arg not in UNTOUCHED and name != "Field":
@@ -260,24 +248,25 @@ def run_tests(names: Sequence[str], *plugins: Any) -> int:
 
 
 def survey(files: Sequence[str], names: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, set[int]]]]:
-    """(test -> seconds, test -> file -> lines) of quick tests, each test file in a process of its own."""
+    """(test -> seconds, test -> file -> lines), each test file in a process of its own."""
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, set[int]]] = {}
 
     def one(name: str) -> Any:
         plugin = Reached(files)
-        run_tests([f"tests/{name}.py"], plugin)
+        run_tests([name], plugin)
         reached = {test: {f: sorted(ls) for f, ls in by.items()} for test, by in plugin.lines.items()}
         return plugin.seconds, reached, plugin.failed
 
     for name in names:
         answer = in_child(lambda name=name: one(name), 1200)
-        if not answer or not answer[0]:
-            raise SystemExit(f"tests/{name}.py cannot be run; correct TESTS in {__file__}")
+        if not answer:
+            print(f"left out, because it cannot be run: {name}")
+            continue
         if answer[2]:
             print(f"left out, because they fail without a mutant: {', '.join(answer[2])}")
         for test, took in answer[0].items():
-            if took <= SLOW and test not in answer[2]:
+            if test not in answer[2]:
                 seconds[test] = took
                 lines[test] = {file: set(at) for file, at in answer[1].get(test, {}).items()}
     return seconds, lines
@@ -327,37 +316,43 @@ def known() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="product files or folders")
-    parser.add_argument("--sample", type=int, help="so many mutants, drawn by a fixed seed, not all")
+    parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
+    parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {SHORT[0]} alone")
     chosen = parser.parse_args()
-    named, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
-    places = [ROOT / name for name in named]
+    chosen_files, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
+    places = [ROOT / name for name in chosen_files]
     paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
-    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    named = [path.relative_to(ROOT).as_posix() for path in paths]
+    files = [file for file in named if file not in SHIPPED_TESTS]
     trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
     every = [mutant for file, tree in trees.items() for mutant in mutants(file, tree)]
-    drawn = every if sample is None else random.Random(0).sample(every, min(sample, len(every)))
+    drawn = every if sample is None else random.Random(chosen.seed).sample(every, min(sample, len(every)))
     for name in HEAVY:  # once, and not in every child
         importlib.import_module(name)
-    folders = [folder for folder in TESTS if any(file.startswith(f"{folder}/") for file in files)]
-    seconds, lines = survey(files, sorted({name for folder in folders for name in TESTS[folder]}))
+    whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    seconds, lines = survey(files, SHORT[2] if chosen.short else whole)
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
-    by_room = {folder: [0, 0, 0] for folder in folders}  # tried, listed, left
+    by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
     for number, mutant in enumerate(drawn, 1):
-        tests = sorted(tests_of(mutant, trees[mutant.file], lines), key=lambda test: seconds[test])
-        room = next(counts for folder, counts in by_room.items() if mutant.file.startswith(f"{folder}/"))
+        reached = sorted(tests_of(mutant, trees[mutant.file], lines), key=seconds.__getitem__)
+        tests = [test for test in reached if seconds[test] <= SLOW] or reached
+        room = by_room[mutant.file.rpartition("/")[0]]
         room[0] += 1
         if number % 20 == 0:
             took = time.perf_counter() - since
-            print(f"# {number} mutants, {took:.0f} s; tried, listed, left: {by_room}", file=sys.stderr, flush=True)
-        if not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
-            continue
+            print(
+                f"# {number} mutants, {took:.0f} s; tried, listed, left: {dict(by_room)}", file=sys.stderr, flush=True
+            )
         is_listed = mutant.key in reasons
-        listed, left = listed + is_listed, left + (not is_listed)
-        room[1 if is_listed else 2] += 1
-        if not is_listed:
-            print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+        listed += is_listed
+        room[1] += is_listed
+        if is_listed or not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
+            continue
+        left += 1
+        room[2] += 1
+        print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")

@@ -69,19 +69,20 @@ def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
     assert not run.learner.policy.training
 
 
-@pytest.mark.parametrize("size", [0.01, float("nan")])
+@pytest.mark.parametrize("size", [0.01, -0.01, float("nan")])
 def test_a_learner_that_computes_something_else_or_no_numbers_ends_the_run(size):
     run = make_run()
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
     run.learner.off_if_shared, run.learner.size = False, size
-    with pytest.raises(InvalidRun, match=rf"the learner and the model's own forward pass differ by {size} nats"):
+    with pytest.raises(InvalidRun, match=rf"the learner and the model's own forward pass differ by {abs(size)} nats"):
         check_agreement(run, PROMPTS, 0)
 
 
-def test_shared_prompts_that_alone_are_off_are_given_up(caplog):
+@pytest.mark.parametrize("size", [0.01, -0.01])
+def test_shared_prompts_that_alone_are_off_are_given_up(size, caplog):
     run = make_run()
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
-    run.learner.off_if_shared = True
+    run.learner.off_if_shared, run.learner.size = True, size
     assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
     assert not run.learner.shares_prompts
     assert "sharing them is 0.01 nats off" in caplog.text

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
+from cohort.reports.capability import (
+    Capabilities,
+    Capability,
+    capabilities,
+    crossover,
+    curves_of_counts,
+    pass_table,
+    table_sizes,
+)
 from cohort.reports.render import analysed, write_report
 from cohort.reports.statistics import fraction_interval
 from fake_study import FakeArm, fake_study, with_trials
@@ -226,6 +234,9 @@ def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_pa
     found = found_in(record)
     last = next(row for row in rows if (row["policy"], row["k"]) == ("mild", "64"))
     assert float(last["pass_at_k"]) == pytest.approx(found.after["mild"].passes(64).mean(), abs=1e-5)
+    for one in record.trials:
+        counts = found.after[one.arm].counts_SN[one.seed]
+        assert counts.tolist() == [round(64 * one.per_problem[key]) for key in sorted(one.per_problem)]
     assert ("sharp", "start of sharp") in [(one.leader, one.other) for one in found.crossovers]
     assert '<th scope="col">pass@2</th>' not in page  # in the curves, not in the table of accuracies
 
@@ -250,3 +261,14 @@ def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
     write_report(record, tmp_path, formats=())
     write_report(fake_study(num_steps=20), tmp_path, formats=())
     assert not (tmp_path / "capability.csv").exists()
+
+
+def test_a_table_has_the_powers_of_four_and_all_samples():
+    assert [table_sizes(n) for n in (16, 20, 4096)] == [[1, 4, 16], [1, 4, 16, 20], [1, 4, 16, 64, 256, 1024, 4096]]
+
+
+def test_sixteen_samples_of_two_problems_are_the_fewest_for_curves():
+    assert [bool(curves_of_counts(counts, n)) for counts, n in (([1, 2], 16), ([1, 2], 15), ([1], 16))] == [
+        True, False, False,
+    ]  # fmt: skip
+    assert list(curves_of_counts([1, 2], 16)["cover_at_tau"]) == ["0.1", "0.25", "0.5", "0.75", "0.9"]

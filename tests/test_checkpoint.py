@@ -1,6 +1,7 @@
 """A checkpoint is complete or ignored, loads with transformers, and never feeds another run."""
 
 import io
+import pickle
 import threading
 from copy import deepcopy
 
@@ -11,9 +12,9 @@ from cohort.harness.devices.sharding import copied
 from cohort.harness.policy.model import write_safetensors
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.record.run import CHECKPOINTS
+from cohort.harness.record.run import CHECKPOINTS, LEARNER
 from cohort.harness.run import state
-from cohort.harness.run.checkpoint import Writer, latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from factories import make_spec
@@ -48,6 +49,17 @@ def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
     folder = tmp_path / "step-00000007" / "policy"  # which transformers loads
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).lm_head.weight, tiny_model(3).lm_head.weight)
     assert AutoTokenizer.from_pretrained(folder)("1+1=")["input_ids"] == tiny_tokenizer()("1+1=")["input_ids"]
+
+
+@pytest.mark.attack("A torn or altered checkpoint")
+def test_a_checkpoint_that_would_run_code_is_not_read(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return exec, ("raise SystemExit",)
+
+    torch.save({"policy": Hostile()}, tmp_path / LEARNER)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        Checkpoint(tmp_path, 1, {}).learner_state()
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

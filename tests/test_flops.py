@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
+from cohort.harness.run.state import Run
 from cohort.harness.run.step import collate
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
@@ -154,6 +157,30 @@ def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(
     assert [step for step, _ in short.history("test/accuracy")] == [2]
     again = train(a_run(max_flops=limit), tmp_path / "short", short, cache=tmp_path)  # its last checkpoint spent them
     assert again.summary["flops_train"] == second
+
+
+def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_path: Path):
+    for reference in ("tiny", None):
+        spec = a_run(kl={"reference": reference})
+        engine: Any = SimpleNamespace(exact_logprobs=True)
+        learner: Any = SimpleNamespace(policy=tiny_model(0), reference=tiny_model(1))
+        run = Run(spec, engine, learner, MemoryLog(), tmp_path, tiny_codec())
+        assert run.costs is not None and run.costs.reference == (flops.Costs.of(tiny_model(1)) if reference else None)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            run.charge(2.0)
+            run.charge(0.5)
+        finally:
+            torch.set_num_threads(threads)
+        assert (run.totals.seconds, run.spent) == (2.5, {"core_seconds": 7.5})
+        assert run.flops_train == 0 and not run.is_spent and "flops_train" not in run.summary()
+        run.charge_flops(lambda costs: {"learning": 5.0, "evaluation": 9.0})
+        told = run.charge_flops(lambda costs: {"learning": 2.0, "cold_start": 1.0})
+        assert told == {"flops/learning": 7, "flops/evaluation": 9, "flops/cold_start": 1, "flops/train": 7}
+        for limit, is_spent in ((7.0, True), (7.1, False), (None, False)):
+            run.spec = a_run(max_flops=limit)
+            assert run.is_spent == is_spent
 
 
 def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):

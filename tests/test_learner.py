@@ -157,6 +157,16 @@ def test_a_non_finite_loss_makes_the_run_invalid():
         learner.update(batch, 0)
 
 
+@pytest.mark.parametrize(("name", "setting"), [("policy", "learning_rate"), ("critic", "critic_learning_rate")])
+def test_a_gradient_that_is_not_finite_names_its_network_and_the_rate_of_that(name, setting):
+    learner = learner_for(make_spec("ppo"))
+    network = getattr(learner, name)
+    next(network.parameters()).register_hook(lambda gradient: gradient / 0)
+    batch = learner.spec.algorithm.advantages(learner.annotate(make_batch()))
+    with pytest.raises(InvalidRun, match=rf"gradient norm of the {name} is (nan|inf); lower optimizer\.{setting}$"):
+        learner.update(batch, 0)
+
+
 def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_and_one_for_the_critic():
     settings = {"learning_rate": 1e-3, "critic_learning_rate": 4e-3, "max_grad_norm": 0.05, "weight_decay": 0.1,
                 "beta2": 0.95}  # fmt: skip

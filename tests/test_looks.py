@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cohort.harness.api.reporting import report
 from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
@@ -103,6 +104,29 @@ def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_
     assert (found := analysed(fake_study(factor_grid(grid), range(5), num_steps=10)).grid) is not None and found.effects
     open_one = analysed(fake_study(factor_grid(grid), range(5), states={(first, 4): None}, num_steps=10)).grid
     assert open_one is not None and not open_one.effects
+
+
+def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share() -> None:
+    record, one = fake_study(arms(0.5, 0.6, 0.7), range(5), num_steps=10), None
+    for added, share, of in (([], 1.0, lambda _: 1.0), ([3, 4], 1 / 10, statistics.any_time_share)):
+        for one in analysed(dataclasses.replace(record, added=added)).comparisons:
+            assert one.interval is not None and one.cells is not None
+            least = statistics.minimum_detectable_difference(one.interval.error, one.interval.df, 0.05 * share / 2)
+            assert one.family == 2 and one.detectable == pytest.approx(least)
+            variance = statistics.crossed_variance(one.cells)
+            needed = {d: statistics.seeds_needed(d, variance, 128, 0.05 / 2, of) for d in (0.01, 0.02, 0.05, 0.1)}
+            assert one.seeds_for == needed and len(set(needed.values())) > 1
+    assert one is not None
+    variance = statistics.CrossedVariance(float(np.var(one.values, ddof=1)), 0.0, 0.0)
+    needed = {d: statistics.seeds_needed(d, variance, 1, 0.05 / 2, statistics.any_time_share) for d in one.seeds_for}
+    assert dataclasses.replace(one, cells=None).seeds_for == needed
+    for interval in (None, statistics.Interval(0.1, 0.1, 0.1, 0.0, 4)):
+        still = dataclasses.replace(one, interval=interval)
+        assert math.isnan(still.detectable) and still.seeds_for == {}
+    assert [dataclasses.replace(one, p_adjusted=p).is_detected for p in (0.049, 0.05)] == [True, False]
+    wide = dataclasses.replace(one, differences={0: -1.0, 1: -0.5, 2: 1.0}, share=1.0)
+    assert wide.student is not None and (wide.student.low, wide.student.high) == (-1.0, 1.0)
+    assert wide.over_seeds is not None and wide.over_seeds.low < -1
 
 
 def test_an_effect_of_a_grid_pays_for_added_seeds_too() -> None:

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from mutants import FILES, KNOWN, ROOT, SHORT, TESTS, known, mutants
+from mutants import FILES, KNOWN, ROOT, SHIPPED_TESTS, SHORT, known, mutants
 
 
 def changed(source: str) -> set[str]:
@@ -31,6 +31,7 @@ def changed(source: str) -> set[str]:
         ("x = a if b else c", {"x = a", "x = c"}),
         ("x = min(a, key=b)", {"x = max(a, key=b)", "x = min(a)"}),
         ("x = a.clamp(b)", {"x = a"}),
+        ("x = np.abs(b)", set()),
         ("x = [a for a in b if a.c]", {"x = [a for a in b if True]"}),
         ("f(a)", {"pass"}),
         ("assert a < 2", set()),
@@ -45,7 +46,6 @@ def test_a_mutant_is_one_change_of_one_expression(source: str, expected: set[str
 
 
 def test_all_files_and_tests_that_mutants_go_by_exist() -> None:
-    assert all((ROOT / file).exists() for file in (*FILES, SHORT[0], *TESTS))
-    assert all((ROOT / "tests" / f"{name}.py").exists() for names in TESTS.values() for name in names)
+    assert all((ROOT / file).exists() for file in (*FILES, *SHIPPED_TESTS, SHORT[0], *SHORT[2]))
     rows = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
     assert len(known()) == len(rows) and all(key.count(" | ") >= 2 and reason for key, reason in known().items())

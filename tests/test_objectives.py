@@ -6,7 +6,7 @@ import pytest
 import torch
 from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out
 from cohort.algorithms.dapo import DAPO
-from cohort.algorithms.dppo import DPPO
+from cohort.algorithms.dppo import DPPO, _binary_kl
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
@@ -135,6 +135,7 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
 def test_settings_that_contradict_each_other_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+    assert GRPO(ratio_bound=1.2).ratio_bound == 1.2  # at the upper clip itself
 
 
 @pytest.mark.parametrize(
@@ -172,3 +173,25 @@ def test_maxrl_counts_the_steps_of_a_group_alone():
     advantages = MaxRL().advantages(batch).advantages_BT
     assert advantages is not None  # 3 at the first end, -1.5 at each later one, summed from each token on
     assert advantages.tolist() == [pytest.approx([1.5, -1.5], abs=1e-6), pytest.approx([-1.5, -1.5], abs=1e-6)]
+
+
+def test_the_scale_of_one_group_does_not_reach_another():
+    rewards = [0.3, -0.1, -0.1, -0.1, 30.0, -10.0, -10.0, -10.0]  # 0.3 / (0.3 / 4) and 30 / (30 / 4), as above
+    advantages = MaxRL().advantages(batch_of([[1]] * 8, rewards, 4)).advantages_BT
+    assert advantages is not None
+    assert advantages[:, 0].tolist() == pytest.approx([4.0, *[-4 / 3] * 3] * 2, abs=1e-5)
+
+
+def test_a_reward_that_is_alone_in_its_group_earns_nothing():
+    mask = torch.tensor([[True, False], [False, False]])  # one is counted, and none: no deviation to divide by
+    rewards = torch.tensor([[3.0, 1.0], [3.0, 1.0]])
+    for of_batch in (False, True):
+        assert torch.equal(group_standardised(rewards, 1e-4, mask, of_batch=of_batch), torch.zeros(2, 2))
+    # two rewards of a batch have a deviation: 1 / sqrt(2)
+    credit = group_standardised(rewards[:1], 1e-9, of_batch=True)
+    assert credit[0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-6)
+
+
+def test_the_divergence_of_a_token_that_has_become_certain_is_finite():
+    # 0.5 ln(0.5 / 1) + 0.5 ln((0.5 + 1e-8) / (0 + 1e-8)) = -0.346574 + 8.863761
+    assert _binary_kl(torch.tensor(0.5).log(), torch.tensor(0.0)).item() == pytest.approx(8.517187, abs=1e-4)

@@ -33,6 +33,15 @@ def test_a_value_whose_square_may_overflow_float32_is_refused(weight: float, val
         score({"large": Large(weight=weight)}, [graded_group([0, 1], [True, False])])
 
 
+def test_the_largest_value_is_paid():
+    class Largest(Reward):
+        def score(self, group):
+            return [MOST_PAID, -MOST_PAID]
+
+    (found,) = score({"largest": Largest(weight=1.0)}, [graded_group([0, 1], [True, False])])
+    assert found.totals == [1e12, -1e12]
+
+
 def run_with(reward: Reward, folder: Path, cache: Path, algorithm: str = "grpo"):
     settings = {
         "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2}, "cold_start": {"steps": 2}, "steps": 2,

@@ -102,8 +102,20 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
     # Costs add up: 3 x 8 and 2 x 8 rollouts of training, 140 of rejection sampling.
     assert result.summary["rollouts"] == 24 + 140 + 16
     assert result.summary["optimizer_steps"] == 3 + 4 + 2
-    assert result.summary["test_accuracy"] == ended[2]["summary"]["test_accuracy"]
-    assert sorted(logged(runs / "train" / "r1", "test/accuracy")) == [1, 2, 3]
+    of_stages = [stage["summary"] for stage in ended]
+    for key in ("seconds", "generated_tokens"):
+        assert result.summary[key] == pytest.approx(sum(one[key] for one in of_stages))
+    assert result.summary["peak_memory_bytes"] == max(one["peak_memory_bytes"] for one in of_stages) > 0
+    first, last = (
+        {key: one[key] for key in result.summary if "accuracy" in key} for one in (of_stages[0], of_stages[2])
+    )
+    assert {key: result.summary[key] for key in last} == {**last, "accuracy_initial": first["accuracy_initial"]}
+    assert set(last) == {"accuracy_initial", "accuracy_final", "test_accuracy"}
+    for key, metric in pipeline.METRICS.items():
+        assert logged(runs / "train" / "r1", metric) == {n: one[key] for n, one in enumerate(of_stages, start=1)}
+    told = json.loads((runs / "train" / "r1" / "pipeline.json").read_text())
+    assert told["stages"] == [stage.document() for stage in stages] and told["inputs"] == {}
+    assert stages[1].document().keys() - stages[0].document().keys() == {"rejection", "fit"}
     client = connect(runs)
     found = client.search_runs([client.get_experiment_by_name("train").experiment_id])
     (parent,) = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
@@ -111,6 +123,13 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
     assert sorted(children) == ["r1/distil", "r1/polish", "r1/reason"]
     assert {tags["mlflow.parentRunId"] for tags in children.values()} == {parent.info.run_id}
     assert {tags["cohort.state"] for tags in children.values()} == {"complete"}
+    own = {name: {k: v for k, v in tags.items() if k.startswith("cohort.stage")} for name, tags in children.items()}
+    kinds = {"reason": "train", "distil": "rejection_sampling", "polish": "train"}
+    assert own == {f"r1/{k}": {"cohort.stage": k, "cohort.stage_kind": kind} for k, kind in kinds.items()}
+    assert {tags["cohort.pipeline"] for tags in (*children.values(), parent.data.tags)} == {"r1"}
+    for key in ("rejection", "fit"):
+        (tag,) = [tags[f"cohort.{key}"] for tags in children.values() if f"cohort.{key}" in tags]
+        assert json.loads(tag) == stages[1].document()[key]
     # A run with the same cold start takes the pipeline's, and trains none.
     told: list[Any] = []
     start_policy(stages[0].spec, runs / "cache", lambda *said: told.append(said))

@@ -621,6 +621,7 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
+    assert analysis.gaps[1].reason == "the search gave this arm up early"  # of the seed that never began
     assert answer(analysis).endswith("1 pruned arm is left out.")
     assert not answer(analysis).startswith("Preliminary")
     page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
@@ -639,6 +640,24 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     few = analysed(dataclasses.replace(record, search={**(one or {}), "importances": unknown}))
     assert outcome.importances(few) == []
     assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(few)
+
+
+def test_every_trial_without_a_result_has_a_state_and_a_reason() -> None:
+    states: dict[tuple[str, int], Any] = {("a", 1): None, ("b", 0): "running", ("b", 1): "invalid", ("c", 1): "failed"}
+    record = fake_study([FakeArm(name, "grpo", 0.5, {}, {}) for name in "abc"], [0, 1], states=states, num_steps=10)
+    reasons = {("b", 1): "the loss is nan", ("c", 1): None}
+    record = with_trials(record, lambda trial: {"reason": reasons.get((trial.arm, trial.seed))})
+    record = with_trials(
+        record, lambda trial: {"summary": {}, "history": {}} if (trial.arm, trial.seed) == ("a", 0) else {}
+    )
+    record = dataclasses.replace(record, stopped=["b"])
+    assert {(gap.arm, gap.seed): (gap.state, gap.reason) for gap in analysed(record).gaps} == {
+        ("a", 0): ("no value", "complete, but without a finite outcome"),
+        ("a", 1): ("not started", "no trial yet"),
+        ("b", 0): ("stopped", "the arm was stopped on request"),
+        ("b", 1): ("invalid", "the loss is nan"),
+        ("c", 1): ("failed", "no reason recorded"),
+    }
 
 
 def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from cohort.harness.rewards.reward_model import RewardModel
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
+from safetensors.torch import load_file
 
 
 def line(prompt, completion, reward, step=1, **more):
@@ -80,6 +81,8 @@ def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     assert not list(tmp_path.glob(".partial*"))
     reward = RewardModel(path=str(tmp_path / "rm"))
     reward.check()
+    numbers = load_file(tmp_path / "rm" / "model.safetensors").values()
+    assert reward.model_bytes() == 4 * sum(value.numel() for value in numbers)  # float32
     right, wrong = reward.score(graded_group([0, 1], prompt="77+1=", completions=("y", "n")))
     assert right > wrong
 

@@ -101,6 +101,7 @@ def test_repetition_counts_ngrams_that_occurred_before():
         ("y - 3 + 4 = 10", []),
         ("2y+3+4=7", []),
         ("5. 3 + 4 = 7", [(12, True)]),
+        ("2 * . 3 + 4 = 7", [(15, True)]),
         ("- 3 + 4 = 7", [(11, False)]),
         ("9**9**9=1", []),
         ("6 \u00d7 7 = 42, 8\u00f72=4", [(10, True), (17, True)]),

@@ -5,12 +5,13 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports import scaling
+from cohort.reports import scaling, statistics
 from cohort.reports.render import analysed, write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study, with_trials
@@ -167,3 +168,39 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
     expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
     assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
     assert 1e-4 < expected < 0.5
+
+
+def test_the_ceiling_of_a_fraction_is_at_most_one():
+    found = fit_curve("a", range(5), *draw(Design(ceiling=0.99, spread=0.03), np.random.default_rng(0)))
+    assert isinstance(found, Scaling) and found.ceiling.high == 1 > found.ceiling.estimate > found.ceiling.low > 0.8
+
+
+def test_eight_evaluations_without_noise_are_enough():
+    costs = np.stack([np.linspace(0, end, 8) for end in (0.9, 1.1)])
+    scores = curve(np.array([0.7, 0.3, math.log(0.2), math.log(1.5)]), costs)
+    assert isinstance(fit_curve("a", (0, 1), costs, scores), Scaling)
+    assert "7 evaluations" in str(fit_curve("a", (0, 1), costs[:, :7], scores[:, :7]))
+
+
+def test_points_are_the_evaluations_that_all_seeds_share_at_what_was_spent_by_then():
+    nan, metric = math.nan, "validation/accuracy"
+    one = {metric: [(0, 0.1), (10, 0.2), (15, 0.3), (20, nan), (30, 0.4)]}
+    two = {metric: [(0, 0.2), (10, 0.3), (15, 0.4), (20, 0.4), (30, 0.5)]}
+    one[scaling.COST] = [(5, 50.0), (10, 200.0), (30, 600.0)]
+    two[scaling.COST] = [(10, 150.0), (20, 300.0), (30, 450.0)]
+    histories: list[Any] = [one, two]
+    costs, scores = scaling._points([SimpleNamespace(history=one) for one in histories], metric)
+    assert costs.tolist() == [[0, 200, 200, 600], [0, 150, 150, 450]]
+    assert scores.tolist() == [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.5]]
+
+
+def test_a_midpoint_without_an_upper_limit_is_finite():
+    found = scaling._exponential(statistics.Interval(0.0, -1.0, 5000.0))
+    assert (found.estimate, found.low, found.high) == pytest.approx((1.0, math.exp(-1), math.exp(700)))
+
+
+def test_the_gradients_are_those_of_the_curve():
+    parameters, costs, step = np.array([0.8, 0.3, math.log(0.2), math.log(1.5)]), np.array([0.0, 0.1, 0.3, 1.0]), 1e-6
+    for i, column in enumerate(np.eye(4) * step):
+        slope = (curve(parameters + column, costs) - curve(parameters - column, costs)) / (2 * step)
+        assert scaling._gradients(parameters, costs)[:, i] == pytest.approx(slope, abs=1e-8)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas
 import pytest
 from cohort.reports import statistics as ours
-from cohort.reports.anova import anova
+from cohort.reports.anova import Effect, anova
 from fake_study import random_scores, random_scores_truth
 from scipy import stats
 from statsmodels.stats.anova import AnovaRM
@@ -69,6 +69,7 @@ def test_a_negative_variance_component_counts_as_zero() -> None:
     ("families", "expected"),
     [
         ("abcd", [[0], [1], [2], [3]]),
+        ("aabb", [[0, 1], [2, 3]]),  # half is not more than half
         ("aabbcc", [[0, 1], [2, 3], [4, 5]]),
         ("abcbca", [[0, 5], [1, 3], [2, 4]]),
         ("aaabbcd", [[0, 1, 2], [3, 4, 5], [6]]),  # b and c fill a block of 3, and d is left
@@ -218,6 +219,32 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textb
     assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
 
 
+def test_seeds_are_counted_from_two_to_two_hundred() -> None:
+    most = TTestPower().solve_power(nobs=200, alpha=0.05, power=0.8)
+    unit = ours.CrossedVariance(1.0, 0.0, 0.0)
+    assert [ours.seeds_needed(d, unit, 1) for d in (100.0, 1.0001 * most, 0.9999 * most)] == [2, 200, None]
+    assert ours.seeds_needed(0.1, ours.CrossedVariance(0.0, 0.0, 0.0), 1) == 2
+
+
+def test_a_permutation_test_counts_the_divisions_that_are_as_high() -> None:
+    rng = np.random.default_rng(0)
+    # of the 6 ways to take 2 of 1, 2, 3, 4 only 3 + 4 is as high; of equal values every way is
+    for limit in (6, 7, 9999):
+        assert ours.permutation_test([3, 4], [1, 2], rng, resamples=limit) == close(1 / 6)
+    assert ours.permutation_test([0.5, 0.5], [0.5], rng) == ours.permutation_test([0.0], [0.0], rng) == 1.0
+    assert math.isnan(ours.permutation_test([], [1.0], rng)) and math.isnan(ours.permutation_test([1.0], [], rng))
+    # random ones: the one that was seen counts too, so never 0
+    high, low = list(range(20, 40)), list(range(20))
+    assert ours.permutation_test(high, low, rng, resamples=99) == close(1 / 100)
+    assert ours.permutation_test(low, high, rng, resamples=99) == 1.0
+    values = ([3.0, 1.0, 4.0, 1.5, 9.0, 2.6], [5.0, 3.5, 8.9, 7.9, 3.2, 3.8])
+    theirs = stats.permutation_test(
+        values, lambda x, y: x.mean() - y.mean(), alternative="greater", n_resamples=np.inf
+    )  # fmt: skip
+    assert ours.permutation_test(*values, rng) == close(theirs.pvalue)
+    assert ours.permutation_test(*values, rng, resamples=900) == pytest.approx(theirs.pvalue, abs=0.04)
+
+
 def test_anova_agrees_with_statsmodels() -> None:
     scores = np.random.default_rng(1).normal(size=(2, 3, 4))
     a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
@@ -230,6 +257,11 @@ def test_anova_agrees_with_statsmodels() -> None:
         # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
         gain = effect.df * (effect.f - 1)
         assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
+
+
+def test_an_effect_at_five_percent_is_not_detected() -> None:
+    found = [Effect(("beta",), 1, 4.0, p, 0.1, p) for p in (0.049, 0.05, math.nan)]
+    assert [one.is_detected for one in found] == [True, False, False]
 
 
 def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
@@ -280,6 +312,11 @@ def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom(
     assert ours.with_variance(narrow, 0.0, 8) == narrow
     # error 3.0017 with 9.01^2 / (3^4 / 2) = 2.0044 degrees of freedom would be narrower
     assert ours.with_variance(narrow, 0.01, 1000) == narrow
+
+
+def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
+    assert all(set(by_seeds) == {3, 5, 10} for by_seeds in ours.SIMULATED_COVERAGE.values())
+    assert all(70 < percent < 98 for by_seeds in ours.SIMULATED_COVERAGE.values() for percent in by_seeds.values())
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,10 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
     assert all(value == 1 for _, value in log.history("policy/ratio_max"))
     assert bool(log.history("critic/explained_variance")) == (algorithm == "ppo")
-    assert result.summary["peak_memory_bytes"] > 1e7
+    assert result.summary["peak_memory_bytes"] == log.history("memory/peak_bytes")[-1][1] > 1e7
+    total, own = ([0.0, *(v for _, v in log.history(f"seconds/{kind}"))] for kind in ("total", "step"))
+    assert all(total[i] - total[i - 1] >= 0.99 * own[i] > 0 for i in range(1, 6))
+    assert result.summary["seconds"] > total[5]  # the test came after
 
 
 def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cache, undisturbed):

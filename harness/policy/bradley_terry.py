@@ -175,7 +175,7 @@ def train_reward_model(
             order = generator("reward model order", seed, epoch).permutation(len(train))
             for start in range(0, len(train), prompts_per_batch):
                 batch = [train[i] for i in order[start : start + prompts_per_batch]]
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad()
                 sizes = [len(item.ranks) for item in batch]
                 parts = scorer([row for item in batch for row in item.rows()]).split(sizes)
                 loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(parts, batch, strict=True)]).mean()

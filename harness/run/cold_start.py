@@ -91,7 +91,7 @@ def fit_demonstrations(
         rows = [([*codec.encode(d.prompt)], codec.encode_completion(d.completion)) for d in batch]
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
         num_tokens = sum(len(completion) for _, completion in rows)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss = 0.0
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # short rows are not padded to the longest
             if not half:

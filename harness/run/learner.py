@@ -8,7 +8,7 @@ depend on the split.
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,7 @@ class Learner:
             old = batch.sampler_logprobs_BT if self.sampler_is_exact else self.logprobs(self.policy, batch)
             batch = batch.replace(old_logprobs_BT=old)
         if self.spec.algorithm.needs_reference:
-            with adapter_off(self.policy) if self.reference is None else nullcontext():
+            with adapter_off(self.policy):  # whose base is the reference, unless there is another
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.critic is not None:
@@ -233,7 +233,7 @@ class Learner:
         sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
         ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
@@ -248,11 +248,11 @@ class Learner:
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
-            logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
-            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            logprobs = output.logprobs_BT.detach()
+            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
             if first:
                 sampler = micro.sampler_logprobs_BT
-                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
+                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
                 assert micro.loss_weight_BT is not None
                 metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
             for name, value in metrics.items():
@@ -455,10 +455,10 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
 
 
-def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+def _ratio_max(logprobs: Tensor, other: Tensor | None) -> Tensor:
     """The largest ratio of two probabilities of a token, at least 1."""
     assert other is not None
-    return torch.exp(((logprobs - other).abs() * mask).max())
+    return torch.exp((logprobs - other).abs().max())
 
 
 def weight_sample(policy: nn.Module) -> list[Tensor]:

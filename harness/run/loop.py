@@ -95,7 +95,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         every = spec.checkpoints.rollouts_every
         if every and (step - 1) % every == 0 and ranks.rank() == 0:
             file = run.directory / (name := f"rollouts/step-{step:06d}.jsonl")  # one rollout per line
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(exist_ok=True)
             write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows()))
             sync(file.parent)  # on disk before the event with its hash
             run.log.kept(step, name, sha256(file))

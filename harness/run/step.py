@@ -130,8 +130,6 @@ class Drawn:
 
     def trained_on(self, count: int) -> "Drawn":
         """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed."""
-        if len(self.groups) == count:
-            return self
         index = sorted(sorted(range(len(self.groups)), key=lambda p: len(set(self.totals[p])) == 1)[:count])
 
         def at(parts: Sequence[T]) -> list[T]:
@@ -170,7 +168,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
     with mixed_precision(resolve_device(spec.device), spec.autocast), weights:
         groups = [sampled(spec.algorithm.group_size, sampling)]
         if spec.algorithm.needs_greedy:
-            groups.append(sampled(1, sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0})))
+            groups.append(sampled(1, sampling.model_copy(update={"temperature": 0.0})))
     return groups
 
 
