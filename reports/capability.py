@@ -179,7 +179,7 @@ def curves_of_counts(counts: Sequence[int], num_samples: int) -> dict[str, dict[
 
 def table_sizes(num_samples: int) -> list[int]:
     """The k of a table: powers of 4, and the number of samples itself."""
-    return [*(4**j for j in range(num_samples) if 4**j < num_samples), num_samples]
+    return [*(4**j for j in range(num_samples.bit_length()) if 4**j < num_samples), num_samples]
 
 
 def _capability(
