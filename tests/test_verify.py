@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.hub import model_card
 from cohort.harness.api.verification import Findings, Place, verify_study
@@ -463,19 +464,24 @@ def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not
 ) -> None:
     capsule = tmp_path / "sizes.zip"
     export_capsule(made / "studies" / "sizes", capsule)
-    found = SCRIPT["findings"](capsule)
+    said = a_study().model_dump(mode="json")
+    file, changed = tmp_path / "sizes.yaml", tmp_path / "changed.yaml"
+    file.write_text("# Words of the study.\n" + yaml.safe_dump(said))
+    changed.write_text(yaml.safe_dump({**said, "seeds": [1]}))
+    found = SCRIPT["findings"](capsule, file)
     (claim,) = found["claims"]
     assert (found["study"], found["trials"], found["capsule"]) == ("sizes", "2 of 2", sha256(capsule))
     assert (claim["verdict"], claim["p"], claim["otherwise"]) == ("not tested", None, [])  # a single seed
     rollouts, tokens = 2 * 2 * 8, 14  # of two arms, two steps each; a completion has at most 14 tokens
     assert rollouts <= found["tokens"] <= rollouts * tokens
-    (tmp_path / "sizes.yaml").write_text("# Words of the study.\nname: sizes\n")
-    study = a_study()
-    text = SCRIPT["page"]({tmp_path / "sizes.yaml": study}, {"sizes": found})
+    text = SCRIPT["page"]({file: a_study()}, {"sizes": found})
     assert "| Larger groups help. | a paper | [sizes](#sizes) | not tested |" in text
     assert "Words of the study." in text and found["capsule"] in text and "2 of 2 trials" in text
-    changed = make_study(**{**study.model_dump(exclude_defaults=True), "seeds": [1]})
-    assert "[sizes](#sizes) | not run |" in SCRIPT["page"]({tmp_path / "sizes.yaml": changed}, {"sizes": found})
+    assert "[sizes](#sizes) | not run |" in SCRIPT["page"]({changed: a_study()}, {"sizes": found})
+    with pytest.raises(ValueError, match="must have the settings of"):
+        SCRIPT["findings"](capsule, changed)
+    holds = SCRIPT["_holds"]  # a setting that came later is none of the record
+    assert holds({"a": {"b": 1, "later": 2}}, {"a": {"b": 1}}) and not holds({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}})
     with zipfile.ZipFile(capsule) as whole, zipfile.ZipFile(tmp_path / "altered.zip", "w") as altered:
         for name in whole.namelist():
             content = whole.read(name)
@@ -483,4 +489,4 @@ def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not
                 name, content.replace(b"complete", b"compleat") if name.endswith("result.json") else content
             )
     with pytest.raises(ValueError, match="must be verified to be shown"):
-        SCRIPT["findings"](tmp_path / "altered.zip")
+        SCRIPT["findings"](tmp_path / "altered.zip", file)

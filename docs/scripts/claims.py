@@ -4,7 +4,7 @@
 
 Each finished study of the runs folder leaves a capsule in RUNS/capsules and, once it is verified, its findings in
 studies/claims/NAME.json, with the capsule's SHA-256. The page is made from these files and the study files alone. A
-study that was changed since counts as not run.
+study whose file was changed since counts as not run; a setting that Cohort got since is off and changes nothing.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from cohort.harness.api import export_capsule, verify
 from cohort.harness.api.capsule import unpacked
 from cohort.harness.ground.files import sha256
@@ -44,13 +45,17 @@ capsule is the whole record of a study, about 2 MB, and not in the repository: t
 """
 
 
-def findings(capsule: Path) -> dict[str, Any]:
-    """What the page says of a study, from its capsule alone. ValueError for one that is not verified."""
+def findings(capsule: Path, file: Path) -> dict[str, Any]:
+    """What the page says of the study of a file, from its capsule. ValueError for one that is not verified, or that ran
+    with other settings."""
     _, found = verify(capsule)
     if not found.is_verified:
         raise ValueError(f"'{capsule}' must be verified to be shown, got {(*found.mismatches, *found.lacks)[0]}")
     with unpacked(capsule) as folder:
         record = read_folder(folder)
+    now = load_study(str(file)).model_dump(mode="json")
+    if not _holds({key: now[key] for key in DEFINES}, {key: record.spec[key] for key in DEFINES}):
+        raise ValueError(f"'{capsule}' must have the settings of {file.name} to be shown; run the study again")
     trials = [trial for trial in record.trials if trial.state == "complete"]
 
     def spent(name: str) -> float:
@@ -65,7 +70,7 @@ def findings(capsule: Path) -> dict[str, Any]:
         for place, one in enumerate(check_claims(analysed(record)))
     ]  # fmt: skip
     return {
-        "study": record.name, "settings": settings_digest(record.spec), "command": record.command, "claims": claims,
+        "study": record.name, "settings": settings_digest(file), "command": record.command, "claims": claims,
         "capsule": sha256(capsule), "trials": f"{len(trials)} of {record.expected}", "versions": dict(record.versions),
         "seconds": spent("seconds"), "tokens": spent("generated_tokens"), "operations": spent("flops_train"),
     }  # fmt: skip
@@ -100,8 +105,17 @@ def _more(trial: TrialRecord, metric: str) -> dict[str, Any]:
     return {f"all/{metric}": series, f"best/{metric}": best}
 
 
-def settings_digest(spec: Mapping[str, Any]) -> str:
-    return digest({key: spec[key] for key in DEFINES})
+def settings_digest(file: Path) -> str:
+    """Of what a study file says itself."""
+    said = yaml.safe_load(file.read_text("utf-8"))
+    return digest({key: said.get(key) for key in DEFINES})
+
+
+def _holds(now: Any, then: Any) -> bool:
+    """Whether all settings of then are what they are now; now may have more of them."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        return all(key in now and _holds(now[key], value) for key, value in then.items())
+    return now == then
 
 
 def page(studies: Mapping[Path, StudySpec], known: Mapping[str, Mapping[str, Any]]) -> str:
@@ -109,7 +123,7 @@ def page(studies: Mapping[Path, StudySpec], known: Mapping[str, Mapping[str, Any
     rows, sections = [], []
     for file, study in studies.items():
         found = known.get(study.name)
-        if found is not None and found["settings"] != settings_digest(study.model_dump(mode="json")):
+        if found is not None and found["settings"] != settings_digest(file):
             found = None
         verdicts = ["not run"] * len(study.claim) if found is None else [one["verdict"] for one in found["claims"]]
         rows += [
@@ -160,8 +174,9 @@ def findings_here() -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text("utf-8")) for file in sorted(FINDINGS.glob("*.json"))}
 
 
-def keep_findings(runs: Path, name: str) -> bool:
-    """Whether a study of the runs folder is complete; if so, its capsule and its findings are written."""
+def keep_findings(runs: Path, file: Path) -> bool:
+    """Whether the study of a file is complete in the runs folder; if so, its capsule and its findings are written."""
+    name = file.stem
     status = runs / "studies" / name / "status.json"
     if not status.is_file() or json.loads(status.read_text("utf-8"))["state"] != "complete":
         return False
@@ -170,13 +185,13 @@ def keep_findings(runs: Path, name: str) -> bool:
     capsule.unlink(missing_ok=True)
     export_capsule(status.parent, capsule)
     FINDINGS.mkdir(exist_ok=True)
-    (FINDINGS / f"{name}.json").write_text(json.dumps(findings(capsule), indent=1) + "\n", "utf-8")
+    (FINDINGS / f"{name}.json").write_text(json.dumps(findings(capsule, file), indent=1) + "\n", "utf-8")
     return True
 
 
 if __name__ == "__main__":
     studies = claiming()
-    for study in studies.values() if len(sys.argv) > 1 else []:
-        is_kept = keep_findings(Path(sys.argv[1]), study.name)
-        print(f"{study.name}: {'verified, its findings are kept' if is_kept else 'not complete in this runs folder'}")
+    for file in studies if len(sys.argv) > 1 else []:
+        is_kept = keep_findings(Path(sys.argv[1]), file)
+        print(f"{file.stem}: {'verified, its findings are kept' if is_kept else 'not complete in this runs folder'}")
     PAGE.write_text(page(studies, findings_here()), "utf-8")
