@@ -17,7 +17,7 @@ from ..prose import wording
 from ..scaling import Scalings, curve
 from ..statistics import Floats, Interval
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
+from .style import Draw, Drawing, End, axis_label, chart, color_of, drawn, scale_of
 
 _COSTS = (  # name of a figure, its metric, label on the x axis
     ("steps", None, "training steps"),
@@ -139,7 +139,7 @@ def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
         return ends
 
     title = f"{wording.capitalised(wording.spoken(analysis.record.metric))} against generated tokens: fitted curves"
-    return [drawn("scaling", cut(title, 120), _SCALING_CAPTION, chart(plot, "generated tokens", "%"), style.WIDE, 2.9)]
+    return [drawn("scaling", title, _SCALING_CAPTION, chart(plot, "generated tokens", "%"), style.WIDE, 2.9)]
 
 
 def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> tuple[Floats, Floats] | None:

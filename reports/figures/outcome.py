@@ -20,7 +20,7 @@ from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
+from .style import Draw, Drawing, End, axis_label, chart, color_of, drawn, scale_of, wrapped
 
 _MOST_COLUMNS, _MOST_LEVELS = 8, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
@@ -37,7 +37,7 @@ def estimates(analysis: Analysis) -> list[Drawing]:
         x_label = axis_label(outcome.name, outcome.label)
         drawings.append(_estimates("final", title, f"Large mark: mean over seeds; {marks}", analysis, shown, x_label))
     if apart:
-        to = f"to {cut(apart[0].baseline.label, 70)}" if apart[0].is_alone else "of arms"
+        to = f"to {apart[0].baseline.label}" if apart[0].is_alone else "of arms"
         title = f"Difference {to}, seed by seed"
         caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
         shown, x_label = {one.name: (one.estimate, one) for one in apart}, "difference"
@@ -146,7 +146,7 @@ def importances(analysis: Analysis) -> list[Drawing]:
             style.text_beside(axes, row, f"{share:.0f}")
         axes.set_xlabel("% of importance")
 
-    title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
+    title = f"What {wording.spoken(next(iter(search['objectives'])))} depends on"
     caption = f"Importance by {found['method']}, over the arms that the search finished."
     return [style.row_chart("importance_0", title, caption, names, plot)]
 
@@ -162,11 +162,11 @@ def slices(analysis: Analysis) -> list[Drawing]:
             continue
         shared = [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)]
         values = [scale_of(metric) * arm["values"][metric] for arm in arms]
-        of = f" of {cut(name, 40)}" if name else ""
+        of = f" of {name}" if name else ""
         for place, path in enumerate(sorted(shared, key=lambda path: -importance.get(path, 0.0))):
             title = f"{wording.capitalised(wording.spoken(metric))} against {short_path(path)}{of}"
             plot = partial(_slice, [arm["parameters"][path] for arm in arms], values)
-            draw = chart(plot, cut(path, 50), axis_label(metric))
+            draw = chart(plot, path, axis_label(metric))
             drawings.append(drawn(f"slice_{number}_{place}", title, caption, draw, style.NARROW, 2.6))
     return drawings
 
@@ -251,7 +251,7 @@ def _heat_map(
     """A cell per arm; colour follows the mean only if an effect `is_detected`, because noise gets no colour."""
     metric, means = analysis.outcome.name, [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
-    axes = figure.add_axes((0.17, 0.15, 0.8, 0.69))
+    axes = figure.add_subplot()
     for (row, column), label in np.ndenumerate(labels):
         arm = analysis.arm(str(label))
         position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
@@ -259,9 +259,9 @@ def _heat_map(
         limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
         _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
     axes.set_ylim(labels.shape[0] - 0.5, -0.5)
-    axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
+    axes.set_yticks(range(labels.shape[0]), ["\n".join(wrapped(str(level), 12)) for level in levels[0]])
     axes.set_ylabel(short_path(factors[0]))
-    _columns(axes, [cut(str(level), 12) for level in levels[1]], short_path(factors[1]))
+    _columns(axes, levels[1], short_path(factors[1]))
 
 
 def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: str) -> None:
@@ -271,7 +271,7 @@ def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: 
     for (row, column), mean in np.ndenumerate(means):
         position = (mean - low) / (high - low) if high > low or math.isnan(mean) else 0.1
         _cell(axes, row, column, position, "-" if math.isnan(mean) else wording.number(mean, "test/accuracy"))
-    _columns(axes, [cut(label, 60 // len(across)) for label in across], name)
+    _columns(axes, across, name)
 
 
 def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits: str = "") -> None:
@@ -286,13 +286,19 @@ def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits
         axes.text(column, row + 0.2, limits, size=7, **centred)
 
 
-def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
+def _columns(axes: Axes, names: Sequence[Any], label: str) -> None:
     """Names and label below the columns of a map, without a frame."""
     axes.set_xlim(-0.5, len(names) - 0.5)
-    axes.set_xticks(range(len(names)), names)
+    _name_places(axes, names)
     axes.set_xlabel(label)
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
+
+
+def _name_places(axes: Axes, names: Sequence[Any]) -> None:
+    """Whole names below 0, 1, 2, ..., in lines that leave each other room."""
+    width = max(4, 44 // len(names))
+    axes.set_xticks(range(len(names)), ["\n".join(wrapped(str(name), width)) for name in names])
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
@@ -311,10 +317,10 @@ def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], line
                         axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
-                ends.append((points[-1][1], cut(str(level), 14), color))
+                ends.append((points[-1][1], str(level), color))
         axes.set_xlim(-0.3, len(positions) - 0.7)
-        axes.set_xticks(range(len(positions)), [cut(str(position), 12) for position in positions])
-        axes.text(1.02, 1.05, cut(short_path(lines), 16), transform=axes.transAxes, color=style.MUTED, size=7.5)
+        _name_places(axes, positions)
+        axes.text(1.02, 1.05, short_path(lines), transform=axes.transAxes, color=style.MUTED, size=7.5)
         return ends
 
     return chart(plot, short_path(across), axis_label(metric))
@@ -340,7 +346,6 @@ def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list
             mean = fmean(value for value, at in zip(values, places, strict=True) if at == place)
             axes.plot([place - 0.3, place + 0.3], [mean, mean], color=style.INK, lw=1.2, zorder=1)
         axes.set_xlim(-0.5, len(names) - 0.5)
-        axes.set_xticks(range(len(names)), [cut(wording.short(level), 48 // len(names)) for level in levels])
-    axes.set_position((0.11, 0.19, 0.84, 0.62))  # no line has a name at its end
+        _name_places(axes, [wording.short(level) for level in levels])
     axes.scatter(places, values, s=20, color=style.PALETTE[0], alpha=0.6, linewidths=0, zorder=2)
     return []

@@ -62,7 +62,6 @@ _STYLE: dict[str, Any] = {
 # A user's own matplotlibrc must not change a report, nor a report the backend that a notebook draws with.
 _FRESH_STYLE: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"} | _STYLE
 
-PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
 STEPS = [1, 2, 2.5, 5, 10]
 
 Draw = Callable[[Figure], None]
@@ -80,17 +79,33 @@ class Drawing:
     figure: Figure
 
 
+class Picture(Figure):
+    """A figure that a notebook shows as it stands in the report, whatever the notebook's own settings."""
+
+    def _repr_png_(self) -> bytes:
+        with matplotlib.rc_context(_FRESH_STYLE):
+            return _saved(self, "png")
+
+
 def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height: float) -> Drawing:
-    """The figure that `draw` fills, below its title; width and height in inches."""
+    """The figure that `draw` fills, below its title; width and height in inches, the height that of a short title.
+
+    The layout makes room for every text: none is cut, however long the label of an arm is.
+    """
     with matplotlib.rc_context(_FRESH_STYLE):
-        lines = textwrap.wrap(title, int(13.2 * width)) or [title]
-        figure = Figure(figsize=(width, height))
+        figure = Picture(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
+        head = figure.suptitle("", x=0, ha="left", weight="bold", size=9.5, linespacing=1.15)
+        for letters in range(int(13.2 * width), 1, -1):
+            head.set_text("\n".join(wrapped(title, letters)))
+            if head.get_window_extent().x1 <= figure.bbox.width:
+                break
+        figure.set_figheight(height + 0.16 * head.get_text().count("\n"))
         draw(figure)
-        for axes in figure.axes:
-            box = axes.get_position()
-            axes.set_position((box.x0, box.y0, box.width, box.height - 0.16 * (len(lines) - 1) / height))
-        figure.text(0, 1 - 0.06 / height, "\n".join(lines), va="top", weight="bold", size=9.5, linespacing=1.15)
+        layout = figure.get_layout_engine()
+        assert layout is not None
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # as it is now: once is enough for all formats
         svg = _saved(figure, "svg").decode("utf-8")
     svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg[svg.index("<svg") :].strip())  # unique on a page
     svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
@@ -132,17 +147,16 @@ def end_label(analysis: Analysis, label: str) -> str:
 
 
 def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None]) -> Drawing:
-    """A figure that `plot` fills, with a row per label, the first on top, and room for a number at the right.
+    """A figure that `plot` fills, with a row per label, the first on top.
 
     The label with most lines sets the height of a row; many rows are dense.
     """
-    lines = [wrapped(label, 25, 3) for label in labels]
+    lines = [wrapped(label, 25) for label in labels]
     least = 2 if len(labels) <= 12 else 1
     height = 1.05 + (0.12 + 0.15 * max(*map(len, lines), least)) * max(len(labels), 2)
 
     def draw(figure: Figure) -> None:
-        left = 0.05 + min(0.0175 * max(len(line) for each in lines for line in each), 0.34)
-        axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
+        axes = figure.add_subplot()
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_yticks(range(len(labels)), ["\n".join(each) for each in lines])
         axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
@@ -160,7 +174,7 @@ def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Dra
     """
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_axes(PLOT)
+        axes = figure.add_subplot()
         ends = plot(axes)
         axes.grid(axis="y")
         if axes.dataLim.y0 == axes.dataLim.y1 == 0:
@@ -194,16 +208,12 @@ def axis_label(metric: str, label: str = "") -> str:
     return f"{label}, %" if label else "%"
 
 
-def cut(text: str, length: int) -> str:
-    """The text, or its beginning with `...`, in at most `length` characters."""
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def wrapped(label: str, width: int, most: int) -> list[str]:
-    """A label in at most `most` lines, broken at spaces, and after `_` in a word wider than a line."""
-    words = [word.replace("_", "_ ") if len(word) > width else word for word in label.split()]
-    lines = textwrap.wrap(" ".join(words), width, max_lines=most, placeholder="...")
-    return [line.replace("_ ", "_") for line in lines] or [label]
+def wrapped(label: str, width: int) -> list[str]:
+    """A label in lines, all of it: broken at spaces, in a word wider than a line after a mark such as `_`, else
+    anywhere."""
+    words = [re.sub(r"(?<=[_.=/])(?=[A-Za-z])", "\v", word) if len(word) > width else word for word in label.split()]
+    lines = textwrap.wrap(" ".join(words), width, expand_tabs=False, replace_whitespace=False)
+    return [line.replace("\v", "") for line in lines] or [label]
 
 
 def _saved(figure: Figure, suffix: str) -> bytes:
@@ -234,13 +244,18 @@ def roles(analysis: Analysis) -> dict[str, str]:
 
 
 def _label_ends(axes: Axes, ends: Sequence[End]) -> None:
-    """Names beside the right end of their lines, pushed apart so that none covers another."""
+    """Names beside the right end of their lines, pushed apart so that none covers another; a figure with too little
+    room for their lines becomes higher."""
+    figure, size = axes.get_figure(root=True), 7.5
+    assert figure is not None
+    named = [(value, wrapped(name, int(3.8 * figure.get_figwidth())), color) for value, name, color in sorted(ends)]
+    step, around = 1.33 * size / 72, 0.62 + 0.16 * figure.get_suptitle().count("\n")  # inches of a line; of no axes
+    figure.set_figheight(max(figure.get_figheight(), around + step * sum(len(lines) for _, lines, _ in named)))
     low, high = axes.get_ylim()
-    unit = 10 / (axes.get_window_extent().height * 72 / axes.figure.dpi) * (high - low)
+    unit = step / (figure.get_figheight() - around) * (high - low)
     placed = []
     bottom = -math.inf
-    for value, name, color in sorted(ends):
-        lines = wrapped(name, int(3.2 * axes.figure.bbox.width / axes.figure.dpi), 4)
+    for value, lines, color in named:
         half = 0.5 * unit * len(lines)
         center = max(value, bottom + half)
         bottom = center + half
@@ -251,5 +266,5 @@ def _label_ends(axes: Axes, ends: Sequence[End]) -> None:
         item[0] = min(item[0], ceiling - item[1]) if ceiling < math.inf else item[0] - overflow
         ceiling = item[0] - item[1]
     for center, _, text, color in placed:
-        shown = {"color": color, "va": "center", "size": 7.5, "weight": "bold", "linespacing": 1.05}
+        shown = {"color": color, "va": "center", "size": size, "weight": "bold", "linespacing": 1.05}
         axes.text(1.02, center, text, transform=axes.get_yaxis_transform(), **shown)
