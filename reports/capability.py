@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..harness.ground.words import quoted
 from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
@@ -120,7 +121,7 @@ def capabilities(analysis: Analysis) -> Capabilities | None:
     same: dict[tuple, list[Capability]] = {}  # arms that start from one policy with equal noise give one curve
     for one in starts:
         same.setdefault((one.seeds, one.num_samples, one.counts_SN.tobytes()), []).append(one)
-    before = [replace(ones[0], label=", ".join(one.label for one in ones)) for ones in same.values()]
+    before = [replace(ones[0], label=quoted([one.label for one in ones])) for ones in same.values()]
     return Capabilities(after, before, crossings)
 
 

@@ -157,7 +157,7 @@ def _name(claim: Mapping[str, Any], weights: Weights) -> str:
     for sign in (1, -1):
         side = {arm: sign * weight for arm, weight in weights.items() if sign * weight > 0}
         if len(set(side.values())) == 1 and abs(sum(side.values()) - 1) < 1e-9:
-            sides.append(f"{'mean of ' if len(side) > 1 else ''}{wording.listed(list(side), len(side))}")
+            sides.append(f"mean of {wording.quoted(list(side), len(side))}" if len(side) > 1 else next(iter(side)))
         else:
             sides.append(" + ".join(arm if weight == 1 else f"{weight:g} x {arm}" for arm, weight in side.items()))
     return f" {'over' if claim['ratio'] else '-'} ".join(filter(None, sides))

@@ -104,8 +104,8 @@ def _tuning(records: Sequence[StudyRecord]) -> dict[str, Any] | None:
     found = {
         _label(record, arm): {
             **search,
-            "best": f"{record.name} {search['best']}",
-            "arms": [{**one, "label": f"{record.name} {one['label']}"} for one in search["arms"]],
+            "best": _label(record, search["best"]),
+            "arms": [{**one, "label": _label(record, one["label"])} for one in search["arms"]],
         }
         for record in records
         for arm, search in (record.search or {}).get("tuning", {}).items()

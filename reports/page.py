@@ -236,7 +236,7 @@ def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | No
     reasons: dict[str, list[str]] = {}
     for arm, reason in scaled.refused.items():
         reasons.setdefault(reason, []).append(arm)
-    refused = [(", ".join(arms), reason) for reason, arms in reasons.items()]
+    refused = [(wording.quoted(arms, len(arms)), reason) for reason, arms in reasons.items()]
     return {"rows": rows, "refused": refused, "has_shifts": bool(shifts)}
 
 
@@ -305,7 +305,7 @@ def sampled_rollouts(analysis: Analysis) -> dict[str, Any]:
     return {
         "groups": groups,
         "omitted_arms": len(sources) - len(chosen),
-        "seeds": ", ".join(f"{label}: seed {sources[label].seed}" for label in chosen),
+        "seeds": ", ".join(f"'{label}': seed {sources[label].seed}" for label in chosen),
     }
 
 

@@ -28,6 +28,7 @@ from pydantic.types import FailFast
 from ...reports.prose import wording
 from ..ground.files import publish_folder, read_json, write_json, write_text
 from ..ground.inputs import digest, digested
+from ..ground.words import quoted
 from ..record.events import EVENTS, event_line, summed
 from ..record.provenance import versions
 from ..record.run import INFO, RESULT, RunInfo
@@ -94,12 +95,12 @@ def import_scores(
     arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
     baseline = baseline or arms[0]
     if baseline not in arms:
-        raise SpecError(f"--baseline must be one of {', '.join(arms):.400}, got '{baseline}'")
+        raise SpecError(f"--baseline must be one of {quoted(arms):.400}, got '{baseline}'")
     for arm in arms:
         if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
             raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
                             f"seed, and '{arm}' has none; number the runs of each arm 0, 1, 2")  # fmt: skip
-    settings = {"name": name, "question": f"How do imported scores of {wording.listed(arms, 8)} compare?",
+    settings = {"name": name, "question": f"How do imported scores of {quoted(arms, 8)} compare?",
                 "design": "imported", "metric": "test/accuracy", "baseline": baseline, "seeds": seeds}  # fmt: skip
     identity = digest([settings, sorted((*run, events) for run, events in trials.items())])
     folder = runs_folder(runs) / "studies" / name

@@ -23,6 +23,7 @@ from ...reports.render import analysed, comparison_latex, comparison_table, resu
 from ...reports.scaling import scalings
 from ...reports.trials import search_of
 from ..data import SampleRow
+from ..ground.words import quoted
 from ..record.study import StudyRecord
 from ..spec.errors import SpecError, did_you_mean
 from .reporting import keep_report
@@ -193,7 +194,7 @@ class Result:
             raise SpecError(f"study '{self.name}' is a search, whose arms have no baseline; leave baseline out")
         labels = [arm.label for arm in self._analysis.arms]
         if baseline not in labels:
-            fix = f"{did_you_mean(baseline, labels)}arms: {', '.join(labels)}"
+            fix = f"{did_you_mean(baseline, labels)}arms: {quoted(labels)}"
             raise SpecError(f"baseline must be an arm of study '{self.name}', got '{baseline}'; {fix}")
         return analysed(dataclasses.replace(self._record, baseline=baseline, references={}))
 

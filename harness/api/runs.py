@@ -180,6 +180,7 @@ def evaluate(
     *,
     split: str = "test",
     samples: int | None = None,
+    limit: int | None = None,
     tests: Sequence[str] = (),
     settings: Settings = (),
     name: str | None = None,
@@ -193,6 +194,7 @@ def evaluate(
         task      by name; the setting `task.path` says where its data are: a Hub id, a local file or folder
         split     train, validation or test
         samples   completions of each problem
+        limit     number of problems: the first ones of the split
         tests     names of other tasks whose test problems are measured too, with the split `test`
         settings  dotted path -> value, as after `--set`
         name      of the folder RUNS/evaluate/NAME that keeps every completion
@@ -202,7 +204,8 @@ def evaluate(
     part, folder = checked_split(split), runs_folder(runs)
     if tests and part != "test":
         raise SpecError(f"--tests are test problems, so --split must be test, got '{split}'; leave out one of them")
-    texts = as_texts(settings) + ([] if samples is None else [f"evaluation.num_samples={samples}"])
+    counts = {"num_samples": samples, "num_test_prompts" if part == "test" else "num_prompts": limit}
+    texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once

@@ -59,7 +59,7 @@ def train(
 @command(
     "evaluate",
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
-    "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
+    "cohort evaluate runs/train/my-run --task arithmetic --samples 8 --limit 50",
     "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --tests aime24,amc23,minerva_math",
     "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --set task.path=data/math500 --json",
 )
@@ -68,6 +68,7 @@ def evaluate(
     task: options.Task,
     split: options.Split = "test",
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N problems only.")] = None,
     tests: Annotated[str, typer.Option(metavar="TASK,...", help="Other tests, by name.")] = "",
     sets: options.Sets = None,
     name: options.Name = None,
@@ -85,7 +86,7 @@ def evaluate(
     """
     others = [one.strip() for one in tests.split(",") if one.strip()]
     found = api.evaluate(
-        model, task, split=split, samples=samples, tests=others, settings=sets or (), name=name, runs=runs
+        model, task, split=split, samples=samples, limit=limit, tests=others, settings=sets or (), name=name, runs=runs
     )
     if as_json:
         given = {"model": model, "task": task, "split": split}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..console.terminal import duration, mebibytes, percent, say, show_table, state_text
+from ..ground.words import quoted
 
 if TYPE_CHECKING:
     from ..record.status import StudyStatus
@@ -32,12 +33,12 @@ def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:
         rows = [(arm["arm"], _changes(arm), arm["steps"], f"{arm['rollouts']:,}") for arm in arms]
         headers = ["arm", "what it changes", "steps", "rollouts per trial"]
         show_table("", headers, rows, numeric=headers[2:])
-    whose = f" of arm {arms[0]['arm']}" if arms else ""
+    whose = f" of arm '{arms[0]['arm']}'" if arms else ""
     say(f"\nThe run{whose}, with every setting:")
     say(yaml.safe_dump(run, sort_keys=False, width=110).rstrip() + "\n")
     baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
     if references := study.references():
-        baseline = ", ".join(f"{before} of {arm}" for arm, before in references.items())
+        baseline = ", ".join(f"'{before}' of '{arm}'" for arm, before in references.items())
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
     few, most = len(study.first_seeds), study.most_seeds
     product = f"arms x seeds = {len(arms)} x {_range(few, most)} = " if arms else "at most "
@@ -105,7 +106,7 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
     for found in document["together"]:
-        arms = ", ".join(dict.fromkeys(arm for arm, _ in found["trials"]))
+        arms = quoted(list(dict.fromkeys(arm for arm, _ in found["trials"])))
         say(
             f"Together: {len(found['trials'])} trials share one model and engine, {found['at_once']} at a time in "
             f"each worker ({arms})."

@@ -2,17 +2,31 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
-_MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
+_MARKDOWN = re.compile(r"[\\`*_{}#|!~]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 
 
 def in_markdown(value: object) -> str:
     """The value as one line of Markdown that makes no markup, element or image."""
     text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return " ".join(_MARKDOWN.sub(r"\\\g<0>", text).split("\n"))
+    text = _MARKDOWN.sub(r"\\\g<0>", text).replace("$", "&#36;")  # where formulas are known, and where `\$` is not
+    return " ".join(text.split("\n"))
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`a`, `a and b`, `a, b, c and 3 more`."""
+    shown = list(names[:most])
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def quoted(labels: Sequence[str], most: int = 20) -> str:
+    """Labels of arms as a list, each in quotes, as they may hold commas."""
+    return listed([f"'{label}'" for label in labels], most)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

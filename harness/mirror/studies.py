@@ -24,7 +24,7 @@ from . import store
 from .address import is_outage, remote_uri
 from .others import MIRRORS
 from .traces import storable
-from .view import GROUP, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
+from .view import ARM, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class StudyMirror:
         for key, value in {store.NOTE: in_markdown(spec["question"]), **shown}.items():
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {
-            GROUP: STUDY_GROUP,
+            ARM: STUDY_GROUP,
             PHASE: STUDY_GROUP,
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
@@ -125,7 +125,7 @@ class StudyMirror:
             if run is None:
                 tags = {
                     "cohort.kind": "trial", "cohort.study": self.folder.name, "cohort.trial": one["trial"],
-                    "cohort.arm": one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
+                    ARM: one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
                     PHASE: "final",
                 }  # fmt: skip
                 run = client.create_run(experiment, tags=tags, run_name=f"{one['arm']} | seed {one['seed']}")
@@ -139,13 +139,13 @@ class StudyMirror:
         note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
         store.set_tags(client, run_id, {store.NOTE: note})
         if report.colors:
-            groups, experiment = {}, client.get_run(run_id).info.experiment_id
+            colors, experiment = {}, client.get_run(run_id).info.experiment_id
             for (arm, _), run in _trial_runs(client, experiment, run_id).items():
                 color = report.colors.get(arm) or run.data.tags.get(RUN_COLOR, GREY)  # a report has no clones
-                groups[run.data.tags.get(GROUP, arm)] = color
+                colors[arm] = color
                 if color != run.data.tags.get(RUN_COLOR):
                     store.set_tags(client, run.info.run_id, {RUN_COLOR: color})
-            client.set_experiment_tag(experiment, *color_tag(groups))
+            client.set_experiment_tag(experiment, *color_tag(colors))
 
 
 def fetch_study(runs: Path, name: str) -> None:
@@ -210,7 +210,7 @@ def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tupl
     """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
     trials: dict[tuple[str, int], Run] = {}
     for run in store.search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
-        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
+        key = (run.data.tags[ARM], int(run.data.tags["cohort.seed"]))
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run
     return trials

@@ -1,9 +1,9 @@
 """Stores sampled rollouts as MLflow traces, so that its UI shows them filtered by run, step, correctness and reward.
 
-A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments. An id is
-a hash of run, step, split and position, so that a trace sent twice is stored once. The client is the one of MLflow's
-own exporter (mlflow.tracing.client): it sends a trace with its assessments in one request, at about a tenth of the cost
-of the public functions, which also need an open span.
+A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments; the
+state of a wrong answer is ERROR. An id is a hash of run, step, split and position, so that a trace sent twice is stored
+once. The client is the one of MLflow's own exporter (mlflow.tracing.client): it sends a trace with its assessments in
+one request, at about a tenth of the cost of the public functions, which also need an open span.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TraceWriter:
             trace_id=trace_id,
             trace_location=TraceLocation.from_experiment_id(self.experiment_id),
             request_time=milliseconds,
-            state=TraceState.OK,
+            state=TraceState.OK if row["correct"] else TraceState.ERROR,
             request_preview=storable(row["prompt"])[:_PREVIEW],
             response_preview=storable(row["completion"])[:_PREVIEW],
             trace_metadata={
@@ -102,8 +102,7 @@ class TraceWriter:
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
-        answer = "no answer found" if row["answer"] is None else f"answered {storable(row['answer'])[:_PREVIEW]}"
-        found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=answer, **common)]
+        found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
@@ -112,6 +111,10 @@ class TraceWriter:
         for assessment in found:
             assessment.assessment_id = "a-" + _digest(trace_id, assessment.name)
         return found
+
+
+def _answer(row: _Row) -> str:
+    return "no answer found" if row["answer"] is None else f"answered {storable(row['answer'])[:_PREVIEW]}"
 
 
 def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
@@ -134,7 +137,7 @@ def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
             "start_time_unix_nano": milliseconds * 1_000_000,
             "end_time_unix_nano": milliseconds * 1_000_000,
             "events": [],
-            "status": {"code": "STATUS_CODE_OK", "message": ""},
+            "status": {"code": f"STATUS_CODE_{'OK' if row['correct'] else 'ERROR'}", "message": _answer(row)},
             "attributes": {key: json.dumps(value) for key, value in attributes.items()},
         }
     )

@@ -15,7 +15,7 @@ COLORS = "cohort.colors"  # an experiment tag: group -> colour
 RUN_COLOR = "mlflow.runColor"
 VIEW_NAME = "Arms"
 MAX_TAG = 20_000  # characters of an experiment's tag
-GROUP = "cohort.group"  # a tag of a trial's run: its arm, in few words
+ARM = "cohort.arm"  # a tag of a trial's run, by which the table groups them; STUDY_GROUP for the parent run
 STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
 PHASE = "cohort.phase"  # a tag: that of a trial's arm, `exploratory` for a clone; STUDY_GROUP for the parent run
 SHOWN = f"tags.`{PHASE}` != 'exploratory' and attributes.status != 'KILLED'"  # by the first view
@@ -35,7 +35,7 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
     try:
         view = json.loads(json.loads(tags[VIEW])["state"])
         colors = json.loads(tags.get(COLORS, "{}"))
-        return view, {f"tag.{GROUP}.{group}": color for group, color in colors.items()}
+        return view, {f"tag.{ARM}.{group}": color for group, color in colors.items()}
     except (ValueError, TypeError, KeyError, AttributeError):  # of another version, or changed by hand
         return None
 
@@ -58,7 +58,7 @@ def view_tag(metric: str, factors: Sequence[str]) -> tuple[str, str]:
         "yAxisKey": "metric", "yAxisExpressions": [], "range": {}, "ignoreOutliers": False, "useGlobalXaxisKey": True,
         "useGlobalLineSmoothing": True,
     }  # fmt: skip
-    group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": GROUP}]}
+    group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": ARM}]}
     view = {
         "searchFilter": SHOWN, "orderByKey": f"metrics.`{compared}`", "orderByAsc": False, "startTime": "ALL",
         "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",

@@ -151,7 +151,7 @@ def study_document(
     id        the same at every start and on every host
     command   that which started the study; an empty one keeps the known one
     labels    of the arms, as far as a design names them
-    shown     how a mirror shows it: paths of what arms vary, colour of each arm by its short label
+    shown     how a mirror shows it: paths of what arms vary, colour of each arm
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
     references  arm -> the arm that it is compared with, where that is not the baseline for all
     registered  the claims of the first start: time, digest, and for each its contrasts and its region (None: no end)
@@ -184,7 +184,7 @@ def study_document(
             "factors": list(
                 dict.fromkeys(path for arm in arms for path in (*arm.levels, *arm.overrides) if path != "arm")
             ),
-            "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
+            "colors": {arm.label: colors[arm.label] for arm in arms if arm.label in colors},
         },
         "amendments": amendments,
         **({"registered": registered} if study.claim else {}),

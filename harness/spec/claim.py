@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ..data import Section, short_path
+from ..ground.words import quoted
 from .errors import did_you_mean
 
 Weights = dict[str, float]  # arm label -> its weight in a sum
@@ -78,7 +79,7 @@ class Claim(Section):
         """The weights of each contrast, from arm label -> factor -> level; ValueError for what these arms lack."""
         for label in [*self.order, *(label for weights in self.contrast for label in weights)]:
             if label not in levels:
-                fix = f"{did_you_mean(label, list(levels))}arms: {', '.join(list(levels)[:20])}"
+                fix = f"{did_you_mean(label, list(levels))}arms: {quoted(list(levels))}"
                 raise ValueError(f"a claim must name arms of the study, got '{label}' (--set claim=[] has none); {fix}")
         if self.order:
             pairs = zip(self.order[1:], self.order, strict=False)

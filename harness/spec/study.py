@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
+from ..ground.words import quoted
 from .claim import Claim, Weights
 from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
@@ -46,12 +46,6 @@ class Arm:
     def digest(self) -> str:
         """A hash of `spec`: arms of one study with equal digests are the same run."""
         return self.spec.digest()
-
-    @property
-    def short_label(self) -> str:
-        """The label for a narrow column: a long label with the level of every factor loses the factors' names."""
-        names_all = self.label == ", ".join(_describe(path, level) for path, level in self.levels.items())
-        return ", ".join(map(_value, self.levels.values())) if names_all and len(self.label) > 20 else self.label
 
     def run_spec(self, seed: int) -> RunSpec:
         """The complete run of one trial. The study has already validated its seeds."""
@@ -252,8 +246,9 @@ class StudySpec(Section):
     def _arms_can_be_told_apart(self) -> Self:
         for kind, labels in (("arms", self.arms), ("components", self.components)):
             for label in labels:
-                if re.search("[\0\ud800-\udfff]", label):
-                    raise ValueError(f"labels of {kind} must be Unicode without NUL, got {label!a}; leave it out")
+                if not label.isprintable() or " ".join(label.split()) != label or not 0 < len(label) <= 100:
+                    rule = f"labels of {kind} must be 1 to 100 printable characters with single spaces"
+                    raise ValueError(f"{rule}, got {label!a:.200} ({len(label)}); rename it")
         for (one, mine), (other, theirs) in itertools.combinations(self.components.items(), 2):
             for path, held in itertools.product(mine, theirs):  # with both on, their order would decide its value
                 if f"{path}.".startswith(f"{held}.") or held.startswith(f"{path}."):
@@ -363,7 +358,7 @@ class StudySpec(Section):
         arms = self._varied() if self.compare is None else self._compared(self.compare)
         labels = [arm.label for arm in arms]
         if self.baseline is not None and self.baseline not in labels and not self._within_levels(arms):
-            fix = f"{did_you_mean(self.baseline, labels)}arms: {', '.join(labels[:20])}"
+            fix = f"{did_you_mean(self.baseline, labels)}arms: {quoted(labels)}"
             raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
         return arms
 
@@ -374,7 +369,7 @@ class StudySpec(Section):
             arms.append(replace(plan.base, label=plan.name or "base"))
             for path, dimension in plan.search.space.items():
                 for value in dimension.probes():
-                    label = ", ".join(filter(None, [plan.name, _describe(path, value)]))
+                    label = ", ".join(filter(None, [plan.name, arm_label({path: value})]))
                     arms.append(self.changed(plan.base, label, {path: value}))
         return arms
 
@@ -409,7 +404,7 @@ class StudySpec(Section):
             levels: dict[str, Scalar] = {"arm": name} if named else {}
             levels |= {path: get_path(spec, path) for path in self.factors}
             shown = {path: levels[path] for path in point} if self.design == "one_at_a_time" else levels
-            label = ", ".join(_describe(path, level) for path, level in shown.items()) or "base"
+            label = arm_label(shown) or "base"
             arm = Arm(label, overrides, levels, spec)
             same = label_of.get(arm.digest)
             if same is not None and self.design == "one_at_a_time":
@@ -440,7 +435,7 @@ class StudySpec(Section):
         """The same for a baseline that is a level of a factor, such as `plain` or `kl_beta=0.04`; empty for others."""
         for factor in dict.fromkeys(path for arm in arms for path in arm.levels):
             rest = {arm.label: tuple(level for path, level in arm.levels.items() if path != factor) for arm in arms}
-            at = {rest[a.label]: a.label for a in arms if _describe(factor, a.levels[factor]) == self.baseline}
+            at = {rest[a.label]: a.label for a in arms if arm_label({factor: a.levels[factor]}) == self.baseline}
             if at and self.design in ("grid", "compare"):
                 return {arm: at[place] for arm, place in rest.items() if place in at and at[place] != arm}
         return {}
@@ -480,7 +475,7 @@ class StudySpec(Section):
                 overrides |= {f"{kind}.{key}": value for key, value in settings.items()}
                 if several[kind] or (kind == "algorithm" and not any(several.values())):
                     levels[f"{kind}.name"] = settings["name"]
-            label = ", ".join(_describe(path, level) for path, level in levels.items())
+            label = arm_label(levels)
             arms.append(Arm(label, overrides, levels, self._parse(overrides)))
         for arm, control in itertools.product(arms[: len(compare.tasks)], compare.controls):
             overrides, levels = {**arm.overrides, "control": control}, {**arm.levels, "control": control}
@@ -525,11 +520,21 @@ def _why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
     return ""
 
 
-def _describe(path: str, level: Scalar) -> str:
-    if path in ("arm", "algorithm.name", "task.name"):
-        return str(level)
-    return f"{short_path(path)}={_value(level)}"
+def arm_label(levels: Mapping[str, Scalar], digits: int = 0) -> str:
+    """The one label of an arm at these levels, in files, tables, figures and errors: `ppo, group_size=2, kl_beta=0.04`.
+
+    A number has as many digits as tell it from others, or `digits`.
+    """
+    named = ("arm", "algorithm.name", "task.name")
+    return ", ".join(
+        _value(level, digits) if path in named else f"{short_path(path)}={_value(level, digits)}"
+        for path, level in levels.items()
+    )
 
 
-def _value(level: Scalar) -> str:
-    return f"{level:g}" if isinstance(level, float) else str(level)
+def _value(level: Scalar, digits: int) -> str:
+    if isinstance(level, float):
+        text = f"{level:.{digits or 6}g}"
+        return text if digits or float(text) == level else repr(level)
+    text = str(level)
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -12,6 +12,7 @@ from ..checks.preflight import check_runs
 from ..data import FINAL
 from ..ground.inputs import Inputs, Unreachable
 from ..ground.machine import usable_gpus
+from ..ground.words import quoted
 from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.raw import differences
@@ -88,7 +89,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
     for labels, reason in study.identical_arms():
-        log.warning("arms %s are identical by construction: %s", ", ".join(f"'{one}'" for one in labels), reason)
+        log.warning("arms %s are identical by construction: %s", quoted(labels, len(labels)), reason)
     if execute == EXECUTE:
         check_metrics(study, specs)
         check_claimed(study, specs)

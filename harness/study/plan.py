@@ -91,8 +91,8 @@ class Plan:
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
 
     def run_name(self, key: Key) -> str:
-        """The name of a trial's MLflow run, short because its column is narrow."""
-        return f"{self.arms[key[0]].short_label} | seed {key[1]}"
+        """The name of a trial's MLflow run."""
+        return f"{key[0]} | seed {key[1]}"
 
     def tags(self, key: Key) -> dict[str, str]:
         """The tags of a trial's MLflow run."""
@@ -109,7 +109,7 @@ class Plan:
             "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
             "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
             "cohort.trial": self.directory(key).name, "cohort.design": self._digest,
-            "cohort.group": arm.short_label, "mlflow.runColor": colors.get(key[0], GREY),
+            "mlflow.runColor": colors.get(key[0], GREY),
         }  # fmt: skip
 
 

@@ -28,10 +28,10 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from ..data import ENDED, short_path
+from ..data import ENDED
 from ..spec.errors import SpecError
 from ..spec.search import Dimension, Search
-from ..spec.study import Arm, SearchPlan, StudySpec
+from ..spec.study import Arm, SearchPlan, StudySpec, arm_label
 from .attempts import Attempts
 from .plan import Key
 
@@ -80,11 +80,8 @@ class ArmSearch:
         while self._is_due():
             trial = self._propose()
             earlier = self.handed_out()
-            shown = (
-                f"{short_path(path)}={value:.3g}" if isinstance(value, float) else f"{short_path(path)}={value}"
-                for path, value in trial.params.items()
-            )
-            label = " ".join(filter(None, [self.plan.name, f"{len(earlier) + 1:03d}:", ", ".join(shown)]))
+            shown = arm_label(trial.params, digits=3)  # the number before it tells equal ones apart
+            label = " ".join(filter(None, [self.plan.name, f"{len(earlier) + 1:03d}:", shown]))
             try:
                 arm = self._arm_at(label, trial.params)
                 for other in map(self._arm, earlier):

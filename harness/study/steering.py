@@ -16,6 +16,7 @@ from typing import Any
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
+from ..ground.words import quoted
 from ..mirror.studies import forget_study
 from ..record.run import read_result
 from ..record.study import keep_document
@@ -170,7 +171,7 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
     arms = list(dict.fromkeys(trial.arm for trial in queue.status().trials))
     if arm not in arms:
         hint = did_you_mean(arm, arms)
-        raise SpecError(f"ARM must be an arm of study '{name}', got '{arm}'; {hint}it has: {', '.join(arms)}")
+        raise SpecError(f"ARM must be an arm of study '{name}', got '{arm}'; {hint}it has: {quoted(arms)}")
     return queue
 
 

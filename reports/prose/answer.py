@@ -87,7 +87,7 @@ def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
 def _tuned(analysis: Analysis) -> str:
     """The settings that tuning chose for each arm of a comparison."""
     chosen = [
-        f"{cell} ({wording.settings(arm['parameters'])})"
+        f"'{cell}' ({wording.settings(arm['parameters'])})"
         for cell, search in tuning_of(analysis.record).items()
         for arm in search["arms"]
         if arm["label"] == search["best"]
@@ -98,7 +98,7 @@ def _tuned(analysis: Analysis) -> str:
 def _components(analysis: Analysis) -> str:
     """The contribution of each component, the largest first; empty for other designs."""
     ranked = [
-        f"{one.name} {wording.number(one.effect, analysis.outcome.name, signed=True)} "
+        f"'{one.name}' {wording.number(one.effect, analysis.outcome.name, signed=True)} "
         f"({wording.p_equals(one.comparison.p_adjusted)})"
         for one in ranked_components(analysis)
     ]
@@ -112,13 +112,13 @@ def _unexplained(analysis: Analysis) -> str:
     for one in verdicts(analysis):
         if one.reading == "unexplained":
             found.setdefault(one.arm, []).append(one.control)
-    arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found.items()]
+    arms = [f"'{arm}' (by {wording.quoted(controls)})" for arm, controls in found.items()]
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
 def _twins(analysis: Analysis) -> str:
     """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
-    found = [f"{wording.listed(labels, len(labels))} are identical by construction ({reason})"
+    found = [f"{wording.quoted(labels, len(labels))} are identical by construction ({reason})"
              for labels, reason in analysis.record.identical]  # fmt: skip
     return "; ".join(found)
 
@@ -148,7 +148,7 @@ def _learnt(analysis: Analysis) -> str:
             "No arm ends detectably above its start" if len(known) > 1 else "It does not end detectably above its start"
         )
     verb = "ends" if len(above) == 1 else "end"
-    return f"Only {wording.listed(above, len(above))} {verb} detectably above the start"
+    return f"Only {wording.quoted(above, len(above))} {verb} detectably above the start"
 
 
 def _finding(analysis: Analysis) -> str:
@@ -167,7 +167,7 @@ def _finding(analysis: Analysis) -> str:
     compared = [one for one in analysis.comparisons if one.arm not in same]
     if same and not compared:
         verb = "is" if len(same) == 1 else "are"
-        return f"{wording.listed(same, len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
+        return f"{wording.quoted(same, len(same))} {verb} identical by construction to {baseline.label}: {reaches}"
     if not compared:
         return f"{reaches}; no arm shares a complete seed with the baseline {baseline.label} yet"
     if all(comparison.interval is None for comparison in compared):

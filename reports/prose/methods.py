@@ -22,10 +22,10 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
     record, specs = analysis.record, arm_specs(analysis.record.trials)
     if not specs:
         return []
-    names, seeds = wording.listed([arm.label for arm in analysis.arms], 8), wording.plural(len(record.seeds), "seed")
+    names, seeds = wording.quoted([arm.label for arm in analysis.arms], 8), wording.plural(len(record.seeds), "seed")
     if is_imported(record):
         tokens = {arm.label: arm.costs.get("generated_tokens") for arm in analysis.arms}
-        each = [f"{arm} {wording.quantity(count)}" for arm, count in tokens.items() if count is not None]
+        each = [f"'{arm}' {wording.quantity(count)}" for arm, count in tokens.items() if count is not None]
         planned = f"Which other runs were made is {_UNKNOWN}."
         start = f"The starting points, and whether runs with equal seeds share one, are {_UNKNOWN}."
         budget = f"Generated tokens of a run: {wording.listed(each, 8)}." if each else f"The budgets are {_UNKNOWN}."
@@ -42,7 +42,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
             trial.start_per_problem for trial in record.trials
         )
         compute = _compute(analysis)
-    lost = [f"{gap.arm}, seed {gap.seed} ({gap.state}: {wording.shorten(gap.reason, 100)})" for gap in analysis.gaps]
+    lost = [f"'{gap.arm}', seed {gap.seed} ({gap.state}: {wording.shorten(gap.reason, 100)})" for gap in analysis.gaps]
     return [
         ("What was compared, over how many seeds?", f"We compare {names}, with {seeds}. {planned}"),
         ("Where do the arms start?", start),
@@ -64,7 +64,9 @@ def best_checkpoint(analysis: Analysis) -> str:
         known = [[value for step, value in one if step and math.isfinite(value)] for one in series]
         if all(len(one) > 1 for one in known):
             found[arm.label] = fmean(max(one) - one[-1] for one in known)
-    each = [f"{wording.points(gain, metric)} to {arm}" for arm, gain in sorted(found.items(), key=lambda one: -one[1])]
+    each = [
+        f"{wording.points(gain, metric)} to '{arm}'" for arm, gain in sorted(found.items(), key=lambda one: -one[1])
+    ]
     by = f"Choosing each run's best step by the {wording.spoken(metric)} that judges it, as some do on a test,"
     return f"{by} would have added {wording.listed(each, 4)}." if each else ""
 
@@ -73,7 +75,7 @@ def _tuning(analysis: Analysis) -> str:
     if (search := search_of(analysis.record)) is not None:
         goal = wording.listed([wording.spoken(name) for name in search["objectives"]])
         return f"A search tried {wording.plural(len(search['arms']), 'setting')}, judged by {goal}."
-    if tries := [f"{name} ({len(found['arms'])})" for name, found in tuning_of(analysis.record).items()]:
+    if tries := [f"'{name}' ({len(found['arms'])})" for name, found in tuning_of(analysis.record).items()]:
         return f"Searches with seeds of their own chose the settings of (number tried) {wording.listed(tries, 8)}."
     return "Nothing was tuned in this study; how its settings were found before is not recorded."
 

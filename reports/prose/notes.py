@@ -205,7 +205,7 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
             f"{most['asks']}."
         )
     if lost := [one["arm"] for one in stage["comparisons"] if one["asks"] is None]:
-        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, ignored when choosing seeds."
+        text += f" {wording.quoted(lost)} completed fewer than two of them: no interval, ignored when choosing seeds."
     if stage["asked"] > stage["at_most"]:
         text += f" The study allows {stage['at_most']} at most."
     stated = [(one.arm, one.over_seeds) for one in analysis.comparisons]
@@ -213,7 +213,7 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
     reached = {arm: (found.high - found.low) / 2 for arm, found in stated if found is not None}
     short = [arm for arm, width in reached.items() if width > stage["half_width"] * (1 + 1e-9)]
     if short:
-        each = [f"{arm} ({wording.points(reached[arm], metric)})" for arm in short]
+        each = [f"'{arm}' ({wording.points(reached[arm], metric)})" for arm in short]
         text += f" The width is not reached by {wording.listed(each)}."
     elif reached:
         text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
@@ -293,7 +293,7 @@ def _clip_note(specs: _Specs) -> _Note:
         why = "Each batch is sampled by older weights or receives several optimiser steps, so ratios leave 1 and"
         return "Clipping is active", f"{why} clipping can bind; see the clip fraction under training dynamics."
     is_every = len(single) == len(specs)
-    who = "Every arm" if is_every else wording.listed(single)
+    who = "Every arm" if is_every else wording.quoted(single)
     text = (
         f"{who} {'gives' if is_every or len(single) == 1 else 'give'} each batch one optimiser step "
         "(num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, so clip_epsilon cannot bind."
@@ -307,11 +307,11 @@ def _critic_note(analysis: Analysis, specs: _Specs) -> _Note | None:
     for arm, warmup in warmups.items():
         series = [dict(trial.history.get(metric, ())) for trial in analysis.record.trials if trial.arm == arm]
         if found := [one[warmup + 1] for one in series if warmup + 1 in one]:
-            shown.append(f"{arm} {fmean(found):.2f}")
+            shown.append(f"'{arm}' {fmean(found):.2f}")
     if not shown:
         return None
     text = f"Share of the returns' variance that it explains then, mean over seeds: {'; '.join(shown)}."
-    if waiting := [f"{arm} {warmup}" for arm, warmup in warmups.items() if warmup]:
+    if waiting := [f"'{arm}' {warmup}" for arm, warmup in warmups.items() if warmup]:
         text += f" Steps that train it alone, so that the policy learns in fewer: {'; '.join(waiting)}."
     return "The critic when the policy begins to learn", text
 
@@ -319,14 +319,14 @@ def _critic_note(analysis: Analysis, specs: _Specs) -> _Note | None:
 def _reward_note(paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) -> _Note | None:
     if blind:
         return "Rewards that are not accuracy", (
-            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
+            f"{wording.quoted(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
             "for confidence, never for correctness: rising reward with falling accuracy is collapse. Mean reward "
             "cannot be compared between arms with different rewards."
         )
     if len({repr(names) for names in paid.values()}) == 1:
         return None
     each = [
-        f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items()) or 'none'}" for arm, names in paid.items()
+        f"'{arm}': {', '.join(f'{w:g} {name}' for name, w in names.items()) or 'none'}" for arm, names in paid.items()
     ]
     return "Different rewards", f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
 
@@ -339,7 +339,7 @@ def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
     for one in found:
         seeds, at = wording.plural(one.num_seeds, "seed"), wording.listed([str(step) for step in one.steps], most=8)
         arms.setdefault(one.arm, []).append(f"{one.what} in {len(one.steps)} of {seeds}, at step {at}")
-    shown = "; ".join(f"{arm}: {', '.join(parts)}" for arm, parts in arms.items())
+    shown = "; ".join(f"'{arm}': {', '.join(parts)}" for arm, parts in arms.items())
     return "Collapse", (
         "Labels (the majority's answer is right) or the policy (validation accuracy) collapse at the first step "
         "from which they stay below half of their best earlier value. "
@@ -372,7 +372,7 @@ def budget_note(analysis: Analysis, specs: _Specs) -> _Note:
         short = [arm.label for arm in analysis.arms if arm.costs.get("flops_train", limit) < limit]
         text = f"All arms end with the step in which their training reaches {wording.operations(limit)}."
         if short:
-            text += f" {wording.listed(short)} ran out of steps before that limit: give them more steps."
+            text += f" {wording.quoted(short)} ran out of steps before that limit: give them more steps."
         return "Equal operations", text
     rollouts, steps, groups = (
         set(_values(specs, path).values()) for path in ("rollouts_per_step", "steps", "algorithm.group_size")

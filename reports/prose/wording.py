@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...harness.data import short_path
+from ...harness.ground.words import listed as listed
+from ...harness.ground.words import quoted as quoted
 from ..statistics import ALPHA, Interval
 
 _FRACTIONS = (
@@ -142,14 +144,6 @@ def short(value: Any) -> str:
 def shorten(text: str, most: int = 1600) -> str:
     """The text, or its first characters and how many more it has."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters)"
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """`a`, `a and b`, `a, b, c and 3 more`."""
-    shown = list(names[:most])
-    if len(names) > most:
-        return f"{', '.join(shown)} and {len(names) - most} more"
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def spoken(metric: str) -> str:
