@@ -15,13 +15,12 @@ from statistics import fmean
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from ..data import ENDED
 from ..record.events import EVENTS, Tail
 from ..record.status import StudyStatus, TrialStatus
-from .terminal import console, duration, percent, plain, say, state_text
+from .terminal import console, duration, percent, plain, say, state_text, table_of
 
 REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve
@@ -113,18 +112,15 @@ class Page:
 
     def render(self, status: StudyStatus) -> Group:
         title = plain(": ".join(filter(None, [status.name, status.question])))
-        table = Table(title=str(title), title_justify="left")
-        for header in ("arm", "step", status.metric, "curve", "state", "left"):
-            table.add_column(header, justify="right" if header in ("step", status.metric, "left") else "left")
         arms: dict[str, list[TrialStatus]] = {}
         for trial in status.trials:
             arms.setdefault(trial.arm, []).append(trial)
-        for arm, trials in arms.items():
-            table.add_row(plain(arm), *self._cells(trials, status.metric))
+        rows = [[arm, *self._cells(trials, status.metric)] for arm, trials in arms.items()]
+        headers = ["arm", "step", status.metric, "curve", "state", "left"]
         left = f", {duration(self._tracker.study_remaining(status))} left"
         ended = sum(not trial.is_open for trial in status.trials)
         words = f"{ended}/{len(status.trials) + status.to_come} trials have ended{'' if status.finished else left}"
-        return Group(table, Text(words))
+        return Group(title, table_of(headers, rows, numeric=("step", status.metric, "left")), Text(words))
 
     def _cells(self, trials: Sequence[TrialStatus], metric: str) -> list[Text]:
         curves, steps = zip(*(self._curve(trial.directory / EVENTS, metric) for trial in trials), strict=True)

@@ -6,6 +6,8 @@ import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -74,12 +76,28 @@ def show_table(
     """Print a table of plain text (a cell that already is rich Text keeps its style); `numeric` columns align right."""
     if title:
         say(title, style="bold")
-    table = Table()
-    for header in headers:
-        table.add_column(header, justify="right" if header in numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row))
-    console().print(table)
+    console().print(table_of(headers, rows, numeric))
+
+
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()) -> Table:
+    """A table that shows every cell whole, in lines where the screen is narrow; words, so labels, are the last to
+    break, and what room there is goes first to the columns that need least of it."""
+    cells = [[cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row] for row in rows]
+    columns = list(zip(headers, *([cell.plain for cell in row] for row in cells), strict=True))
+    wanted = [max(map(cell_len, column)) for column in columns]
+    parts = [[part for text in column for part in (text.split() if len(text) > 8 else [text])] for column in columns]
+    widths = [max(map(cell_len, column)) for column in parts]
+    room = console().width - len(headers) - 1
+    while sum(widths) > max(room, len(widths)):
+        widths[widths.index(max(widths))] -= 1
+    for place in sorted(range(len(widths)), key=lambda place: wanted[place] - widths[place]):
+        widths[place] += min(max(wanted[place] - widths[place], 0), max(room - sum(widths), 0))
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for header, width in zip(headers, widths, strict=True):
+        table.add_column(header, justify="right" if header in numeric else "left", overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def state_text(state: str) -> Text:
