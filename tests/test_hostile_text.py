@@ -61,8 +61,8 @@ def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path):
 
 
 @pytest.mark.attack("NUL and broken Unicode in a label")
-@pytest.mark.parametrize("label", ["a\0b", "a\ud800"])
-def test_an_arm_whose_label_a_database_refuses_is_refused_itself(label: str):
+@pytest.mark.parametrize("label", ["a\0b", "a\ud800", "a\u202eb", "a\nb", "a  b", " a", "", "a" * 101])
+def test_an_arm_whose_label_would_not_look_the_same_everywhere_is_refused(label: str):
     run = {"task": "arithmetic", "algorithm": "grpo"}
-    with pytest.raises(SpecError, match=r"labels of arms must be Unicode without NUL, got 'a.x00b'|got 'a.ud800'"):
+    with pytest.raises(SpecError, match="labels of arms must be 1 to 100 printable characters"):
         parse_study({"name": "s", "question": "?", "run": run, "arms": {label: {"steps": 3}}}, "s.yaml")

@@ -417,7 +417,7 @@ def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: P
     assert open_study(runs, a_study(seeds=[0, 1, 2]), "second") == parent
     client = MlflowClient(tracking_uri(runs))
     tags = client.get_run(parent).data.tags
-    assert (tags["cohort.seeds"], tags["cohort.command"], tags["cohort.group"]) == ("[0, 1, 2]", "second", "study")
+    assert (tags["cohort.seeds"], tags["cohort.command"], tags["cohort.arm"]) == ("[0, 1, 2]", "second", "study")
     Place(token="").save(runs / "studies" / "sizes")  # as on a host that shares only the store and the document
     assert open_study(runs, a_study(), "third") == parent
     shutil.rmtree(runs / "studies")
@@ -510,9 +510,9 @@ def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_
     assert view["columnWidths"]["attributes.`Run Name`"] > 250  # of MLflow's 190 a name gets half
     assert view["orderByKey"] == "metrics.`summary/test_accuracy`"
     assert view["compareRunCharts"][0]["metricKey"] == "validation/accuracy"
-    assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cohort.group"}]
-    arms = {"tag.cohort.group.group_size=2": PALETTE[0], "tag.cohort.group.group_size=4": PALETTE[1]}
-    assert colors == {"tag.cohort.group.study": GREY, **arms}  # of the parent run, and of the trials
+    assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cohort.arm"}]
+    arms = {"tag.cohort.arm.group_size=2": PALETTE[0], "tag.cohort.arm.group_size=4": PALETTE[1]}
+    assert colors == {"tag.cohort.arm.study": GREY, **arms}  # of the parent run, and of the trials
     # changed by hand, or absent
     assert [read_view({"mlflow.sharedViewState.cohort": text}) for text in ("", "[]", '{"state": 3}')] == [None] * 3
     assert read_view({}) is None
@@ -528,15 +528,12 @@ def test_a_label_cannot_leave_the_data_of_the_start_page(record_property: Callab
     record_property("tried", len(tried))
 
 
-def test_long_labels_become_short_run_names_that_differ(tmp_path: Path):
+def test_a_run_is_named_by_its_arm_and_seed_and_coloured_as_its_arm(tmp_path: Path):
     factors = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.04]}
     plan = Plan(a_study(factors=factors), tmp_path)
-    names = [plan.run_name(key) for key in plan.keys[:4]]
-    assert names == ["2, 0 | seed 0", "2, 0.04 | seed 0", "4, 0 | seed 0", "4, 0.04 | seed 0"]
+    assert plan.run_name(plan.keys[1]) == "group_size=2, kl_beta=0.04 | seed 0"
     tags = [plan.tags(key) for key in plan.keys[:4]]
-    assert [tag["cohort.group"] for tag in tags] == ["2, 0", "2, 0.04", "4, 0", "4, 0.04"]
     assert [tag["mlflow.runColor"] for tag in tags] == list(PALETTE[:4])
-    assert Plan(a_study(), tmp_path).run_name(("group_size=2", 1)) == "group_size=2 | seed 1"
     many = a_study(factors={"algorithm.kl_beta": [n / 100 for n in range(8)]}, baseline="kl_beta=0.02").arm_colors()
     assert {label for label, color in many.items() if color != GREY} == {"kl_beta=0.02"}  # more arms than colours
 
@@ -560,11 +557,15 @@ def test_the_first_rollouts_of_a_step_become_traces_with_their_rewards_as_assess
     log.finish("complete", None, {})
     found = {trace.info.response_preview: trace for trace in traces_of(runs, in_mlflow(runs, log.directory))}
     assert set(found) == {"nul \ufffd and surrogate ?", "0", "1", "2"}  # the first 4 of 10
+    assert {text: trace.info.state.value for text, trace in found.items()} == {
+        "nul \ufffd and surrogate ?": "ERROR", "0": "OK", "1": "OK", "2": "OK"
+    }  # fmt: skip
     trace = found["nul \ufffd and surrogate ?"]
     assert {a.name: a.value for a in trace.info.assessments} == {
         "correct": False, "reward": -0.5, "reward_accuracy": 0.0, "reward_format": -1.0, "expected_answer": "2"
     }  # fmt: skip
     (span,) = trace.data.spans
+    assert (span.status.status_code.value, span.status.description) == ("ERROR", "no answer found")
     assert (span.inputs, span.outputs) == ({"prompt": "1+1="}, {"completion": "nul \ufffd and surrogate ?"})
     tags = {"arm": "a", "seed": "3", "step": "5", "split": "validation", "num_tokens": "7", "finish_reason": "stop"}
     assert tags.items() <= trace.info.tags.items()

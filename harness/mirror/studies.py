@@ -98,7 +98,8 @@ class StudyMirror:
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
         store.log_params(client, run_id, design, known=run.data.params)
-        shown = dict([view_tag(spec["metric"], document["shown"]["factors"]), color_tag(document["shown"]["colors"])])
+        view = view_tag(spec["metric"], document["shown"]["factors"], document["labels"])
+        shown = dict([view, color_tag(document["shown"]["colors"])])
         for key, value in {store.NOTE: in_markdown(spec["question"]), **shown}.items():
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {

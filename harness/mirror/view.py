@@ -40,15 +40,17 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
         return None
 
 
-def view_tag(metric: str, factors: Sequence[str]) -> tuple[str, str]:
-    """The experiment's tag with the view of a study of these factors (their paths): runs grouped by arm, without clones
-    and stopped trials, best first by the compared accuracy, with the metric's curves as the first chart."""
+def view_tag(metric: str, factors: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
+    """The experiment's tag with the view of a study of these factors (their paths) and arms: runs grouped by arm,
+    without clones and stopped trials, best first by the compared accuracy, with the metric's curves as the first
+    chart."""
     compared = "summary/test_accuracy" if metric == "validation/accuracy" else metric
     columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
     columns += [f"params.`{path}`" for path in factors]
     columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
     order = [NAME_COLUMN, *columns]
-    widths = {NAME_COLUMN: 280} | {column: max(80, 24 + 7 * len(column.split("`")[1])) for column in columns}  # pixels
+    names = max(280, 7 * min(max(map(len, labels), default=0) + 20, 100))  # pixels
+    widths = {NAME_COLUMN: names} | {column: max(80, 24 + 7 * len(column.split("`")[1])) for column in columns}
     area = metric.rpartition("/")[0]
     section = {"uuid": "cohort", "name": area or "Model metrics", "display": True, "isReordered": True, "columns": 2}
     chart = {
