@@ -4,6 +4,7 @@
 
 import csv
 import dataclasses
+import html
 from fractions import Fraction
 from math import comb
 from pathlib import Path
@@ -227,8 +228,14 @@ def test_curves_that_do_not_cross_or_are_of_other_problems_have_no_crossing_and_
 def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_path: Path):
     record = capability_study(num_problems=120, num_samples=64)
     files = write_report(record, tmp_path, formats=())
-    page, rows = files.html.read_text(), list(csv.DictReader((tmp_path / "capability.csv").open()))
-    for text in ('id="capability"', "pass@64 (%)", "Cover@0.25 (%)", "before training: sharp, mild", "start of sharp"):
+    page, rows = html.unescape(files.html.read_text()), list(csv.DictReader((tmp_path / "capability.csv").open()))
+    for text in (
+        'id="capability"',
+        "pass@64 (%)",
+        "Cover@0.25 (%)",
+        "before training: 'sharp' and 'mild'",
+        "start of sharp",
+    ):
         assert text in page
     assert len(rows) == 3 * 64
     found = found_in(record)

@@ -165,7 +165,7 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
         ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
         ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in or ladder, got grid"),
         ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
-        ({"components": {"\0": {"steps": 5}}}, "labels of components must be Unicode without NUL"),
+        ({"components": {"\0": {"steps": 5}}}, "labels of components must be 1 to 100 printable"),
     ],
 )
 def test_a_design_over_components_takes_nothing_else(changes: dict[str, Any], words: str):
@@ -211,7 +211,7 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     assert (
         ranks
         == ", ".join(
-            f"{name} {100 * stated[name].effect:+.1f} ({p_equals(stated[name].comparison.p_adjusted)})"
+            f"'{name}' {100 * stated[name].effect:+.1f} ({p_equals(stated[name].comparison.p_adjusted)})"
             for name in ("large", "small", "harmful")
         )
         + "."

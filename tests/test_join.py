@@ -85,5 +85,5 @@ def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None
     page = files.html.read_text(encoding="utf-8")
     assert "cohort report a b" in page
     assert "b: high" in page
-    assert files.answer.startswith("Only a: high and b: high end detectably above the start; ")
+    assert files.answer.startswith("Only 'a: high' and 'b: high' end detectably above the start; ")
     assert files.answer.partition("; ")[2].startswith(("a: high reaches ", "b: high reaches "))

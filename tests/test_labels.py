@@ -85,7 +85,7 @@ def test_no_text_leaves_its_figure_and_no_label_is_cut(labels: list[str]) -> Non
 
 
 def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it() -> None:
-    drawing = drawn("x", "W" * 90, "", lambda figure: None, 3.7, 2.6)
+    drawing = drawn("x", "W" * 90, "", lambda figure: figure.add_subplot().set_axis_off(), 3.7, 2.6)
     (title,) = (text for text in texts(drawing) if text.get_text())
     assert title.get_window_extent().x1 <= drawing.figure.bbox.width
     assert title.get_text().replace("\n", "") == "W" * 90
@@ -94,8 +94,8 @@ def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it() -
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("labels", [LABELS["similar"], LABELS["hostile"]], ids=["similar", "hostile"])
-def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(labels: list[str], tmp_path: Path) -> None:
+def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path: Path) -> None:
+    labels = LABELS["hostile"]
     record = labelled(labels)
     files = write_report(record, tmp_path, formats=())
     page = html.unescape(files.html.read_text(encoding="utf-8"))
@@ -103,9 +103,8 @@ def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(labels: 
     markdown = files.html.with_name("report.md").read_text(encoding="utf-8")
     for label in labels:
         assert label in page and label in frame and in_markdown(label) in markdown
-    start = answer(analysed(record))
-    assert quoted([]) == "" and quoted(["a, b", "c"]) == "'a, b' and 'c'"
-    assert "Only" not in start or f"Only '{labels[0]}'" in start or f"Only '{labels[1]}'" in start
+    assert answer(analysed(record)).startswith(f"Only '{labels[0]}' and '{labels[1]}' end detectably above ")
+    assert quoted(["a, b", "c", "d"], most=2) == "'a, b', 'c' and 1 more"
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)

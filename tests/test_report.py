@@ -209,7 +209,7 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
 )  # fmt: skip
 def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecord, words: tuple[str, ...]) -> None:
     text = answer(analysed(record))
-    for opening in ("Only b ends detectably above the start; ", "Only a and c end detectably above the start; "):
+    for opening in ("Only 'b' ends detectably above the start; ", "Only 'a' and 'c' end detectably above the start; "):
         text = text.removeprefix(opening)
     text = text[0].upper() + text[1:] if text.startswith("no ") else text
     assert text.startswith(words[0])
@@ -225,7 +225,7 @@ def test_the_answer_begins_with_the_arms_that_have_learnt() -> None:
 
     assert opening(0.4, 0.4).startswith("No arm ends detectably above its start; no difference to a (")
     assert opening(0.3, 0.35).startswith("No arm ends detectably above its start; ")
-    assert opening(0.4, 0.7, 0.8).startswith("Only b and c end detectably above the start; c reaches ")
+    assert opening(0.4, 0.7, 0.8).startswith("Only 'b' and 'c' end detectably above the start; c reaches ")
     assert opening(0.3).startswith("It does not end detectably above its start; a reaches ")
     for text in (opening(0.6, 0.7), opening(0.4, 0.4, seeds=[0]), opening(0.0, 0.0)):
         assert "above its start" not in text and "above the start" not in text
@@ -243,15 +243,15 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
     equal = fake_study(two_arms(0.7, 0.7))
     same = dataclasses.replace(equal, identical=[(["a", "b"], "algorithm.clip_epsilon has no effect")])
     text = answer(analysed(same))
-    assert text.startswith("b is identical by construction to a: ")
-    assert "a and b are identical by construction (algorithm.clip_epsilon has no effect)" in text
+    assert text.startswith("'b' is identical by construction to a: ")
+    assert "'a' and 'b' are identical by construction (algorithm.clip_epsilon has no effect)" in text
     assert "could be detected" not in text
     assert "would be found" not in text
     third = fake_study([*two_arms(0.7, 0.7), FakeArm("c", "grpo", 0.7, {}, {})])
     text = answer(analysed(dataclasses.replace(third, identical=same.identical)))
     assert "could be detected: the furthest, b," not in text
     assert "could be detected: c reaches" in text
-    assert "a and b are identical by construction" in text
+    assert "'a' and 'b' are identical by construction" in text
     twin, other = analysed(dataclasses.replace(third, identical=same.identical)).comparisons
     assert math.isnan(twin.p) and math.isnan(twin.p_adjusted)  # two arms that cannot differ are no hypothesis,
     assert other.family == 1 and other.p_adjusted == other.p  # so Holm's family is the other comparison alone
@@ -442,7 +442,7 @@ def test_a_note_says_how_good_each_critic_is_when_the_policy_begins_to_learn() -
         trials.append(dataclasses.replace(trial, history=history))
     text = topics(dataclasses.replace(record, trials=trials))["The critic when the policy begins to learn"]
     # seeds 0, 1, 2: a mean of 0.1 in step 1, and of 0.5 in step 21
-    assert text.endswith("a 0.10; b 0.50. Steps that train it alone, so that the policy learns in fewer: b 20.")
+    assert text.endswith("'a' 0.10; 'b' 0.50. Steps that train it alone, so that the policy learns in fewer: 'b' 20.")
     assert "The critic when the policy begins to learn" not in topics(fake_study(PLAIN))
 
 
@@ -467,11 +467,12 @@ PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7
          "or receives several optimiser steps", "The clip range has no effect"),
         (fake_study(changed(CLIPS, {"staleness": 4})), "Clipping is active",
          "Each batch is sampled by older weights or", "The clip range has no effect"),
-        (fake_study(changed(CLIPS, {}, {"staleness": 4})), "Clipping in some arms only", "clip_epsilon=0.1 gives", ""),
+        (fake_study(changed(CLIPS, {}, {"staleness": 4})), "Clipping in some arms only",
+         "'clip_epsilon=0.1' gives", ""),
         (fake_study(), "One starting point", "cold_start.seed 0", "Budgets differ"),
         (fake_study(), "Equal budgets", "All arms draw 128 rollouts per step for 100 steps.", "Equal operations"),
-        (fake_study(), "Rewards that are not accuracy", "grpo_self_consistency is rewarded for agreement", ""),
-        (fake_study(changed(PLAIN, *PAID)), "Different rewards", "b: 1 accuracy, 0.1 format)", ""),
+        (fake_study(), "Rewards that are not accuracy", "'grpo_self_consistency' is rewarded for agreement", ""),
+        (fake_study(changed(PLAIN, *PAID)), "Different rewards", "'b': 1 accuracy, 0.1 format)", ""),
         (fake_study(changed(PLAIN, {}, {"rollouts_per_step": 64})), "Budgets differ", "rollouts_per_step", ""),
         (fake_study(changed(PLAIN, {}, {"cold_start.steps": 800})), "Arms start from different cold starts", "", ""),
     ],
@@ -489,7 +490,7 @@ def test_rollouts_and_operations_that_arms_spent_unequally_are_told() -> None:
     assert told.endswith("are extra: grpo drew 12.8k completions per run, ppo 14.4k.")
     assert "are extra" not in topics(study)["Equal budgets"]
     assert topics(with_ledger(study, limit=1.5e11))["Equal operations"] == (
-        "All arms end with the step in which their training reaches 150 GFLOP. ppo ran out of steps before that "
+        "All arms end with the step in which their training reaches 150 GFLOP. 'ppo' ran out of steps before that "
         "limit: give them more steps."
     )
 
@@ -677,7 +678,7 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
     assert outcome.importances(analysed(record)) == []
-    assert "tuning chose the settings of ppo (kl_beta = 0.1) and grpo (kl_beta = 0.1)" in answer(analysed(record))
+    assert "tuning chose the settings of 'ppo' (kl_beta = 0.1) and 'grpo' (kl_beta = 0.1)" in answer(analysed(record))
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
     assert "Settings chosen by tuning" in text

@@ -222,7 +222,7 @@ def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(run
     ((labels, reason),) = read_study(runs, "sizes").identical
     assert sorted(labels) == arms
     assert reason == "mismatch.bound has an effect only with a mismatch.correction"
-    assert f"arms '{arms[0]}', '{arms[1]}' are identical by construction: {reason}" in caplog.text
+    assert f"arms '{arms[0]}' and '{arms[1]}' are identical by construction: {reason}" in caplog.text
 
 
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):

@@ -495,7 +495,7 @@ def test_the_first_view_leaves_out_clones_and_stopped_trials(runs: Path):
     assert found is not None
     every, shown = (client.search_runs([experiment.experiment_id], text) for text in ("", found[0]["searchFilter"]))
     assert len(every) == 4
-    assert {run.data.tags.get("cohort.arm", "the study") for run in shown} == {"the study", "group_size=2"}
+    assert {run.data.tags.get("cohort.arm", "study") for run in shown} == {"study", "group_size=2"}
 
 
 def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_its_arms_as_groups(runs: Path):
