@@ -3,6 +3,7 @@
 import base64
 import csv
 import dataclasses
+import io
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,6 +25,7 @@ from cohort.reports import statistics
 from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from IPython.core.formatters import DisplayFormatter
 from test_report import read_page
 
 import cohort
@@ -255,6 +257,9 @@ def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_
         assert matplotlib.rcParams["backend"].lower() == "svg"  # a notebook goes on drawing as before
     finally:
         matplotlib.rcParams["backend"] = backend
+    shown = DisplayFormatter().format(figure)[0]["image/png"]  # as a notebook shows the last value of a cell
+    image = matplotlib.image.imread(io.BytesIO(shown), format="png")
+    assert image.shape[1] == pytest.approx(150 * figure.get_figwidth(), abs=1)  # 150 dots per inch, all of the figure
     figure.savefig(tmp_path / "differences.pdf")
     assert (tmp_path / "differences.pdf").read_bytes().startswith(b"%PDF")
     with pytest.raises(ValueError, match=r"did you mean 'final'\? it has: final, differences, "):

@@ -95,13 +95,13 @@ def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Pa
 
 def write_hostile_study(runs: Path) -> dict[str, tuple[str, ...]]:
     """A study whose words are all hostile, with its report; page -> words that it has and the one before lacks."""
-    settings = {f"arm{number}{HOSTILE_MARKUP}": {"algorithm.group_size": number} for number in (2, 4)}
+    settings = {f"arm{n}{markup}": {"algorithm.group_size": n} for n, markup in zip((2, 4), ACTIVE, strict=False)}
     study = a_study(name="hostile", question=f"question{HOSTILE_MARKUP}", factors={}, arms=settings, seeds=[0])
     begin_study(runs, study)
     row = dataclasses.replace(fake_trials.sample(1, f"completion{HOSTILE_MARKUP}"), prompt=f"prompt{HOSTILE_MARKUP}")
     logs = []
     for number, arm in enumerate(study.design_arms()):
-        tags = fake_trials.of_study(runs, "hostile", f"trial{number}", arm=arm.label, group=arm.label)
+        tags = fake_trials.of_study(runs, "hostile", f"trial{number}", arm=arm.label)
         log = open_log(
             runs, f"studies/hostile/trials/trial{number}", arm.run_spec(0), experiment="hostile",
             run_name=f"{arm.label} | seed 0", tags=tags,

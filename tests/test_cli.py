@@ -310,7 +310,9 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(co
 def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(cohort: Shell, runs: Path):
     from cohort.harness.mirror.store import connect
 
-    command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
+    quick = [item for item in QUICK if "num_test_prompts" not in item]
+    command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--limit", "4", "--name", "kept"]
+    command += sets(*quick)
     assert cohort(*command, "--json") == 0
     found = cohort.json()
     assert found["breakdown"]["operands"]["3"]["num_prompts"] == 4
@@ -324,8 +326,8 @@ def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(coh
     assert [len(json.loads(line)["samples"]) for line in kept] == [3] * 4
     first = json.loads((runs / "evaluate" / "kept" / "run.json").read_text())["prompt"]
     assert first == (artifacts / "prompt.txt").read_text()
-    settings = {path: int(value) for path, _, value in (item.partition("=") for item in QUICK)}
-    again = evaluate("tiny", "arithmetic", samples=3, name="kept", settings=settings)
+    settings = {path: int(value) for path, _, value in (item.partition("=") for item in quick)}
+    again = evaluate("tiny", "arithmetic", samples=3, limit=4, name="kept", settings=settings)
     metrics = again.metrics.set_index("metric")
     assert metrics.value.to_dict() == found["metrics"]
     assert metrics.loc["accuracy", ["low", "high"]].tolist() == found["intervals"]["accuracy"]
