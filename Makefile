@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks docs claims lock smoke check format clean
+.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -119,6 +119,10 @@ notebooks: $(BIN)/.installed
 	mkdir -p build/notebooks
 	cp docs/notebooks/*.ipynb build/notebooks
 	cd build/notebooks && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m nbconvert --execute --to html *.ipynb
+
+# The pictures of README.md and docs/, by a browser, from a study of minutes in build/pictures.
+pictures: $(BIN)/.installed
+	PATH=$(abspath $(BIN)):$$PATH COHORT_RUNS=build/pictures OMP_NUM_THREADS=1 $(BIN)/python docs/scripts/pictures.py
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .

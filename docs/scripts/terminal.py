@@ -1,13 +1,8 @@
-"""Draws a terminal as SVG from the output of commands that it runs; their progress (stderr) is left out.
-
-docs/terminal.svg, in a folder where the study has run: `python docs/scripts/terminal.py docs/terminal.svg "cohort study
-run quickstart" "cohort verify quickstart"`.
-"""
+"""Draws a terminal as SVG from the output of commands that it runs; their progress (stderr) is left out."""
 
 import io
 import os
 import subprocess
-import sys
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -45,7 +40,3 @@ def main(out: str, *commands: str) -> None:
         ran = subprocess.run(command, shell=True, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         screen.print(Text.from_ansi(ran.stdout))
     screen.save_svg(out, title="cohort", theme=MONOKAI, code_format=SVG, unique_id="cohort")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
