@@ -125,9 +125,11 @@ def test_a_screen_of_80_columns_shows_whole_labels(labels: list[str], monkeypatc
     ends = [place for place, line in enumerate(lines) if set(line.strip()) == {"\u2500"}]  # below each header
     for start in ends:
         width = lines[start - 1].index("se" if "seed" in lines[start - 1] else "ste") - 1
-        column = "".join(re.sub(r"\s", "", line[:width]) for line in lines[start + 1 :])
+        column = [line[:width] for line in lines[start + 1 :]]
         for label in labels:
-            assert re.sub(r"\s", "", label) in column
+            assert re.sub(r"\s", "", label) in re.sub(r"\s", "", "".join(column))
+            short = {word for word in label.split() if len(word) <= 20}
+            assert short <= {word for line in column for word in line.split()}  # unbroken
 
 
 def a_study(**changes: Any) -> StudySpec:
