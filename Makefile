@@ -120,9 +120,10 @@ notebooks: $(BIN)/.installed
 	cp docs/notebooks/*.ipynb build/notebooks
 	cd build/notebooks && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m nbconvert --execute --to html *.ipynb
 
-# The pictures of README.md and docs/, by a browser, from a study of minutes in build/pictures.
+# The pictures of README.md and docs/, by a browser, from a study of minutes in build/pictures/runs.
 pictures: $(BIN)/.installed
-	PATH=$(abspath $(BIN)):$$PATH COHORT_RUNS=build/pictures OMP_NUM_THREADS=1 $(BIN)/python docs/scripts/pictures.py
+	mkdir -p build/pictures
+	cd build/pictures && PATH=$(abspath $(BIN)):$$PATH python $(abspath docs/scripts/pictures.py)
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -92,7 +92,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: 
         widths[widths.index(max(widths))] -= 1
     for place in sorted(range(len(widths)), key=lambda place: wanted[place] - widths[place]):
         widths[place] += min(max(wanted[place] - widths[place], 0), max(room - sum(widths), 0))
-    table = Table(box=SIMPLE_HEAD, padding=0)
+    table = Table(box=SIMPLE_HEAD, padding=(0, int(sum(wanted) + len(wanted) <= room), 0, 0))
     for header, width in zip(headers, widths, strict=True):
         table.add_column(header, justify="right" if header in numeric else "left", overflow="fold", width=width)
     for row in cells:
