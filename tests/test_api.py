@@ -260,6 +260,9 @@ def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_
     shown = DisplayFormatter().format(figure)[0]["image/png"]  # as a notebook shows the last value of a cell
     image = matplotlib.image.imread(io.BytesIO(shown), format="png")
     assert image.shape[1] == pytest.approx(150 * figure.get_figwidth(), abs=1)  # 150 dots per inch, all of the figure
+    figure.set_size_inches(2.6, 2.0)
+    figure.draw_without_rendering()
+    assert all(tick.label1.get_window_extent().x0 >= 0 for tick in figure.axes[0].yaxis.get_major_ticks())
     figure.savefig(tmp_path / "differences.pdf")
     assert (tmp_path / "differences.pdf").read_bytes().startswith(b"%PDF")
     with pytest.raises(ValueError, match=r"did you mean 'final'\? it has: final, differences, "):

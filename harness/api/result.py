@@ -181,7 +181,9 @@ class Result:
             raise SpecError(
                 f"study '{self.name}' has no figure '{name}'; {did_you_mean(name, known)}it has: {', '.join(known)}"
             )
-        return self._drawings[name].figure
+        figure = self._drawings[name].figure
+        figure.set_layout_engine("constrained")  # for other sizes and texts
+        return figure
 
     @cached_property
     def _analysis(self) -> Analysis:

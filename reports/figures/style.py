@@ -22,6 +22,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 
 from ...harness.data import GREY, PALETTE
@@ -83,8 +84,7 @@ class Picture(Figure):
     """A figure that a notebook shows as it stands in the report, whatever the notebook's own settings."""
 
     def _repr_png_(self) -> bytes:
-        with matplotlib.rc_context(_FRESH_STYLE):
-            return _saved(self, "png")
+        return _saved(self, "png")
 
 
 def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height: float) -> Drawing:
@@ -93,7 +93,8 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
     The layout makes room for every text: none is cut, however long the label of an arm is.
     """
     with matplotlib.rc_context(_FRESH_STYLE):
-        figure = Picture(figsize=(width, height), layout="constrained")
+        layout = ConstrainedLayoutEngine()
+        figure = Picture(figsize=(width, height), layout=layout)
         FigureCanvasAgg(figure)
         head = figure.suptitle("", x=0, ha="left", weight="bold", size=9.5, linespacing=1.15)
         for letters in range(int(13.2 * width), 1, -1):
@@ -102,8 +103,6 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
                 break
         figure.set_figheight(height + 0.16 * head.get_text().count("\n"))
         draw(figure)
-        layout = figure.get_layout_engine()
-        assert layout is not None
         layout.execute(figure)
         figure.set_layout_engine("none")  # as it is now: once is enough for all formats
         svg = _saved(figure, "svg").decode("utf-8")
@@ -125,8 +124,7 @@ def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str
     for drawing, suffix in itertools.product(drawings, formats):
         content = f'<?xml version="1.0" encoding="utf-8"?>\n{drawing.svg}\n'.encode()
         if suffix != "svg":
-            with matplotlib.rc_context(_FRESH_STYLE):
-                content = _saved(drawing.figure, suffix)
+            content = _saved(drawing.figure, suffix)
         (folder / f"{drawing.name}.{suffix}").write_bytes(content)
 
 
@@ -221,7 +219,8 @@ def _saved(figure: Figure, suffix: str) -> bytes:
     unwanted = {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",), "pdf": ("CreationDate", "Producer")}
     look: dict[str, Any] = {"transparent": True} if suffix == "svg" else {"facecolor": "white"}
     content = io.BytesIO()
-    figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **look)
+    with matplotlib.rc_context(_FRESH_STYLE):
+        figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **look)
     return content.getvalue()
 
 
