@@ -132,7 +132,7 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     tag = "chosen" if tuning else "best" if len(objectives) == 1 else "front"
     rows = [
         {
-            "label": arm["label"].partition(": ")[0],
+            "label": arm["label"],
             "parameters": wording.settings(arm["parameters"], short_names=False),
             "values": [wording.number(arm["values"].get(name, math.nan), name) for name in objectives],
             "state": arm["state"],

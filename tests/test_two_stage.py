@@ -353,7 +353,7 @@ def test_an_arm_that_breaks_in_the_first_stage_has_no_interval_and_the_report_sa
     assert one is not None
     assert (list(one.differences), one.interval, math.isnan(one.p_adjusted)) == ([3, 4, 5, 6], None, True)
     why = dict(notes(analysis))["Why 7 seeds"]
-    assert "grpo completed fewer than two of them: no interval, ignored when choosing seeds." in why
+    assert "'grpo' completed fewer than two of them: no interval, ignored when choosing seeds." in why
 
 
 def test_a_reader_can_redo_the_number_of_seeds_and_the_intervals_from_the_table():
