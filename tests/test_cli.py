@@ -229,7 +229,7 @@ def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
     assert "sizes: Do larger groups help?" in cohort.out
     assert "arms x seeds = 4 x 1 = 4 trials; 3,840 training rollouts" in cohort.out  # 64 x 60
     assert "group_size=4, steps=10" in cohort.out
-    assert "The run of arm group_size=4, steps=10, with every setting:" in cohort.out
+    assert "The run of arm 'group_size=4, steps=10', with every setting:" in cohort.out
     assert "  num_inner_epochs: 1\n" in cohort.out  # a default
 
 

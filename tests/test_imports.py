@@ -237,7 +237,7 @@ def test_a_run_without_scores_is_invalid_and_the_others_are_tested(tmp_path: Pat
     assert "(2 seeds, Holm-adjusted p" in result.answer and "1 invalid trial is left out" in result.answer
     assert "Preliminary" not in result.answer
     text = dict(methods(analysed(record_of(result))))["What was left out?"]
-    assert text == "Left out: b, seed 2 (invalid: no scores of it)."
+    assert text == "Left out: 'b', seed 2 (invalid: no scores of it)."
 
 
 def changed(**columns: Any) -> pd.DataFrame:
@@ -376,7 +376,7 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
         (
             {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},
             "settings",
-            "ppo (2) and grpo (1)",
+            "'ppo' (2) and 'grpo' (1)",
         ),
         ({}, "compute", "on hardware that is not recorded"),
         ({}, "budgets", "All arms draw 128 rollouts per step"),
