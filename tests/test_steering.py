@@ -493,7 +493,7 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
 @pytest.mark.parametrize(
     ("arm", "changes", "warm", "message"),
     [
-        ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: 'group_size=2' and 'gr"),
+        ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: 'group_size=2' and"),
         (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
         (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
         (ARMS[0], {}, False, "a setting that has an effect, and this one would repeat 'group_size=2'; change another"),
