@@ -397,6 +397,17 @@ def test_a_notice_that_fails_costs_a_warning_without_the_address(
     assert "/secret" not in [path for path, _ in hook[1]]  # nothing is sent on
 
 
+def test_a_study_that_an_error_ends_is_told_and_bad_input_is_not(
+    hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(notices.NOTIFY, hook[0])
+    for error in (ValueError("steps must be at least 1"), RuntimeError("workers crash")):
+        with pytest.raises(type(error)), notices.notices("sizes"):
+            raise error
+    text = "sizes ended by an error: workers crash"
+    assert hook[1] == [("/", {"study": "sizes", "event": "study ended", "text": text, "error": "RuntimeError"})]
+
+
 @pytest.mark.parametrize("where", ["no-such-command --x", "ftp://host/x", "https:/host", "'open"])
 def test_what_is_neither_a_url_nor_a_command_is_refused(where: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(notices.NOTIFY, where)
