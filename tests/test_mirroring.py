@@ -239,6 +239,11 @@ def test_a_mirror_that_cannot_be_used_is_refused(given: str, words: str, monkeyp
 def test_the_option_names_mirrors_and_the_server_of_mlflow():
     options._use_mirrors("keeps, mlflow=http://here:5000/")
     assert (mirrors(), remote_uri()) == (["keeps", "mlflow"], "http://here:5000")
+    options._use_mirrors("mlflow=http://me:se,cret@here,keeps")
+    assert mirrors() == ["mlflow", "keeps"]
+    with pytest.raises(ValueError, match=r"got 'http://me:\*\*\*@here'") as refused:
+        remote_uri()
+    assert "cret" not in str(refused.value)
     with pytest.raises(typer.BadParameter, match=r"only mlflow takes an address \(.*\), got one for 'keeps'"):
         options._use_mirrors("keeps=http://here")
 
