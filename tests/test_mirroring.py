@@ -421,9 +421,8 @@ def test_what_is_neither_a_url_nor_a_command_is_refused(where: str, monkeypatch:
 
 
 def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
-    runs: Path, plugins: None, new_runs: Any, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    runs: Path, plugins: None, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ):
-    new_runs(runs)
     secret = uuid.uuid4().hex  # in no text that a record could quote
     monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/{secret}")
     monkeypatch.setenv(MIRROR, "none")
