@@ -1,6 +1,5 @@
 """Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
 
-import dataclasses
 import functools
 import json
 import signal
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_mirrors
@@ -349,6 +349,11 @@ def hook() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
             self.send_header("Location", "/secret")
             self.end_headers()
 
+        def do_GET(self) -> None:
+            got.append((self.path, None))
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *_: Any) -> None:
             pass
 
@@ -426,17 +431,12 @@ def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
     secret = uuid.uuid4().hex  # in no text that a record could quote
     monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/{secret}")
     monkeypatch.setenv(MIRROR, "none")
-    written, executed = reporting.write_report, functools.partial(runner.run_study, execute=fake_trials.EXECUTE)
-
-    def with_claims(*arguments: Any) -> Any:
-        record, files = written(*arguments)
-        return record, dataclasses.replace(files, claims=[("A is better.", "supported"), ("B is.", "undecided")])
-
-    monkeypatch.setattr(reporting, "write_report", with_claims)
-    monkeypatch.setattr(runner, "run_study", executed)
+    files = SimpleNamespace(answer="An answer.", claims=[("A is better.", "supported"), ("B is.", "undecided")])
+    monkeypatch.setattr(reporting, "write_report", lambda *_: (None, files))
+    monkeypatch.setattr(runner, "run_study", functools.partial(runner.run_study, execute=fake_trials.EXECUTE))
     spec = a_study(seeds=[0], factors={"optimizer.weight_decay": [0.0, 0.1]})
     again = study.Study("sizes", (), spec, "cohort study run sizes")
-    ended = study.run_to_report(again, runs, 1)
+    study.run_to_report(again, runs, 1)
     assert {path for path, _ in hook[1]} == {f"/{secret}"}
     failed, claim, end = [document for _, document in hook[1]]
     assert (failed["event"], failed["seed"], failed["state"]) == ("trial failed", 0, "invalid")
@@ -444,9 +444,9 @@ def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
     assert (runs / "studies/sizes/trials" / failed["trial"]).is_dir()
     assert (claim["event"], claim["claim"], claim["verdict"]) == ("claim decided", "A is better.", "supported")
     assert (end["event"], end["counts"]) == ("study ended", {"complete": 1, "invalid": 1})
-    assert end["text"] == f"sizes: {ended.files.answer}"
-    files = [file for file in runs.rglob("*") if file.is_file()]
-    assert len(files) > 10
-    assert not [file for file in files if secret.encode() in file.read_bytes()]
+    assert (end["text"], end["answer"]) == ("sizes: An answer.", "An answer.")
+    written = [file for file in runs.rglob("*") if file.is_file()]
+    assert len(written) > 10
+    assert not [file for file in written if secret.encode() in file.read_bytes()]
     study.run_to_report(again, runs, 1)  # the invalid trial was told then
     assert [document["event"] for _, document in hook[1]][3:] == ["claim decided", "study ended"]
