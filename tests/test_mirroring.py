@@ -1,6 +1,5 @@
 """Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
 
-import dataclasses
 import functools
 import json
 import signal
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_mirrors
@@ -239,6 +239,11 @@ def test_a_mirror_that_cannot_be_used_is_refused(given: str, words: str, monkeyp
 def test_the_option_names_mirrors_and_the_server_of_mlflow():
     options._use_mirrors("keeps, mlflow=http://here:5000/")
     assert (mirrors(), remote_uri()) == (["keeps", "mlflow"], "http://here:5000")
+    options._use_mirrors("mlflow=http://me:se,cret@here,keeps")
+    assert mirrors() == ["mlflow", "keeps"]
+    with pytest.raises(ValueError, match=r"got 'http://me:\*\*\*@here'") as refused:
+        remote_uri()
+    assert "cret" not in str(refused.value)
     with pytest.raises(typer.BadParameter, match=r"only mlflow takes an address \(.*\), got one for 'keeps'"):
         options._use_mirrors("keeps=http://here")
 
@@ -344,6 +349,11 @@ def hook() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
             self.send_header("Location", "/secret")
             self.end_headers()
 
+        def do_GET(self) -> None:
+            got.append((self.path, None))
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *_: Any) -> None:
             pass
 
@@ -397,6 +407,17 @@ def test_a_notice_that_fails_costs_a_warning_without_the_address(
     assert "/secret" not in [path for path, _ in hook[1]]  # nothing is sent on
 
 
+def test_a_study_that_an_error_ends_is_told_and_bad_input_is_not(
+    hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(notices.NOTIFY, hook[0])
+    for error in (ValueError("steps must be at least 1"), RuntimeError("workers crash")):
+        with pytest.raises(type(error)), notices.notices("sizes"):
+            raise error
+    text = "sizes ended by an error: workers crash"
+    assert hook[1] == [("/", {"study": "sizes", "event": "study ended", "text": text, "error": "RuntimeError"})]
+
+
 @pytest.mark.parametrize("where", ["no-such-command --x", "ftp://host/x", "https:/host", "'open"])
 def test_what_is_neither_a_url_nor_a_command_is_refused(where: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(notices.NOTIFY, where)
@@ -405,23 +426,17 @@ def test_what_is_neither_a_url_nor_a_command_is_refused(where: str, monkeypatch:
 
 
 def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
-    runs: Path, plugins: None, new_runs: Any, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    runs: Path, plugins: None, hook: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ):
-    new_runs(runs)
     secret = uuid.uuid4().hex  # in no text that a record could quote
     monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/{secret}")
     monkeypatch.setenv(MIRROR, "none")
-    written, executed = reporting.write_report, functools.partial(runner.run_study, execute=fake_trials.EXECUTE)
-
-    def with_claims(*arguments: Any) -> Any:
-        record, files = written(*arguments)
-        return record, dataclasses.replace(files, claims=[("A is better.", "supported"), ("B is.", "undecided")])
-
-    monkeypatch.setattr(reporting, "write_report", with_claims)
-    monkeypatch.setattr(runner, "run_study", executed)
+    files = SimpleNamespace(answer="An answer.", claims=[("A is better.", "supported"), ("B is.", "undecided")])
+    monkeypatch.setattr(reporting, "write_report", lambda *_: (None, files))
+    monkeypatch.setattr(runner, "run_study", functools.partial(runner.run_study, execute=fake_trials.EXECUTE))
     spec = a_study(seeds=[0], factors={"optimizer.weight_decay": [0.0, 0.1]})
     again = study.Study("sizes", (), spec, "cohort study run sizes")
-    ended = study.run_to_report(again, runs, 1)
+    study.run_to_report(again, runs, 1)
     assert {path for path, _ in hook[1]} == {f"/{secret}"}
     failed, claim, end = [document for _, document in hook[1]]
     assert (failed["event"], failed["seed"], failed["state"]) == ("trial failed", 0, "invalid")
@@ -429,9 +444,9 @@ def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(
     assert (runs / "studies/sizes/trials" / failed["trial"]).is_dir()
     assert (claim["event"], claim["claim"], claim["verdict"]) == ("claim decided", "A is better.", "supported")
     assert (end["event"], end["counts"]) == ("study ended", {"complete": 1, "invalid": 1})
-    assert end["text"] == f"sizes: {ended.files.answer}"
-    files = [file for file in runs.rglob("*") if file.is_file()]
-    assert len(files) > 10
-    assert not [file for file in files if secret.encode() in file.read_bytes()]
+    assert (end["text"], end["answer"]) == ("sizes: An answer.", "An answer.")
+    written = [file for file in runs.rglob("*") if file.is_file()]
+    assert len(written) > 10
+    assert not [file for file in written if secret.encode() in file.read_bytes()]
     study.run_to_report(again, runs, 1)  # the invalid trial was told then
     assert [document["event"] for _, document in hook[1]][3:] == ["claim decided", "study ended"]

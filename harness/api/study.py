@@ -224,18 +224,17 @@ def run_to_report(
         if at_work := study_status(spec.name, runs, storage).counts().get("running"):
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
-    told: dict[Path, str] | None = None  # trial -> its last bad state
+    told: set[Path] | None = None  # trials that ended badly
 
     def show(status: StudyStatus) -> None:
         nonlocal told
         view(status)
         bad = {trial.directory: trial for trial in status.trials if trial.state in ("failed", "invalid")}
-        for folder, trial in bad.items():
-            if told is not None and told.get(folder) != trial.state:  # those of an earlier command were told then
-                what = f"{trial.arm} | seed {trial.seed} is {trial.state}: {trial.reason}"
-                facts = {"arm": trial.arm, "seed": trial.seed, "state": trial.state, "reason": trial.reason}
-                notify("trial failed", f"{spec.name}: {what}", trial=folder.name, **facts)
-        told = {folder: trial.state for folder, trial in bad.items()}
+        for folder in bad.keys() - (bad.keys() if told is None else told):  # an earlier command told of the first ones
+            facts = {key: getattr(bad[folder], key) for key in ("arm", "seed", "state", "reason")}
+            text = "{arm} | seed {seed} is {state}: {reason}".format(**facts)
+            notify("trial failed", f"{spec.name}: {text}", trial=folder.name, **facts)
+        told = {*bad}
 
     with notices(spec.name) as notify:
         with study_view() as view:

@@ -1,6 +1,7 @@
 """Defines the options that several commands share, and reads their text."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ def _use_store(uri: str | None) -> str | None:
 
 def _use_mirrors(text: str | None) -> str | None:
     """Let these mirrors follow what this command and its workers record; `mlflow=URI` also names the server."""
-    words = [word.strip().partition("=") for word in (text or "").split(",")]
+    split = re.split(r",(?=\s*[\w-]*\s*(?:[=,]|$))", text or "")  # at no comma of an address, which may have a password
+    words = [word.strip().partition("=") for word in split]
     if wrong := [name for name, equals, _ in words if equals and name != "mlflow"]:
         raise typer.BadParameter(f"only mlflow takes an address (mlflow=http://HOST:PORT), got one for '{wrong[0]}'")
     os.environ["COHORT_MIRROR"] = ",".join(name for name, _, _ in words)

@@ -54,10 +54,18 @@ def notices(study: str) -> Iterator[Callable[..., None]]:
                 log.warning("the notice '%s' did not reach what %s names (%s)", document["event"], NOTIFY,
                             type(error).__name__ if is_url else getattr(error, "returncode", error))  # fmt: skip
 
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=send, daemon=True)).start()
+
+    def tell(event: str, text: str, **facts: Any) -> None:
+        if where:
+            waiting.put({"event": event, "text": text, **facts})
+
     try:
-        yield lambda event, text, **facts: waiting.put({"event": event, "text": text, **facts}) if where else None
+        yield tell
+    except Exception as error:
+        if not isinstance(error, ValueError):  # of bad input, before it began
+            tell("study ended", f"{study} ended by an error: {error}", error=type(error).__name__)
+        raise
     finally:
         waiting.put(None)
         thread.join(NOTICE_SECONDS)
