@@ -35,8 +35,7 @@ class Distill(Clip, TokenMean):
 
     def advantages(self, batch: Batch) -> Batch:
         assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None
-        divergence_BT = kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)
-        return batch.replace(advantages_BT=-self.kl_beta * divergence_BT * batch.completion_mask_BT)
+        return batch.replace(advantages_BT=-self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, clipped = self.clipped(token_ratio(batch, policy), batch)

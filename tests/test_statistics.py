@@ -212,7 +212,8 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textb
         assert ours.seeds_needed(1.0001 * found, seeds_only, 1, alpha) == seeds
         assert ours.seeds_needed(0.999 * found, seeds_only, 1, alpha) == seeds + 1
     # normal quantiles 1.959964 + 0.841621
-    assert ours.minimum_detectable_difference(0.01, df=1e6) == pytest.approx(0.01 * 2.801585, rel=1e-4)
+    for error in (0.0, 0.01, 1.0):
+        assert ours.minimum_detectable_difference(error, df=1e6) == pytest.approx(error * 2.801585, rel=1e-4)
     # the textbook sizes of a two-sided paired t test with power 0.8: 10 pairs for d = 1, 34 for d = 0.5
     assert [ours.seeds_needed(d, ours.CrossedVariance(1.0, 0.0, 0.0), 1) for d in (1.0, -0.5)] == [10, 34]
     # 100 problems with variance 1 leave an error of at least 0.1, which seeds do not average out
