@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import isfunction
 from numbers import Integral, Real
 from pathlib import Path
@@ -74,6 +74,7 @@ class Algorithm(Section, ABC):
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
+    entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the mean token entropy in the objective")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Fill in `objective`; ValueError for a class that changes a method and states nothing there.
@@ -101,10 +102,6 @@ class Algorithm(Section, ABC):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether `advantages` reads `old_logprobs_BT`; the learner sets them for several updates per batch anyway."""
-        return False
-
-    @property
-    def entropy_needs_gradient(self) -> bool:
         return False
 
     @property
@@ -143,6 +140,19 @@ class Algorithm(Section, ABC):
         The sums of the micro-batches of a minibatch thus add up to the sum of the minibatch. The loss may weigh rows in
         another way (Dr. GRPO does) if its parts add up too.
         """
+
+    def minimised(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        """`loss` less `entropy_bonus` times the mean entropy (`policy/entropy`). Where `gradient_BT` is False, log-prob
+        and entropy are constants."""
+        if batch.gradient_BT is not None:
+            parts = {name: getattr(policy, name) for name in ("logprobs_BT", "entropy_BT")}
+            policy = replace(policy, **{k: part.where(batch.gradient_BT, part.detach()) for k, part in parts.items()})
+        loss, metrics = self.loss(batch, policy)
+        if not self.entropy_bonus:
+            return loss, metrics
+        assert batch.loss_weight_BT is not None
+        bonus = self.entropy_bonus * (batch.loss_weight_BT * policy.entropy_BT).sum()
+        return loss - bonus, {**metrics, "policy/loss": metrics["policy/loss"] - bonus.detach()}
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: here the mean over the tokens of a row,

@@ -252,6 +252,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
         lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
         sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
+        truncated_B=torch.tensor([r.finish_reason == "length" for _, r in rows]),
         rewards_B=torch.zeros(len(rows)),
         group_size=len(groups[0].rollouts),
     )

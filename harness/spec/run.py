@@ -210,6 +210,17 @@ class RunSpec(Section):
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
     task: SerializeAsAny[Task] = Field(description="task: its name, or a mapping of name and settings")
     algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
+    overlong: Literal["count", "mask", "penalise"] = Field(
+        default="count",
+        description="completions cut by the token limit; mask: leave the loss, not their group's mean (DAPO, "
+        "arXiv:2503.14476, section 3.4); penalise: the reward `overlong` is paid",
+    )
+    high_entropy_tokens: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of a batch's tokens, of highest entropy, that alone carry gradient (arXiv:2506.01939); 1: all",
+    )
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict, description="name -> weight or settings; added to the algorithm's own reward"
     )
@@ -290,6 +301,8 @@ class RunSpec(Section):
         given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
         weights = info.data["algorithm"].default_rewards if "algorithm" in info.data else {}
         own = {name: _reward(name, weight) for name, weight in weights.items()}
+        if info.data.get("overlong") == "penalise":
+            own.setdefault("overlong", _reward("overlong", {}))
         return dict(sorted({**own, **given}.items()))
 
     @model_validator(mode="after")
@@ -303,6 +316,9 @@ class RunSpec(Section):
             if reward.needs_partial_credit and not self.task.partial_credit:
                 rule = f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong"
                 raise ValueError(f"{rule}, got true; remove it")
+        if self.overlong == "penalise" and not self.rewards["overlong"].weight:
+            rule = "rewards.overlong must have a weight other than 0 with overlong=penalise"
+            raise ValueError(f"{rule}, got {self.rewards['overlong'].weight:g}; remove one of the two")
         weighed = [name for name, reward in self.rewards.items() if reward.weight]
         if not self.algorithm.learns_from_rewards:
             if weighed:
