@@ -65,8 +65,10 @@ MORE = {
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
     "token_masks": {
-        "algorithm": {"name": "dapo", "group_size": 4, "entropy_bonus": 0.01}, "high_entropy_tokens": 0.5,
-        "overlong": "mask", "cold_start": {"steps": 20},
+        "algorithm": {"name": "dapo", "group_size": 4, "entropy_bonus": 0.01},
+        "high_entropy_tokens": 0.5,
+        "overlong": "mask",
+        "cold_start": {"steps": 20},
     },
     "dynamic": case("dapo", dynamic_sampling=2),
     **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},

@@ -53,7 +53,7 @@ def test_a_batch_of_cut_completions_alone_teaches_nothing():
 
 
 def written(batch, share, bonus):
-    """[B, T] log-probs and entropies from whole rows of logits, the tokens that learn, and the weights of GRPO's mean."""
+    """(gradient, tokens that learn, mean entropy) of GRPO's loss as written, from logits of whole rows."""
     model, mask = tiny_model(0).double(), batch.completion_mask_BT
     every = torch.nn.functional.pad(model(batch.tokens_BT).logits, (0, 0, 1, 0))[:, :-1].log_softmax(-1)
     logprobs = every.gather(2, batch.tokens_BT[:, :, None])[:, :, 0]
@@ -85,7 +85,9 @@ def test_only_the_tokens_of_highest_entropy_carry_gradient_that_of_the_bonus_too
 
 @pytest.mark.parametrize("name", plugins.names("algorithm"))
 def test_every_objective_takes_the_bonus_and_loses_the_gradient_of_tokens_that_do_not_learn(name):
-    plain, paid = (a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": bonus}, **teacher(name)) for bonus in (0.0, 0.3))
+    plain, paid = (
+        a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": bonus}, **teacher(name)) for bonus in (0.0, 0.3)
+    )
     given = make_batch(PAID)
     values, gradients = [], []
     for spec in (plain, paid):

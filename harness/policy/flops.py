@@ -188,8 +188,8 @@ def stepped(
     fits_head: bool = False,
 ) -> dict[str, float]:
     """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
-    values, entropies, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
-    log-probs.
+    values, entropies, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the
+    old log-probs.
     """
     algorithm = spec.algorithm
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
