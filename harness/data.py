@@ -121,6 +121,23 @@ class Demonstration:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """What a training step asks of a prompt sampler: `count` prompts for its batch number `batch` (above 0 only with
+    dynamic sampling), `progress` from 0 to 1 into the run's steps.
+
+    `pass_rates` is the history of the run: prompt id -> running share of right answers (the mean of the last group's
+    and the rate before), of the prompts drawn in earlier steps; empty for a sampler that does not see gold.
+    """
+
+    count: int
+    seed: int
+    step: int
+    batch: int
+    progress: float
+    pass_rates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled completion.
 

@@ -1,8 +1,8 @@
-"""The contracts of the parts that a user can replace: algorithm, reward, task, rollout engine and mirror.
+"""The contracts of the parts that a user can replace: algorithm, reward, task, prompt sampler, engine and mirror.
 
-A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
-settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A mirror
-has none but the environment variables of what it writes to.
+A plugin is one file with one public class. Algorithms, rewards, tasks and samplers are frozen values whose fields are
+the settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A
+mirror has none but the environment variables of what it writes to.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .data import (
     InvalidRun,
     PolicyOutput,
     Prompt,
+    PromptDraw,
     Rollout,
     Section,
     Split,
@@ -312,6 +313,28 @@ class Task(Section, ABC):
     @abstractmethod
     def equivalent(self, answer: str, other: str) -> bool:
         """Whether two extracted (or gold) answers are equal as mathematics. Never raises; bounded like `extract`."""
+
+
+class Sampler(Section, ABC):
+    """Decides which training problems a step asks, as a pure function of the problems, (seed, step) and the history of
+    the run, so that a resumed run draws the same and arms that share a history do, too.
+
+    A subclass declares `name: Literal["..."]` equal to its file's name and its settings as fields. Random numbers come
+    from a named stream (`harness.ground.streams`). One without `sees_gold` is given no pass rates; a run whose
+    algorithm must not see gold refuses the others.
+    """
+
+    sees_gold: ClassVar[bool] = False
+
+    name: str
+
+    @abstractmethod
+    def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
+        """Places of the problems to draw, the first ones first. A step passes over those that it has drawn before; if
+        fewer than `draw.count` follow, its first batch begins again."""
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """ValueError for training problems that it cannot order, before any model loads."""
 
 
 class Codec(Protocol):

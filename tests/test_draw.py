@@ -2,10 +2,9 @@
 
 import factories
 import pytest
-from cohort.harness.data import Prompt
 from cohort.harness.run.loop import charge_step
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import Drawn, further_prompts, generate, train_step
+from cohort.harness.run.step import Drawn, generate, train_step
 from cohort.harness.spec.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
@@ -120,17 +119,6 @@ def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
     greedy = spec.sampling_with_limit().model_copy(update={"temperature": 0.0})
     again = run.engine.generate([g.prompt for g in groups[0]], 1, greedy, seed=7, step=99)
     assert [g.rollouts[0].token_ids for g in groups[1]] == [g.rollouts[0].token_ids for g in again]
-
-
-def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
-    prompts = [Prompt(str(i), str(i), "") for i in range(12)]
-    drawn = [str(i) for i in range(5)]
-    first = further_prompts(prompts, 0, 3, 1, 4, drawn)
-    assert first == further_prompts(prompts, 0, 3, 1, 4, drawn)
-    assert len(first) == 4 and not {p.id for p in first} & set(drawn)
-    others = [further_prompts(prompts, *key, 4, drawn) for key in ((1, 3, 1), (0, 4, 1), (0, 3, 2))]
-    assert all(other != first for other in others)
-    assert len(further_prompts(prompts, 0, 3, 1, 40, drawn)) == 7
 
 
 def test_groups_of_one_cannot_differ():

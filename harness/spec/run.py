@@ -13,7 +13,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from .. import plugins
 from ..data import PromptFormat, Sampling, Section
 from ..ground.inputs import digest
-from ..interfaces import Algorithm, Reward, RolloutEngine, Task
+from ..interfaces import Algorithm, Reward, RolloutEngine, Sampler, Task
 from .errors import explain, parsed
 from .raw import MAX_INTEGER, is_number
 
@@ -219,7 +219,7 @@ class RunSpec(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="share of a batch's tokens, of highest entropy, that alone carry gradient (arXiv:2506.01939); 1: all",
+        description="share of a batch's tokens, of highest entropy, that alone carry gradient (arXiv:2506.01939)",
     )
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict, description="name -> weight or settings; added to the algorithm's own reward"
@@ -227,6 +227,10 @@ class RunSpec(Section):
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(
         default="transformers",  # pyright: ignore
         description="rollout engine: its name, or a mapping of name and settings",
+    )
+    sampler: SerializeAsAny[Sampler] = Field(
+        default="uniform",  # pyright: ignore
+        description="prompt sampler: its name, or a mapping of name and settings",
     )
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
@@ -281,7 +285,7 @@ class RunSpec(Section):
     )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
-    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
+    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "sampler", "engine")
 
     @field_validator(*plugin_fields, mode="before")
     @classmethod
@@ -336,6 +340,9 @@ class RunSpec(Section):
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
             rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
             raise ValueError(f"{rule}, got {self.control}")
+        if self.sampler.sees_gold and not self.algorithm.sees_gold:
+            rule = f"sampler must not see gold answers with {algorithm}, which must not"
+            raise ValueError(f"{rule}, got {self.sampler.name}; use uniform or easy_to_hard")
         warmup = self.critic.warmup_steps
         for name, value in self.critic.model_dump().items():
             if not self.algorithm.needs_critic and value != (off := CriticStart.model_fields[name].default):
