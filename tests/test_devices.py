@@ -71,6 +71,7 @@ MORE = {
         "cold_start": {"steps": 20},
     },
     "dynamic": case("dapo", dynamic_sampling=2),
+    "banded": case(sampler="success_band", task={"name": "arithmetic", "num_train": 6}, cold_start={"steps": 20}),
     **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},
 }
 
