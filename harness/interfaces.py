@@ -316,12 +316,10 @@ class Task(Section, ABC):
 
 
 class Sampler(Section, ABC):
-    """Decides which training problems a step asks, as a pure function of the problems, (seed, step) and the history of
-    the run, so that a resumed run draws the same and arms that share a history do, too.
+    """Decides which training problems a step asks, as a pure function of problems, seed, step and the run's history.
 
-    A subclass declares `name: Literal["..."]` equal to its file's name and its settings as fields. Random numbers come
-    from a named stream (`harness.ground.streams`). One without `sees_gold` is given no pass rates; a run whose
-    algorithm must not see gold refuses the others.
+    A subclass declares `name: Literal["..."]` equal to its file's name and its settings as fields. One without
+    `sees_gold` is given no pass rates; a run whose algorithm must not see gold refuses the others.
     """
 
     sees_gold: ClassVar[bool] = False
@@ -330,8 +328,8 @@ class Sampler(Section, ABC):
 
     @abstractmethod
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
-        """Places of the problems to draw, the first ones first. A step passes over those that it has drawn before; if
-        fewer than `draw.count` follow, its first batch begins again."""
+        """Places of the problems to draw, the first ones first. Those that the step has drawn before are passed over;
+        its first batch begins again if they are too few."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """ValueError for training problems that it cannot order, before any model loads."""

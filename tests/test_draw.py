@@ -121,6 +121,17 @@ def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
     assert [g.rollouts[0].token_ids for g in groups[1]] == [g.rollouts[0].token_ids for g in again]
 
 
+@pytest.mark.parametrize("sampler", ["uniform", "success_band"])
+def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_sees_gold_alone(sampler, tmp_path):
+    right = {1}  # in the first step problem 1 is solved once of twice, then none
+    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i in right, sampler=sampler, **{"task.num_train": 4})
+    for expected in (0.5, 0.25, 0.125):  # each the mean of the rate before and that of the group
+        train_step(run, prompts, 0)
+        found = {place[prompt_id]: rate for prompt_id, rate in run.pass_rates.items()}
+        assert found == ({} if sampler == "uniform" else {0: 0, 1: expected, 2: 0, 3: 0})
+        right.clear()
+
+
 def test_groups_of_one_cannot_differ():
     with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
         make_spec(4, **{"algorithm.group_size": 1})

@@ -39,7 +39,6 @@ def test_a_loss_without_cut_completions_is_that_of_a_batch_that_never_had_them(a
     assert (gradient - expected).norm() <= 1e-7 * expected.norm()
     shared = metrics.keys() & without.keys() - {"mismatch/max_ratio"}  # the largest, of all rows
     assert {k: metrics[k] for k in shared} == pytest.approx({k: without[k] for k in shared}, abs=1e-6)
-    assert metrics["train/masked_completions"] == pytest.approx(3 / 12)
     assert metrics["train/masked_tokens"] == pytest.approx(12 / 33)
     counted, plain, _ = updated(a_spec(algorithm), batch)
     assert (plain - expected).norm() > 0.01 * expected.norm() and "train/masked_tokens" not in counted
@@ -123,8 +122,12 @@ def test_a_run_counts_what_it_leaves_out_and_pays_the_penalty_once(tmp_path, cac
     spec = make_spec(**{**FEW, "overlong": "mask", "high_entropy_tokens": 0.2, "steps": 1, "cold_start": {"steps": 20}})
     log = MemoryLog()
     assert train(spec, tmp_path, log, cache=cache).state == "complete"
-    ((_, share),), ((_, cut),) = (log.history(name) for name in ("train/masked_completions", "completion/truncated"))
-    assert share == pytest.approx(cut) and 0 < cut < 1
+    ((_, cut),), ((_, length),), ((_, masked),) = (
+        log.history(f"{area}") for area in ("completion/truncated", "completion/length", "train/masked_tokens")
+    )
+    assert (
+        masked == pytest.approx(cut * spec.max_tokens / length) and 0 < masked < 1
+    )  # each cut one is as long as can be
     ((_, learning),) = log.history("train/gradient_tokens")
     assert 0.1 < learning < 0.35
     for algorithm in ("grpo", "dapo"):

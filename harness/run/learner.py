@@ -101,16 +101,14 @@ class Learner:
             batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
         if self.spec.high_entropy_tokens < 1:
             counted = batch.completion_mask_BT & self._in_loss(batch)[:, None]
-            entropies = self._forward_rows(batch, self.policy, token_entropies)
-            batch = batch.replace(gradient_BT=highest(entropies, counted, self.spec.high_entropy_tokens))
+            entropies_BT = self._measured(batch, "entropy")
+            batch = batch.replace(gradient_BT=highest(entropies_BT, counted, self.spec.high_entropy_tokens))
         return batch
 
     def _in_loss(self, batch: Batch) -> Tensor:
         """[B] bool: the completions whose tokens are in the loss."""
-        if self.spec.overlong == "mask":
-            assert batch.truncated_B is not None
-            return ~batch.truncated_B
-        return torch.ones_like(batch.lengths_B, dtype=torch.bool)
+        cut = batch.truncated_B if self.spec.overlong == "mask" else None
+        return torch.ones_like(batch.lengths_B, dtype=torch.bool) if cut is None else ~cut
 
     @property
     def reads_old(self) -> bool:
@@ -195,16 +193,15 @@ class Learner:
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
 
     def _left_out(self, batch: Batch) -> dict[str, float]:
-        """Shares of a batch: of completions and tokens that `overlong: mask` leaves out of the loss, and of the tokens
-        in it that carry gradient with `high_entropy_tokens`."""
-        found, mask, kept_B = {}, batch.completion_mask_BT, self._in_loss(batch)
-        counted = (mask & kept_B[:, None]).sum()
+        """Shares of a batch's tokens: left out by `overlong: mask`; with gradient by `high_entropy_tokens`, of the
+        rest."""
+        mask, found = batch.completion_mask_BT, {}
+        counted = (mask & self._in_loss(batch)[:, None]).sum()
         if self.spec.overlong == "mask":
-            found["train/masked_completions"] = 1 - kept_B.float().mean()
-            found["train/masked_tokens"] = 1 - counted / mask.sum()
+            found["train/masked_tokens"] = float(1 - counted / mask.sum())
         if batch.gradient_BT is not None:
-            found["train/gradient_tokens"] = batch.gradient_BT.sum() / counted.clamp(min=1)
-        return {name: float(share) for name, share in found.items()}
+            found["train/gradient_tokens"] = float(batch.gradient_BT.sum() / counted.clamp(min=1))
+        return found
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's state; with several devices each tensor is spread over them."""
@@ -354,15 +351,17 @@ class Learner:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
         return self._forward_rows(batch, model, lambda *given, prompts: token_logprobs(*given, prompts=prompts)[0])
 
-    @torch.no_grad()
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
         """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
+        return self._measured(batch, distribution).sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
+
+    @torch.no_grad()
+    def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
         measures: dict[Distribution, Callable[..., Tensor]] = {
             "uniform_kl": token_uniform_kls,
-            "entropy": token_entropies,
+            "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
         }
-        values_BT = self._forward_rows(batch, self.policy, measures[distribution])
-        return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
+        return self._forward_rows(batch, self.policy, measures[distribution])
 
     def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[..., Tensor]) -> Tensor:
         """[B, T] in the batch's row order, from a function of a micro-batch with the arguments of `token_logprobs`."""
@@ -428,11 +427,6 @@ def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         sizes[largest : largest + 1] = [sizes[largest] // 2, sizes[largest] - sizes[largest] // 2]
     return sizes
-
-
-def token_entropies(*given: Any, prompts: PromptStates | None) -> Tensor:
-    """[B, T] nats: the entropy of the distribution of each completion token; arguments as of `token_logprobs`."""
-    return token_logprobs(*given, prompts=prompts)[1]
 
 
 def highest(values_BT: Tensor, counted_BT: Tensor, share: float) -> Tensor:

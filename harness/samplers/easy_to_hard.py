@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ..data import Prompt, PromptDraw
 from ..interfaces import Sampler
-from ._order import shuffled
+from .uniform import shuffled
 
 
 class EasyToHard(Sampler):
@@ -31,22 +31,22 @@ class EasyToHard(Sampler):
     all_after: float = Field(default=0.5, gt=0, le=1, description="share of the run's steps that begin with a part")
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        if bare := [prompt for prompt in prompts if self._difficulty(prompt) is None]:
-            known = sorted({name for prompt in prompts for name, _ in prompt.tags})
-            raise ValueError(
-                f"sampler.difficulty must be length or a tag with a number in every problem ({', '.join(known)}), got "
-                f"'{self.difficulty}', which {len(bare)} of {len(prompts)} problems lack"
-            )
+        for prompt in prompts:
+            self._difficulty(prompt)
 
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
         begun = self.first_share**2
         competence = math.sqrt(begun + (1 - begun) * min(1.0, draw.progress / self.all_after))
-        ranked = sorted(range(len(prompts)), key=lambda i: self._difficulty(prompts[i]) or 0.0)
+        ranked = sorted(range(len(prompts)), key=lambda i: self._difficulty(prompts[i]))
         easy = max(draw.count, math.ceil(competence * len(prompts)))
-        return [*(ranked[i] for i in shuffled(len(prompts), draw) if i < easy), *ranked[easy:]]
+        return [*(ranked[i] for i in shuffled(prompts, draw) if i < easy), *ranked[easy:]]
 
-    def _difficulty(self, prompt: Prompt) -> float | None:
+    def _difficulty(self, prompt: Prompt) -> float:
         if self.difficulty == "length":
             return float(len(prompt.text))
-        number = re.search(r"\d+(?:\.\d+)?", dict(prompt.tags).get(self.difficulty, ""))
-        return float(number[0]) if number else None
+        if number := re.search(r"\d+(?:\.\d+)?", dict(prompt.tags).get(self.difficulty, "")):
+            return float(number[0])
+        rule = "sampler.difficulty must be length or a tag that has a number in every training problem"
+        raise ValueError(
+            f"{rule}, got '{self.difficulty}' for problem {prompt.id} with {dict(prompt.tags) or 'no tags'}"
+        )

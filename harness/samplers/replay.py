@@ -12,8 +12,7 @@ from pydantic import Field
 from ..data import Prompt, PromptDraw
 from ..ground.streams import generator
 from ..interfaces import Sampler
-from ._order import shuffled
-from .uniform import Uniform
+from .uniform import Uniform, shuffled
 
 
 class Replay(Sampler):
@@ -30,4 +29,4 @@ class Replay(Sampler):
         total, count = sum(unsolved.values()), min(len(known), round(self.share * draw.count))
         random = generator("replayed prompts", draw.seed, draw.step, draw.batch)
         again = random.choice(known, count, replace=False, p=[unsolved[i] / total for i in known]) if count else []
-        return list(dict.fromkeys([*map(int, again), *Uniform().order(prompts, draw), *shuffled(len(prompts), draw)]))
+        return list(dict.fromkeys([*map(int, again), *Uniform().order(prompts, draw), *shuffled(prompts, draw)]))

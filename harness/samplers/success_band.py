@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from ..data import Prompt, PromptDraw
 from ..interfaces import Sampler
-from ._order import shuffled
+from .uniform import shuffled
 
 
 class SuccessBand(Sampler):
@@ -33,7 +33,7 @@ class SuccessBand(Sampler):
         return self
 
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
-        places = shuffled(len(prompts), draw)
+        places = shuffled(prompts, draw)
         rates = [draw.pass_rates.get(prompt.id) for prompt in prompts]
         within = [i for i in places if (rate := rates[i]) is None or self.lowest <= rate <= self.highest]
         return list(dict.fromkeys([*places[: round(self.from_all * draw.count)], *within, *places]))

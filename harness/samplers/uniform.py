@@ -6,7 +6,11 @@ from typing import Literal
 from ..data import Prompt, PromptDraw
 from ..ground.streams import generator
 from ..interfaces import Sampler
-from ._order import shuffled
+
+
+def shuffled(prompts: Sequence[Prompt], draw: PromptDraw) -> list[int]:
+    """All places, in an order keyed by (seed, step, batch)."""
+    return generator("further prompts", draw.seed, draw.step, draw.batch).permutation(len(prompts)).tolist()
 
 
 class Uniform(Sampler):
@@ -16,7 +20,7 @@ class Uniform(Sampler):
 
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
         if draw.batch:
-            return shuffled(len(prompts), draw)
+            return shuffled(prompts, draw)
         found: list[int] = []
         while len(found) < draw.count:
             epoch, offset = divmod(draw.step * draw.count + len(found), len(prompts))

@@ -212,14 +212,10 @@ class RunSpec(Section):
     algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
     overlong: Literal["count", "mask", "penalise"] = Field(
         default="count",
-        description="completions cut by the token limit; mask: leave the loss, not their group's mean (DAPO, "
-        "arXiv:2503.14476, section 3.4); penalise: the reward `overlong` is paid",
+        description="completions cut by the token limit; mask: leave the loss (DAPO); penalise: reward overlong",
     )
     high_entropy_tokens: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="share of a batch's tokens, of highest entropy, that alone carry gradient (arXiv:2506.01939)",
+        default=1.0, gt=0, le=1, description="share of a batch's tokens, of highest entropy, that alone carry gradient"
     )
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict, description="name -> weight or settings; added to the algorithm's own reward"
