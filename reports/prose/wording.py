@@ -8,7 +8,7 @@ from ...harness.data import short_path
 from ..statistics import ALPHA, Interval
 
 _FRACTIONS = (
-    "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate",
+    "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate", "_tokens",
 )  # fmt: skip
 
 
