@@ -8,7 +8,8 @@ from ...harness.data import short_path
 from ..statistics import ALPHA, Interval
 
 _FRACTIONS = (
-    "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate", "_tokens",
+    "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate",
+    "masked_tokens", "gradient_tokens",
 )  # fmt: skip
 
 
