@@ -2,8 +2,8 @@
 
 `algorithms/x.py`, `tasks/x.py` and the `x.py` of `rewards`, `samplers`, `engines` and `mirrors` in `harness/` each hold
 one public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
-`cohort.rewards`, `cohort.samplers`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error, because
-a study would not say which of them it ran.
+`cohort.rewards`, `cohort.samplers`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error,
+because a study would not say which of them it ran.
 """
 
 import importlib
