@@ -5,9 +5,10 @@ Decoupled Clip and Dynamic sAmpling Policy Optimization: Yu et al. 2025 (arXiv:2
 allows), eq. 12 (mean over all tokens, so that a token of a long answer counts as much as any other), section 2.3 (no
 KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: the harness
 draws the prompts, so dynamic sampling (eq. 11) is a setting of the run, `dynamic_sampling`; it is off by
-default, and a group of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch;
-accuracy is 1 / 0, not 1 / -1, so the penalty weighs 0.5, not 1, and the two together act as in the paper once they are
-standardised; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
+default, and a group of equal rewards stays in the batch, without gradient; so is the filter of cut completions
+(section 3.4), `overlong: mask`; the mean is over the tokens of a minibatch; accuracy is 1 / 0, not 1 / -1, so the
+penalty weighs 0.5, not 1, and the two together act as in the paper once they are standardised; the standard deviation
+has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
 from typing import Literal

@@ -41,13 +41,8 @@ class PPO(RewardKL, Clip, TokenMean):
     )
     whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
     value_clip: float = Field(default=0.2, gt=0, description="how far a value may move from the rollout's")
-    entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the mean token entropy in the objective")
     critic: Literal["separate", "shared"] = Field(default="separate", description="own network, or head on the policy")
     value_loss_weight: float = Field(default=1.0, gt=0, description="weight of half the squared error if shared")
-
-    @property
-    def entropy_needs_gradient(self) -> bool:
-        return self.entropy_bonus > 0
 
     @property
     def shares_trunk(self) -> bool:
@@ -73,7 +68,7 @@ class PPO(RewardKL, Clip, TokenMean):
         weight, returns, values, old_values = batch.loss_weight_BT, batch.returns_BT, policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
         per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        policy_loss, metrics = weighted_loss(batch, policy, per_token - self.entropy_bonus * policy.entropy_BT, clipped)
+        policy_loss, metrics = weighted_loss(batch, policy, per_token, clipped)
         near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
         critic_loss = 0.5 * (weight * ((values - returns) ** 2).maximum((near - returns) ** 2)).sum()
         return policy_loss + self.value_loss_weight * critic_loss, {**metrics, "critic/loss": critic_loss.detach()}

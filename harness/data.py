@@ -121,6 +121,23 @@ class Demonstration:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """What a training step asks of a prompt sampler: `count` prompts for its batch number `batch` (above 0 only with
+    dynamic sampling), `progress` from 0 to 1 into the run's steps.
+
+    `pass_rates` is the history of the run: prompt id -> running share of right answers (the mean of the last group's
+    and the rate before), of the prompts drawn in earlier steps; empty for a sampler that does not see gold.
+    """
+
+    count: int
+    seed: int
+    step: int
+    batch: int
+    progress: float
+    pass_rates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled completion.
 
@@ -214,6 +231,7 @@ class Batch:
     completion_mask_BT   bool, True on completion tokens (EOS included)
     lengths_B            int64, prompt plus completion tokens of each row
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
+    truncated_B          bool, completions that the token limit has cut, or None where nothing asks
     rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
     reward_parts_BK, reward_weights_BK   float32, each reward of a row before its weight (of steps their total), and
                          its weight; None if there is only `rewards_B`
@@ -225,6 +243,7 @@ class Batch:
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
     held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
+    gradient_BT          bool, tokens that carry gradient (`high_entropy_tokens`), or None: all
     loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
                          not depend on how the minibatch is split, sorted or padded
     """
@@ -237,6 +256,7 @@ class Batch:
     group_size: int
     reward_parts_BK: Tensor | None = None
     reward_weights_BK: Tensor | None = None
+    truncated_B: Tensor | None = None
     greedy_rewards_B: Tensor | None = None
     step_rewards_BT: Tensor | None = None
     step_ends_BT: Tensor | None = None
@@ -246,6 +266,7 @@ class Batch:
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
     held_BT: Tensor | None = None
+    gradient_BT: Tensor | None = None
     loss_weight_BT: Tensor | None = None
 
     def __len__(self) -> int:
@@ -279,8 +300,8 @@ class PolicyOutput:
     """The current parameters' scores of a (micro-)batch, with gradients; 0 outside the completion.
 
     logprobs_BT  float32 nats of the tokens in the batch, at the sampling temperature
-    entropy_BT   float32 nats of the distribution that each token was drawn from; carries a gradient only for an
-                 algorithm with an entropy bonus
+    entropy_BT   float32 nats of the distribution that each token was drawn from; carries a gradient only with
+                 an entropy bonus
     values_BT    float32, the critic's values, or None for an algorithm without critic
     """
 

@@ -1,8 +1,8 @@
-"""The contracts of the parts that a user can replace: algorithm, reward, task, rollout engine and mirror.
+"""The contracts of the parts that a user can replace: algorithm, reward, task, prompt sampler, engine and mirror.
 
-A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
-settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A mirror
-has none but the environment variables of what it writes to.
+A plugin is one file with one public class. Algorithms, rewards, tasks and samplers are frozen values whose fields are
+the settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A
+mirror has none but the environment variables of what it writes to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import isfunction
 from numbers import Integral, Real
 from pathlib import Path
@@ -29,6 +29,7 @@ from .data import (
     InvalidRun,
     PolicyOutput,
     Prompt,
+    PromptDraw,
     Rollout,
     Section,
     Split,
@@ -74,6 +75,7 @@ class Algorithm(Section, ABC):
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
+    entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the mean token entropy in the objective")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Fill in `objective`; ValueError for a class that changes a method and states nothing there.
@@ -101,10 +103,6 @@ class Algorithm(Section, ABC):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether `advantages` reads `old_logprobs_BT`; the learner sets them for several updates per batch anyway."""
-        return False
-
-    @property
-    def entropy_needs_gradient(self) -> bool:
         return False
 
     @property
@@ -143,6 +141,19 @@ class Algorithm(Section, ABC):
         The sums of the micro-batches of a minibatch thus add up to the sum of the minibatch. The loss may weigh rows in
         another way (Dr. GRPO does) if its parts add up too.
         """
+
+    def minimised(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        """`loss` less `entropy_bonus` times the mean entropy (`policy/entropy`). Where `gradient_BT` is False, log-prob
+        and entropy are constants."""
+        if batch.gradient_BT is not None:
+            parts = {name: getattr(policy, name) for name in ("logprobs_BT", "entropy_BT")}
+            policy = replace(policy, **{k: part.where(batch.gradient_BT, part.detach()) for k, part in parts.items()})
+        loss, metrics = self.loss(batch, policy)
+        if not self.entropy_bonus:
+            return loss, metrics
+        assert batch.loss_weight_BT is not None
+        bonus = self.entropy_bonus * (batch.loss_weight_BT * policy.entropy_BT).sum()
+        return loss - bonus, {**metrics, "policy/loss": metrics["policy/loss"] - bonus.detach()}
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: here the mean over the tokens of a row,
@@ -302,6 +313,26 @@ class Task(Section, ABC):
     @abstractmethod
     def equivalent(self, answer: str, other: str) -> bool:
         """Whether two extracted (or gold) answers are equal as mathematics. Never raises; bounded like `extract`."""
+
+
+class Sampler(Section, ABC):
+    """Decides which training problems a step asks, as a pure function of problems, seed, step and the run's history.
+
+    A subclass declares `name: Literal["..."]` equal to its file's name and its settings as fields. One without
+    `sees_gold` is given no pass rates; a run whose algorithm must not see gold refuses the others.
+    """
+
+    sees_gold: ClassVar[bool] = False
+
+    name: str
+
+    @abstractmethod
+    def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
+        """Places of the problems to draw, the first ones first. Those that the step has drawn before are passed over;
+        its first batch begins again if they are too few."""
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """ValueError for training problems that it cannot order, before any model loads."""
 
 
 class Codec(Protocol):

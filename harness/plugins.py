@@ -1,9 +1,9 @@
 """Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
-`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py`, `harness/engines/x.py` and `harness/mirrors/x.py` each hold
+`algorithms/x.py`, `tasks/x.py` and the `x.py` of `rewards`, `samplers`, `engines` and `mirrors` in `harness/` each hold
 one public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
-`cohort.rewards`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error, because a study would not
-say which of them it ran.
+`cohort.rewards`, `cohort.samplers`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error,
+because a study would not say which of them it ran.
 """
 
 import importlib
@@ -20,20 +20,22 @@ from typing import Any, Literal, TypeVar, get_args
 from . import interfaces
 from .data import Section
 from .ground.words import did_you_mean
-from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Task
+from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, Task
 
-Kind = Literal["algorithm", "task", "reward", "engine", "mirror"]
+Kind = Literal["algorithm", "task", "reward", "sampler", "engine", "mirror"]
 T = TypeVar("T")
 
 _PACKAGE = {
     "algorithm": "cohort.algorithms",
     "task": "cohort.tasks",
     "reward": "cohort.harness.rewards",
+    "sampler": "cohort.harness.samplers",
     "engine": "cohort.harness.engines",
     "mirror": "cohort.harness.mirrors",
 }
 _BASE: dict[str, type] = {
-    "algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine, "mirror": Mirror,
+    "algorithm": Algorithm, "task": Task, "reward": Reward, "sampler": Sampler, "engine": RolloutEngine,
+    "mirror": Mirror,
 }  # fmt: skip
 _files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether it is from a package
 
@@ -84,7 +86,8 @@ def of_package(package: str) -> list[tuple[Kind, str]]:
         owners = sorted({owner for _, owner, _ in every})
         raise ValueError(
             f"no installed package '{package}' declares plugins (entry points cohort.algorithms, cohort.tasks, "
-            f"cohort.rewards, cohort.engines, cohort.mirrors); install it first (pip install -e .); those that do: "
+            f"cohort.rewards, cohort.samplers, cohort.engines, cohort.mirrors); install it first (pip install -e .); "
+            f"those that do: "
             f"{', '.join(owners) or 'none'}"
         )
     return found

@@ -133,7 +133,13 @@ def step_stays(root: Path) -> tuple[int, int]:
 def settings(root: Path) -> int:
     """Declared fields of all sections of runs, studies and plugins, except `name`."""
     for file in sorted(file for folder in PRODUCT for file in (root / folder).rglob("*.py")):
-        if "Section" in file.read_text("utf-8") or file.parent.name in ("algorithms", "tasks", "rewards", "engines"):
+        if "Section" in file.read_text("utf-8") or file.parent.name in (
+            "algorithms",
+            "tasks",
+            "rewards",
+            "samplers",
+            "engines",
+        ):
             with contextlib.suppress(ImportError):  # a library of an extra
                 load(root, ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
 

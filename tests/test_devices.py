@@ -64,7 +64,14 @@ MORE = {
     "warm_up": case("ppo", critic={"warmup_steps": 1}),
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
+    "token_masks": {
+        "algorithm": {"name": "dapo", "group_size": 4, "entropy_bonus": 0.01},
+        "high_entropy_tokens": 0.5,
+        "overlong": "mask",
+        "cold_start": {"steps": 20},
+    },
     "dynamic": case("dapo", dynamic_sampling=2),
+    "banded": case(sampler="success_band", task={"name": "arithmetic", "num_train": 6}, cold_start={"steps": 20}),
     **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},
 }
 

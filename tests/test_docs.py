@@ -71,7 +71,13 @@ def command_of(line: str) -> tuple[Any, list[str]]:
 def known_settings() -> set[str]:
     """Paths that --set takes; those of a plugin without telling which."""
     known = {path for model in (RunSpec, StudySpec) for path, _ in paths.settings(model)}
-    for kind, section in (("task", "task"), ("algorithm", "algorithm"), ("engine", "engine"), ("reward", "rewards")):
+    for kind, section in (
+        ("task", "task"),
+        ("algorithm", "algorithm"),
+        ("sampler", "sampler"),
+        ("engine", "engine"),
+        ("reward", "rewards"),
+    ):
         for name in plugins.names(kind):
             under = f"{section}.{name}" if kind == "reward" else section
             known |= {under} | {f"{under}.{key}" for key in plugins.settings_class(kind, name).model_fields}

@@ -2,10 +2,9 @@
 
 import factories
 import pytest
-from cohort.harness.data import Prompt
 from cohort.harness.run.loop import charge_step
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import Drawn, further_prompts, generate, train_step
+from cohort.harness.run.step import Drawn, generate, train_step
 from cohort.harness.spec.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
@@ -122,15 +121,15 @@ def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
     assert [g.rollouts[0].token_ids for g in groups[1]] == [g.rollouts[0].token_ids for g in again]
 
 
-def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
-    prompts = [Prompt(str(i), str(i), "") for i in range(12)]
-    drawn = [str(i) for i in range(5)]
-    first = further_prompts(prompts, 0, 3, 1, 4, drawn)
-    assert first == further_prompts(prompts, 0, 3, 1, 4, drawn)
-    assert len(first) == 4 and not {p.id for p in first} & set(drawn)
-    others = [further_prompts(prompts, *key, 4, drawn) for key in ((1, 3, 1), (0, 4, 1), (0, 3, 2))]
-    assert all(other != first for other in others)
-    assert len(further_prompts(prompts, 0, 3, 1, 40, drawn)) == 7
+@pytest.mark.parametrize("sampler", ["uniform", "success_band"])
+def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_sees_gold_alone(sampler, tmp_path):
+    right = {1}  # in the first step problem 1 is solved once of twice, then none
+    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i in right, sampler=sampler, **{"task.num_train": 4})
+    for expected in (0.5, 0.25, 0.125):  # each the mean of the rate before and that of the group
+        train_step(run, prompts, 0)
+        found = {place[prompt_id]: rate for prompt_id, rate in run.pass_rates.items()}
+        assert found == ({} if sampler == "uniform" else {0: 0, 1: expected, 2: 0, 3: 0})
+        right.clear()
 
 
 def test_groups_of_one_cannot_differ():

@@ -44,6 +44,7 @@ STEPS = {
     "critic's warm-up": ("tiny", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"warmup_steps": 1}}),
     "shared critic's warm-up": ("qwen2", {"algorithm": SHARED, "critic": {"warmup_steps": 1}, **TWICE}),
     "fitted head": ("llama", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"head": "fitted"}}),
+    "tokens of high entropy": ("tiny", {"algorithm": GRPO, "high_entropy_tokens": 0.2}),
     "grouped queries": ("llama", {"algorithm": GRPO}),
     "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),

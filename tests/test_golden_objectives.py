@@ -66,7 +66,7 @@ def test_an_objective_gives_the_numbers_of_its_reference(case, label):
     batch = algorithm.advantages(make_batch(given, algorithm))
     logprobs = column(given["now"]).requires_grad_()
     values = column(given["values"]).requires_grad_() if algorithm.needs_critic else None
-    loss, metrics = algorithm.loss(batch, PolicyOutput(logprobs, column(given["entropy"]), values))
+    loss, metrics = algorithm.minimised(batch, PolicyOutput(logprobs, column(given["entropy"]), values))
     loss.backward()
 
     def on_completions(tensor):

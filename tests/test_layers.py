@@ -39,7 +39,7 @@ MAY_IMPORT = {
     API: ("harness.api",),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
-# `plugins` loads algorithms, tasks, rewards and engines by name; `api` alone joins studies, records and reports.
+# `plugins` loads algorithms, tasks, rewards, samplers, engines by name; `api` alone joins studies, records and reports.
 ROOMS = (
     ("ground",),
     ("data",),
@@ -49,7 +49,7 @@ ROOMS = (
     ("record",),
     ("devices", "mirror", "mirrors"),
     ("policy",),
-    ("engines", "rewards", "checks"),
+    ("engines", "rewards", "samplers", "checks"),
     ("run",),
     ("study",),
     ("console",),

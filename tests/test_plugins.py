@@ -15,8 +15,8 @@ from cohort.harness.spec.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
-    "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "engine": "harness/engines",
-    "mirror": "harness/mirrors",
+    "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "sampler": "harness/samplers",
+    "engine": "harness/engines", "mirror": "harness/mirrors",
 }  # fmt: skip
 
 THIRD_PARTY = """

@@ -17,7 +17,7 @@ from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
 from cohort.reports.figures import outcome
-from cohort.reports.figures.curves import aligned
+from cohort.reports.figures.curves import DYNAMICS, aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
@@ -426,6 +426,10 @@ def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path)
     page = "".join(read_page(files.html.read_text(encoding="utf-8")).text)
     assert record.question in page
     assert "nan" not in page.lower().replace("is nan at step", "")
+
+
+def test_a_curve_in_percent_is_one_of_a_fraction_and_no_other() -> None:
+    assert {metric for metric, _, unit in DYNAMICS if unit.startswith("%") != wording.is_fraction(metric)} == set()
 
 
 def topics(record: StudyRecord) -> dict[str, str]:

@@ -29,7 +29,7 @@ def test_no_two_purposes_of_a_run_draw_the_same_numbers(tmp_path, monkeypatch):
     spec = make_spec(**{**FEW, "cold_start": {"steps": 1}, "optimizer": minibatches, "dynamic_sampling": 3, "steps": 2})
     assert train(spec, tmp_path, MemoryLog(), cache=tmp_path).state == "complete"
     purposes = {user for found in users.values() for user in found}
-    assert purposes == {"_batches", "step_prompts", "further_prompts", "Learner._minibatches"}
+    assert purposes == {"_batches", "Uniform.order", "shuffled", "Learner._minibatches"}
     assert [found for found in users.values() if len(found) > 1] == []
 
 
@@ -50,4 +50,4 @@ def test_numpy_draws_under_names_that_each_have_one_use():
             if isinstance(call.func, ast.Name) and call.func.id == "generator":
                 assert isinstance(call.args[0], ast.Constant), file
                 names.append(call.args[0].value)
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 12

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from cohort.harness import plugins
-from cohort.harness.data import Prompt
 from cohort.harness.run import state
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.run.step import step_prompts
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.checks import check_claimed
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
@@ -40,7 +38,13 @@ CHANGING = make_spec(
     optimizer={"learning_rate": 1e-3, "schedule": "cosine"},
 )  # fmt: skip
 WARMING = make_spec("ppo", critic={"warmup_steps": 4, "head": "fitted"})
-SPECS = {"changing": CHANGING, "warming": WARMING, **{name: make_spec(name) for name in ("grpo", "ppo", "remax")}}
+BANDED = make_spec(task={**BASE["task"], "num_train": 12}, sampler="success_band", dynamic_sampling=2)
+SPECS = {
+    "changing": CHANGING,
+    "warming": WARMING,
+    "banded": BANDED,
+    **{name: make_spec(name) for name in ("grpo", "ppo", "remax")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,7 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert not plain.history("start/accuracy")
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
     spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
     assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
@@ -226,13 +230,3 @@ def test_a_run_that_diverges_is_invalid_with_a_reason(tmp_path, cache):
     assert result.state == "invalid"
     assert "optimizer.learning_rate" in (result.reason or "")
     assert "test_accuracy" not in result.summary
-
-
-def test_every_prompt_is_used_once_per_pass_in_an_order_of_its_own_however_many_are_asked_for_at_once():
-    prompts = [Prompt(str(i), str(i), "") for i in range(10)]
-    stream = [p.id for step in range(5) for p in step_prompts(prompts, 0, step, 4)]
-    assert sorted(stream[:10]) == sorted(stream[10:]) == sorted(p.id for p in prompts)
-    assert stream[:10] != stream[10:]
-    small = [p.id for step in range(6) for p in step_prompts(prompts, 3, step, 2)]
-    large = [p.id for step in range(2) for p in step_prompts(prompts, 3, step, 6)]
-    assert small == large

@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 COHORT = Path(os.environ.get("COHORT", ".venv/bin/cohort"))
-PLUGINS = {"algorithms": "algorithm", "tasks": "task", "rewards": "reward", "engines": "engine"}
+PLUGINS = {"algorithms": "algorithm", "tasks": "task", "rewards": "reward", "samplers": "sampler", "engines": "engine"}
 # What a browser loads by itself; a link that a reader follows is none of it.
 FOREIGN = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*\bhref=["']?https?://"""

@@ -13,7 +13,9 @@ from .settings import Settings, as_texts
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
+LISTS = {  # field -> its list
+    "algorithm": "algorithms", "task": "tasks", "engine": "engines", "sampler": "samplers", "rewards": "rewards"
+}  # fmt: skip
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 

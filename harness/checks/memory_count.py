@@ -51,7 +51,7 @@ class Shape:
     @classmethod
     def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
         model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
-        needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_needs_gradient)
+        needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_bonus > 0)
         return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens)
 
 

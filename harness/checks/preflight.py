@@ -54,6 +54,8 @@ def check_runs(
                     f"the splits of task '{task.name}' must share no problem, or a test would count what was trained "
                     f"on, got prompt id '{prompt.id}' in {first} and in {split}; correct {type(task).__name__}.prompts"
                 )
+    for spec in {(spec.task.model_dump_json(), spec.sampler): spec for spec in trained}.values():
+        spec.sampler.check(spec.task.prompts("train"))
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Class attributes of each kind of plugin that its table shows.
 FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
-         "engines": ("exact_logprobs",), "mirrors": ("package",)}  # fmt: skip
+         "samplers": ("sees_gold",), "engines": ("exact_logprobs",), "mirrors": ("package",)}  # fmt: skip
 COLUMNS = ("name", "default", "range", "description")
 HEADERS = ("setting", "default", "range", "meaning")
 
@@ -28,6 +28,7 @@ HEADERS = ("setting", "default", "range", "meaning")
     "cohort list algorithms",
     "cohort list tasks gsm8k",
     "cohort list rewards",
+    "cohort list samplers",
     "cohort list engines",
     "cohort list mirrors",
     "cohort list settings optimizer",
@@ -35,7 +36,7 @@ HEADERS = ("setting", "default", "range", "meaning")
 )
 def list_(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, engines, mirrors or settings.")
+        str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, samplers, engines, mirrors or settings.")
     ],
     name: Annotated[
         str | None,

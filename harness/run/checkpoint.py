@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-<n>`. Its `policy/` loads with transformers, or with peft if the run trains an adapter
 (then it holds only the adapter). A checkpoint appears whole or not at all; `state.json` has the hash of every file, and
-a torn or altered checkpoint is skipped for the one before it. Sampling noise and prompt order are functions of (seed,
-step), so there is no random state to save.
+a torn or altered checkpoint is skipped for the one before it. Sampling noise is a function of (seed, step) and prompt
+order of that and the pass rates, so there is no random state to save.
 """
 
 import logging

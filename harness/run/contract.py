@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import plugins
-from ..data import Batch, GradedGroup, PolicyOutput, Prompt, SampleRow, Sampling, Split
-from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, StepReward, Task
+from ..data import Batch, GradedGroup, PolicyOutput, Prompt, PromptDraw, SampleRow, Sampling, Split
+from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, Sampler, StepReward, Task
 from ..policy.forward import token_logprobs
 from ..policy.text import TextCodec
 from ..policy.tiny import tiny_model, tiny_tokenizer
@@ -417,6 +417,35 @@ def hostile_text_is_graded(task: Task) -> None:
         start = time.monotonic()
         _must(not task.equivalent(text, gold) and not task.equivalent(gold, text), f"{text[:60]!r} equals {gold!r}")
         _must(time.monotonic() - start < 60.0, f"more than 60 s to compare {text[:60]!r}")
+
+
+@_rule("sampler", "keep fields frozen, give each a Field(..., description=...)")
+def sampler_settings_are_told(sampler: Sampler) -> None:
+    """Settings survive JSON and are described."""
+    silent = [key for key, field in type(sampler).model_fields.items() if key != "name" and not field.description]
+    _must(not silent, f"no description: {', '.join(silent)}")
+    _must(type(sampler).model_validate_json(sampler.model_dump_json()) == sampler, "read back from JSON it differs")
+
+
+@_rule(
+    "sampler", "return places from 0 on, enough to fill a step; draw numbers from a generator keyed by all of `draw`"
+)
+def draws_are_keyed(sampler: Sampler) -> None:
+    """The order is a function of problems, seed, step, batch and history, not of gold, and fills any step."""
+    sampler.check(PROMPTS)
+    other = [replace(prompt, gold="9") for prompt in PROMPTS]
+    known = {p.id: i / 4 for i, p in enumerate(PROMPTS)} if sampler.sees_gold else {}
+    seen = set()
+    for key in (
+        (count, seed, step, batch) for count in (1, 5) for seed in (0, 1) for step in (0, 7) for batch in (0, 1)
+    ):
+        draw = PromptDraw(*key, progress=key[2] / 8, pass_rates=known)
+        order = list(sampler.order(PROMPTS, draw))
+        _must(set(order) <= set(range(5)) and len(set(order)) >= draw.count, f"places {order} for {draw}")
+        again = list(sampler.order(other, replace(draw, pass_rates=dict(reversed(known.items())))))
+        _must(order == again, f"{order}, then {again} for {draw}")
+        seen.add(tuple(order[:5]))
+    _must(len(seen) > 4, f"orders do not depend on seed and step: {seen}")
 
 
 @_rule("engine", "return one group for each prompt, in order, with a log-prob for each token, up to max_tokens")

@@ -99,7 +99,16 @@ class Learner:
                 return critic(mask, completion_states(trunk, tokens, mask, prompts))
 
             batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
+        if self.spec.high_entropy_tokens < 1:
+            counted = batch.completion_mask_BT & self._in_loss(batch)[:, None]
+            entropies_BT = self._measured(batch, "entropy")
+            batch = batch.replace(gradient_BT=highest(entropies_BT, counted, self.spec.high_entropy_tokens))
         return batch
+
+    def _in_loss(self, batch: Batch) -> Tensor:
+        """[B] bool: the completions whose tokens are in the loss."""
+        cut = batch.truncated_B if self.spec.overlong == "mask" else None
+        return torch.ones_like(batch.lengths_B, dtype=torch.bool) if cut is None else ~cut
 
     @property
     def reads_old(self) -> bool:
@@ -174,7 +183,7 @@ class Learner:
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
         metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
-        metrics |= fitted
+        metrics |= fitted | self._left_out(batch)
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
@@ -182,6 +191,17 @@ class Learner:
             self.kl_beta = adapted_kl_beta(self.spec.kl, self.kl_beta, metrics["kl/reference"])
         rate = self.optimizers["policy"].param_groups[0]["lr"]
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
+
+    def _left_out(self, batch: Batch) -> dict[str, float]:
+        """Shares of a batch's tokens: left out by `overlong: mask`; with gradient by `high_entropy_tokens`, of the
+        rest."""
+        mask, found = batch.completion_mask_BT, {}
+        counted = (mask & self._in_loss(batch)[:, None]).sum()
+        if self.spec.overlong == "mask":
+            found["train/masked_tokens"] = float(1 - counted / mask.sum())
+        if batch.gradient_BT is not None:
+            found["train/gradient_tokens"] = float(batch.gradient_BT.sum() / counted.clamp(min=1))
+        return found
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's state; with several devices each tensor is spread over them."""
@@ -246,7 +266,7 @@ class Learner:
                 output = self._output(micro, [states and states.rows(rows) for states in prompts])
             if is_on_policy:  # the ratio is exactly 1, and still has its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
-            loss, metrics = self.algorithm.loss(micro, output)
+            loss, metrics = self.algorithm.minimised(micro, output)
             loss.backward()
             logprobs = output.logprobs_BT.detach()
             ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
@@ -294,7 +314,7 @@ class Learner:
     def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
         """Scores of a micro-batch, given its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        wants_gradient, temperature = self.spec.algorithm.entropy_needs_gradient, self.spec.sampling.temperature
+        wants_gradient, temperature = self.spec.algorithm.entropy_bonus > 0, self.spec.sampling.temperature
         with torch.set_grad_enabled(not self.warms_critic):
             hidden = completion_states(self.policy, tokens, mask, prompts[0])
             logprobs, entropy = token_logprobs(
@@ -331,15 +351,17 @@ class Learner:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
         return self._forward_rows(batch, model, lambda *given, prompts: token_logprobs(*given, prompts=prompts)[0])
 
-    @torch.no_grad()
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
         """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
+        return self._measured(batch, distribution).sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
+
+    @torch.no_grad()
+    def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
         measures: dict[Distribution, Callable[..., Tensor]] = {
             "uniform_kl": token_uniform_kls,
             "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
         }
-        values_BT = self._forward_rows(batch, self.policy, measures[distribution])
-        return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
+        return self._forward_rows(batch, self.policy, measures[distribution])
 
     def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[..., Tensor]) -> Tensor:
         """[B, T] in the batch's row order, from a function of a micro-batch with the arguments of `token_logprobs`."""
@@ -369,7 +391,9 @@ class Learner:
             order = generator("minibatches", self.spec.seed, step, epoch).permutation(len(batch))
         for rows in np.split(order, count):
             part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
-            yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
+            kept_B, mask = self._in_loss(part), part.completion_mask_BT
+            weights = self.algorithm.loss_weights(mask[kept_B])
+            yield part.replace(loss_weight_BT=weights.new_zeros(mask.shape).masked_scatter(kept_B[:, None], weights))
 
     def _rows_by_length(self, batch: Batch) -> list[Tensor]:
         """Indices of this rank's rows, longest first, in micro-batches of one pass each."""
@@ -403,6 +427,15 @@ def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         sizes[largest : largest + 1] = [sizes[largest] // 2, sizes[largest] - sizes[largest] // 2]
     return sizes
+
+
+def highest(values_BT: Tensor, counted_BT: Tensor, share: float) -> Tensor:
+    """[B, T] bool: this share of the tokens that count, at least one, of highest value; ties of the lowest are in."""
+    values = values_BT[counted_BT]
+    if not len(values):
+        return counted_BT
+    lowest = values.topk(max(1, round(share * len(values)))).values[-1]
+    return counted_BT & (values_BT >= lowest)
 
 
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:

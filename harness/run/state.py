@@ -114,6 +114,7 @@ class Run:
     gates: GateState = field(default_factory=GateState)
     spent: dict[str, float] = field(default_factory=dict)
     costs: flops.Costs | None = None  # None where operations are not counted
+    pass_rates: dict[str, float] = field(default_factory=dict)  # the history of its prompts, for its sampler
     writer: Writer = field(default_factory=Writer)  # of checkpoints
 
     def __post_init__(self) -> None:
@@ -137,6 +138,7 @@ class Run:
             "recomputes": recomputes(self.learner.policy),
             "gates": vars(self.gates),
             "ledger": self.spent,
+            "pass_rates": self.pass_rates,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
         weights, state = saved_weights(self.learner.policy), self.learner.state(to_train=not is_last)
@@ -276,6 +278,7 @@ def prepare(
     learner.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
     run.spent = dict(checkpoint.progress["ledger"])
+    run.pass_rates = dict(checkpoint.progress["pass_rates"])
     return run, checkpoint.step
 
 

@@ -1,6 +1,7 @@
 """One training step in a straight line, from prompts to new weights.
 
-Prompts are a function of (seed, step), so that arms with the same seed draw the same prompts. Dynamic sampling is
+Prompts are a function of (seed, step) and, with some samplers, of the pass rates so far, so that arms with the same
+seed draw the same prompts. Dynamic sampling is
 DAPO's (arXiv:2503.14476, eq. 11 and section 3.2): a group of equal rewards has no advantages, so further prompts are
 sampled until enough groups have unequal rewards. Departures: the condition is unequal rewards, so that it works without
 labels (the paper's is neither all right nor all wrong); the number of batches is bounded, and groups of equal rewards
@@ -10,23 +11,23 @@ may draw them again.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data import Batch, GradedGroup, Group, Prompt, Rollout, Sampling, Score
+from ..data import Batch, GradedGroup, Group, Prompt, PromptDraw, Rollout, Sampling, Score
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.streams import generator
 from ..ground.tensors import pad_right
-from ..interfaces import Distribution
+from ..interfaces import Distribution, Sampler
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
@@ -62,6 +63,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
             drawn.greedy += greedy
             drawn.greedy_rewards += [score.totals[0] for score in earned]
         clock.lap("grade")
+    for group in drawn.graded if spec.sampler.sees_gold else ():
+        rate = float(np.mean(group.correct or ()))
+        run.pass_rates[group.prompt_id] = (run.pass_rates.get(group.prompt_id, rate) + rate) / 2
     if drawn.num_batches < spec.dynamic_sampling:
         _rest(run, drawn.groups)
         clock.lap("generate")
@@ -153,11 +157,8 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
     same prompts, under the same limits.
     """
     spec, count = run.spec, run.spec.prompts_per_step
-    if not drawn.groups:
-        chosen = step_prompts(prompts, spec.seed, step, count)
-    else:
-        ids = [group.prompt.id for group in drawn.groups]
-        chosen = further_prompts(prompts, spec.seed, step, drawn.num_batches, count, ids)
+    draw = PromptDraw(count, spec.seed, step, drawn.num_batches, step / spec.steps, run.pass_rates)
+    chosen = drawn_prompts(spec.sampler, prompts, draw, {group.prompt.id for group in drawn.groups})
 
     def sampled(group_size: int, sampling: Sampling) -> list[Group]:
         draw = partial(run.engine.sample, group_size=group_size, sampling=sampling, seed=spec.seed, step=step)
@@ -180,25 +181,14 @@ def _rest(run: Run, groups: Sequence[Group]) -> None:
     run.engine.sleep()
 
 
-def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
-    """The prompts of a training step: consecutive parts of an endless stream that is reshuffled on every pass."""
-    result: list[Prompt] = []
-    while len(result) < count:
-        epoch, offset = divmod(step * count + len(result), len(prompts))
-        order = generator("prompts", seed, epoch).permutation(len(prompts))
-        result += [prompts[i] for i in order[offset : offset + count - len(result)]]
-    return result
-
-
-def further_prompts(
-    prompts: Sequence[Prompt], seed: int, step: int, attempt: int, count: int, drawn: Sequence[str]
+def drawn_prompts(
+    sampler: Sampler, prompts: Sequence[Prompt], draw: PromptDraw, before: Collection[str] = ()
 ) -> list[Prompt]:
-    """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt).
-
-    A prompt drawn twice in a step would get the same completions again, because its id decides the noise.
-    """
-    order, before = generator("further prompts", seed, step, attempt).permutation(len(prompts)), set(drawn)
-    return [prompts[i] for i in order if prompts[i].id not in before][:count]
+    """The prompts of a batch, without those whose ids are among `before`: a prompt drawn twice in a step would get the
+    same completions again, because its id decides the noise. The first batch of a step is full, if need be by
+    repetition."""
+    chosen = (prompts[i] for i in sampler.order(prompts, draw) if prompts[i].id not in before)
+    return list(islice(chosen if draw.batch else cycle(chosen), draw.count))
 
 
 def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
@@ -252,6 +242,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
         lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
         sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
+        truncated_B=torch.tensor([r.finish_reason == "length" for _, r in rows]),
         rewards_B=torch.zeros(len(rows)),
         group_size=len(groups[0].rollouts),
     )

@@ -21,6 +21,7 @@ _THEIRS = {
     "engine.name": "use_vllm",
     "engine.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "evaluation.every": "eval_steps test_freq",
+    "high_entropy_tokens": "top_entropy_quantile",
     "kl.refresh_reference_every": "ref_model_sync_steps",
     "lora.alpha": "lora_alpha",
     "lora.rank": "lora_r lora_rank",
@@ -35,6 +36,7 @@ _THEIRS = {
     "optimizer.tokens_per_microbatch": "gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu",
     "optimizer.warmup_steps": "warmup_ratio",
+    "overlong": "mask_truncated_completions",
     "rewards": "reward_weights",
     "rollouts_per_step": "per_device_train_batch_size train_batch_size",
     "sampling.max_tokens": "max_completion_length max_response_length",

@@ -13,7 +13,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from .. import plugins
 from ..data import PromptFormat, Sampling, Section
 from ..ground.inputs import digest
-from ..interfaces import Algorithm, Reward, RolloutEngine, Task
+from ..interfaces import Algorithm, Reward, RolloutEngine, Sampler, Task
 from .errors import explain, parsed
 from .raw import MAX_INTEGER, is_number
 
@@ -210,12 +210,23 @@ class RunSpec(Section):
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
     task: SerializeAsAny[Task] = Field(description="task: its name, or a mapping of name and settings")
     algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
+    overlong: Literal["count", "mask", "penalise"] = Field(
+        default="count",
+        description="completions cut by the token limit; mask: leave the loss (DAPO); penalise: reward overlong",
+    )
+    high_entropy_tokens: float = Field(
+        default=1.0, gt=0, le=1, description="share of a batch's tokens, of highest entropy, that alone carry gradient"
+    )
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict, description="name -> weight or settings; added to the algorithm's own reward"
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(
         default="transformers",  # pyright: ignore
         description="rollout engine: its name, or a mapping of name and settings",
+    )
+    sampler: SerializeAsAny[Sampler] = Field(
+        default="uniform",  # pyright: ignore
+        description="prompt sampler: its name, or a mapping of name and settings",
     )
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
@@ -270,7 +281,7 @@ class RunSpec(Section):
     )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
-    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
+    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "sampler", "engine")
 
     @field_validator(*plugin_fields, mode="before")
     @classmethod
@@ -290,6 +301,8 @@ class RunSpec(Section):
         given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
         weights = info.data["algorithm"].default_rewards if "algorithm" in info.data else {}
         own = {name: _reward(name, weight) for name, weight in weights.items()}
+        if info.data.get("overlong") == "penalise":
+            own.setdefault("overlong", _reward("overlong", {}))
         return dict(sorted({**own, **given}.items()))
 
     @model_validator(mode="after")
@@ -303,6 +316,9 @@ class RunSpec(Section):
             if reward.needs_partial_credit and not self.task.partial_credit:
                 rule = f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong"
                 raise ValueError(f"{rule}, got true; remove it")
+        if self.overlong == "penalise" and not self.rewards["overlong"].weight:
+            rule = "rewards.overlong must have a weight other than 0 with overlong=penalise"
+            raise ValueError(f"{rule}, got {self.rewards['overlong'].weight:g}; remove one of the two")
         weighed = [name for name, reward in self.rewards.items() if reward.weight]
         if not self.algorithm.learns_from_rewards:
             if weighed:
@@ -320,6 +336,9 @@ class RunSpec(Section):
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
             rule = f"control must be random, format_only or frozen for {algorithm}, which must not see gold answers"
             raise ValueError(f"{rule}, got {self.control}")
+        if self.sampler.sees_gold and not self.algorithm.sees_gold:
+            rule = f"sampler must not see gold answers with {algorithm}, which must not"
+            raise ValueError(f"{rule}, got {self.sampler.name}; use uniform or easy_to_hard")
         warmup = self.critic.warmup_steps
         for name, value in self.critic.model_dump().items():
             if not self.algorithm.needs_critic and value != (off := CriticStart.model_fields[name].default):

@@ -34,6 +34,8 @@ DYNAMICS = (  # metric, title, unit on the y axis
     ("completion/length", "Completion length", "tokens"),
     ("train/zero_variance_groups", "Groups whose rewards are all equal", "% of groups"),
     ("policy/clip_fraction", "Tokens stopped by clipping", "% of tokens"),
+    ("train/masked_tokens", "Tokens left out of the loss with completions that were cut", "% of tokens"),
+    ("train/gradient_tokens", "Tokens that carry gradient, of those in the loss", "% of tokens"),
     ("policy/grad_norm", "Gradient norm before clipping", "norm"),
     ("vote/label_accuracy", "Majority labels that are right", "%"),
     ("vote/margin", "Votes of the first answer minus those of the second", "% of the group"),

@@ -11,6 +11,7 @@ from ..statistics import ALPHA, Interval
 
 _FRACTIONS = (
     "accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups", "vote/margin", "false_positive_rate",
+    "masked_tokens", "gradient_tokens",
 )  # fmt: skip
 
 

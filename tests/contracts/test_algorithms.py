@@ -61,8 +61,8 @@ DEFAULTS = {  # as the papers or the docstrings give them
     "kl_cov": {**STANDARDISED, "covariance_share": 0.002, "penalty": 1.0},
     "dppo": {**SUMMED, "divergence": "tv", "divergence_bound": 0.15, "weight_max": None},
     "ppo": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "gae_lambda": 1.0, "gae_lambda_critic": None,
-            "length_adaptive_alpha": None, "whiten_advantages": True, "value_clip": 0.2, "entropy_bonus": 0.0,
-            "critic": "separate", "value_loss_weight": 1.0},
+            "length_adaptive_alpha": None, "whiten_advantages": True, "value_clip": 0.2, "critic": "separate",
+            "value_loss_weight": 1.0},
     "reinforce_plus_plus": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
     "rloo": {"clip_epsilon": None, "kl_beta": 0.01}, "online_dpo": {"kl_beta": 0.1},
     "distill": {**CLIP, "kl_beta": 1.0}, "gdpo": {**CLIP, **STANDARDISED},
@@ -73,7 +73,7 @@ DEFAULTS = {  # as the papers or the docstrings give them
 
 def test_the_defaults_are_those_of_the_papers_or_of_the_docstrings(name):
     defaults = plugins.load("algorithm", name)().model_dump()
-    assert defaults == {**DEFAULTS[name], "name": name, "group_size": 8}
+    assert defaults == {**DEFAULTS[name], "name": name, "group_size": 8, "entropy_bonus": 0.0}
 
 
 def test_the_facts_of_a_class_are_those_of_its_objective(name):

@@ -1,0 +1,1 @@
+"""Prompt samplers, one file each, behind `harness.interfaces.Sampler`."""
