@@ -279,7 +279,7 @@ def costs(analysis: Analysis) -> Table | None:
 def gaps(analysis: Analysis) -> Table | None:
     """The trials that are left out."""
     found = [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)]
-    return table(["Arm", "<Seed", "<State", "<Reason"], [[gap.arm, gap.seed, gap.state, gap.reason] for gap in found])
+    return table(["Arm", "Seed", "State", "<Reason"], [[gap.arm, gap.seed, gap.state, gap.reason] for gap in found])
 
 
 def claims(found: Sequence[Claim]) -> Table | None:
