@@ -33,7 +33,7 @@ from .page import page_drawings, page_values
 from .prose import wording
 from .scaling import scalings
 from .statistics import Interval, t_interval
-from .tables import FLOPS
+from .tables import FLOPS, comparison
 from .trials import score, setting, wanted_pairs
 
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k
@@ -189,21 +189,11 @@ def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
 
 
 def comparison_latex(analysis: Analysis) -> str:
-    """The page's main table as LaTeX for a paper, rounded as on the page; it needs the package booktabs."""
-    metric, compared = analysis.outcome.name, bool(analysis.comparisons)
-    outcome = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
-    rows = [["Arm", "Seeds", outcome, *(("Difference", "p (Holm)") if compared else ())]]
-    for arm in analysis.arms:
-        cells = [arm.label, str(len(arm.scores)), wording.with_limits(arm.mean, arm.interval, metric)]
-        if (one := analysis.comparison(arm.label)) is not None:
-            difference = wording.with_limits(one.estimate, one.interval, metric, signed=True)
-            cells += [
-                f"{difference}{'' if one.is_alone else f' to {one.baseline.label}'}",
-                wording.p_value(one.p_adjusted),
-            ]
-        elif compared:
-            cells += ["baseline" if arm.is_baseline else "", ""]
-        rows.append(cells)
+    """The page's main table without costs as LaTeX for a paper; it needs the package booktabs."""
+    found = comparison(analysis, costs=False)
+    rows = [[column.label for column in found.columns]]
+    for row in found.rows:
+        rows.append([" ".join(filter(None, [*cell.parts[0], cell.tag and f"({cell.tag})"])) for cell in row])
     lines = [" & ".join(map(latex, cells)) + r" \\" for cells in rows]
     return "\n".join([
         "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",

@@ -54,11 +54,14 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
 
+    def __len__(self) -> int:
+        return len(self.rows)
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str | int | Part | list[Part] | Cell]]) -> Table | None:
-    """A table; None without rows. A name that begins with `<` is that of a column of words, aligned left."""
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str | int | Part | list[Part] | Cell]]) -> Table:
+    """A table; one without rows counts as false. A name that begins with `<` is that of a column of words."""
     columns = [Column(name.removeprefix("<"), name.startswith("<")) for name in names]
-    return Table(columns, [[_cell(value) for value in row] for row in rows]) if rows else None
+    return Table(columns, [[_cell(value) for value in row] for row in rows])
 
 
 def _cell(value: str | int | Part | list[Part] | Cell) -> Cell:
@@ -88,9 +91,9 @@ def _unit(analysis: Analysis) -> str:
     return " (%)" if analysis.outcome.is_fraction else ""
 
 
-def comparison(analysis: Analysis) -> Table | None:
-    """The main table: every arm with its comparison and costs."""
-    metric, record, is_run = analysis.outcome.name, analysis.record, not is_imported(analysis.record)
+def comparison(analysis: Analysis, costs: bool = True) -> Table:
+    """The main table: every arm with its comparison, and with its start and its costs."""
+    metric, record, is_run = analysis.outcome.name, analysis.record, costs and not is_imported(analysis.record)
     names = ["Arm", "Seeds", *(["Validation accuracy,\nstart to end (%)"] if is_run else ())]
     names += [f"{_outcome(analysis)}{_LIMITS}"]
     if analysis.comparisons:
@@ -133,7 +136,7 @@ def accuracies(analysis: Analysis, capable: Capabilities | None) -> Table | None
     return table(["Arm", *names], rows)
 
 
-def capability(capable: Capabilities | None) -> tuple[list[Table | None], Table | None]:
+def capability(capable: Capabilities | None) -> tuple[list[Table], Table | None]:
     """pass@k and Cover@tau, and where curves cross."""
     if capable is None:
         return [], None
@@ -183,7 +186,7 @@ def scaling(analysis: Analysis, scaled: Scalings | None) -> tuple[Table | None, 
     return table(names, rows), table(["Arms without a curve", "<Reason"], refused)
 
 
-def effects(analysis: Analysis) -> Table | None:
+def effects(analysis: Analysis) -> Table:
     """The effects of a grid's factors."""
     rows = [
         [wording.factor_title(one.factors), one.df, f"{one.f:.3g}", wording.p_value(one.p),
@@ -213,7 +216,7 @@ def search(analysis: Analysis) -> dict[str, Any] | None:
     return {"is_tuning": bool(tuning), "objectives": units, "table": table(names, rows)}
 
 
-def components(analysis: Analysis) -> Table | None:
+def components(analysis: Analysis) -> Table:
     """What each component adds."""
     rows = []
     for one in ranked_components(analysis):
@@ -223,7 +226,7 @@ def components(analysis: Analysis) -> Table | None:
     return table(["Component", f"Adds{_unit(analysis)}{_LIMITS}", _HOLM], rows)
 
 
-def controls(analysis: Analysis) -> tuple[Table | None, Table | None]:
+def controls(analysis: Analysis) -> tuple[Table, Table]:
     """The control arms and then the others with what each is paid, and the verdict of each control on each arm."""
     metric = analysis.outcome.name
     arms = [(MEANINGS.get(one.control, one.control), one.summary, len(one.gaps)) for one in analysis.controls]
@@ -244,7 +247,7 @@ def controls(analysis: Analysis) -> tuple[Table | None, Table | None]:
     return table(names, rows), table(["Arm", "<Control", minus, "p", "<The arm's effect"], judged)
 
 
-def exploratory(analysis: Analysis) -> Table | None:
+def exploratory(analysis: Analysis) -> Table:
     """Each clone; no other part of the report includes clones."""
     metric, rows = analysis.outcome.name, []
     for arm in analysis.record.exploratory:
@@ -266,7 +269,7 @@ def exploratory(analysis: Analysis) -> Table | None:
     return table([*names, f"Last\n{wording.spoken(analysis.record.metric)}", _outcome(analysis)], rows)
 
 
-def costs(analysis: Analysis) -> Table | None:
+def costs(analysis: Analysis) -> Table:
     """Every cost that any arm has."""
     arms = [arm for arm in [*analysis.arms, *(control.summary for control in analysis.controls)] if arm.costs]
     columns = {f"flops_{name}": title for name, title in FLOPS.items()}
@@ -276,13 +279,13 @@ def costs(analysis: Analysis) -> Table | None:
     return table(["Arm", *known.values()], rows)
 
 
-def gaps(analysis: Analysis) -> Table | None:
+def gaps(analysis: Analysis) -> Table:
     """The trials that are left out."""
     found = [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)]
     return table(["Arm", "Seed", "State", "<Reason"], [[gap.arm, gap.seed, gap.state, gap.reason] for gap in found])
 
 
-def claims(found: Sequence[Claim]) -> Table | None:
+def claims(found: Sequence[Claim]) -> Table:
     """Every claim with its verdict."""
     rows = []
     for one in found:
@@ -294,7 +297,7 @@ def claims(found: Sequence[Claim]) -> Table | None:
     return table(["Claim", "<Predicted", "<Measured here", _HOLM, "<Verdict"], rows)
 
 
-def statistics(analysis: Analysis) -> Mapping[str, Table | None]:
+def statistics(analysis: Analysis) -> Mapping[str, Table]:
     """The tables at the end: intervals by method, paired comparisons, run by run, planning, coverage."""
     metric, pairs = analysis.outcome.name, analysis.comparisons
     whole = [
