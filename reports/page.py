@@ -85,7 +85,7 @@ def page_values(
         "claims": tables.claims(found),
         "statistics": tables.statistics(analysis),
         "probes": [
-            {**one, "table": tables.table([*map(wording.capitalised, one["headers"])], one["rows"])}
+            {**one, "table": tables.table(["Test", *one["headers"][1:]], one["rows"])}
             for one in map(contamination.summary, record.probes)
         ],
         "probe_level": contamination.LEVEL,
