@@ -82,7 +82,8 @@ def page_values(
         "capability": capable,
         "capabilities": tables.capability(capable),
         "scaling": tables.scaling(analysis, scaled),
-        "claims": tables.claims(found),
+        "claims": found,
+        "claims_table": tables.claims(found),
         "statistics": tables.statistics(analysis),
         "probes": [
             {**one, "table": tables.table(["Test", *one["headers"][1:]], one["rows"])}
