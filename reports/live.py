@@ -11,11 +11,14 @@ from .figures import curves, outcome
 from .page import sampled_rollouts
 from .prose.answer import answer
 from .render import html_environment, visible
+from .tables import table
 
 
 @cache
 def _environment() -> Environment:
-    return html_environment()
+    environment = html_environment()
+    environment.globals["table_of"] = table
+    return environment
 
 
 def written(part: str, **values: Any) -> str:

@@ -11,8 +11,9 @@ import io
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, anal
 from .capability import Capabilities, capabilities
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
-from .page import FLOPS, page_drawings, page_values
+from .page import page_drawings, page_values
 from .prose import wording
 from .scaling import scalings
 from .statistics import Interval, t_interval
+from .tables import FLOPS, comparison
 from .trials import score, setting, wanted_pairs
 
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k
@@ -85,24 +87,35 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         **page_values(analysis, drawings, capable, scaled),
         "bootstrap_seed": BOOTSTRAP_SEED,
         "comparison_csv": b64encode(csv_text(*comparison_table(analysis)).encode()).decode(),
-        "tables": ["results.csv", *([CAPABILITY] if capable is not None else [])],
+        "files": ["results.csv", *([CAPABILITY] if capable is not None else [])],
     }
     files = ReportFiles(
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
         [(claim.sentence, claim.verdict) for claim in values["claims"]],
     )  # fmt: skip
-    html = html_environment()
     markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_finished, **_JINJA)
-    markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
-    write_text(files.html, html.get_template("report.html").render(values), sync=False)
-    write_text(files.markdown, markdown.get_template("report.md").render(values), sync=False)
+    markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw, "sentence": str, "typeset": str}
+    write_text(files.html, _formed(html_environment(), "parts.html", Markup, values), sync=False)
+    write_text(files.markdown, _formed(markdown, "parts.md", _Raw, values), sync=False)
     write_text(files.csv, results_csv(record), sync=False)
     (folder / CAPABILITY).unlink(missing_ok=True)
     if capable is not None:
         write_text(folder / CAPABILITY, capability_csv(capable), sync=False)
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
+
+
+def _formed(environment: Environment, parts: str, kind: type[str], values: Mapping[str, Any]) -> str:
+    """The content of a report in the form that the macros of `parts` give it."""
+    values = {**values, "contents": {}}  # id -> title of each section, in order, as they are written
+    macros = vars(environment.get_template(parts).make_module(values)).items()
+    own = {name: partial(_called, macro, kind) for name, macro in macros if not name.startswith("_")}
+    return environment.get_template("report.jinja").render({**values, **own})
+
+
+def _called(macro: Callable[..., str], kind: type[str], *args: Any, **named: Any) -> str:
+    return kind(macro(*args, **named))
 
 
 def html_environment() -> Environment:
@@ -176,21 +189,11 @@ def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
 
 
 def comparison_latex(analysis: Analysis) -> str:
-    """The page's main table as LaTeX for a paper, rounded as on the page; it needs the package booktabs."""
-    metric, compared = analysis.outcome.name, bool(analysis.comparisons)
-    outcome = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
-    rows = [["Arm", "Seeds", outcome, *(("Difference", "p (Holm)") if compared else ())]]
-    for arm in analysis.arms:
-        cells = [arm.label, str(len(arm.scores)), wording.with_limits(arm.mean, arm.interval, metric)]
-        if (one := analysis.comparison(arm.label)) is not None:
-            difference = wording.with_limits(one.estimate, one.interval, metric, signed=True)
-            cells += [
-                f"{difference}{'' if one.is_alone else f' to {one.baseline.label}'}",
-                wording.p_value(one.p_adjusted),
-            ]
-        elif compared:
-            cells += ["baseline" if arm.is_baseline else "", ""]
-        rows.append(cells)
+    """The page's main table without costs as LaTeX for a paper; it needs the package booktabs."""
+    found = comparison(analysis, costs=False)
+    rows = [[column.label for column in found.columns]]
+    for row in found.rows:
+        rows.append([" ".join(filter(None, [*cell.parts[0], cell.tag and f"({cell.tag})"])) for cell in row])
     lines = [" & ".join(map(latex, cells)) + r" \\" for cells in rows]
     return "\n".join([
         "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",

@@ -224,19 +224,6 @@ def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_proble
     return Interval(mean, max(centre - half, 0.0), min(centre + half, 1.0), interval.error, interval.df)
 
 
-def with_variance(interval: Interval, variance: float, df: float) -> Interval:
-    """The interval with an independent variance of `df` degrees of freedom added to its error (Satterthwaite 1946).
-
-    Never narrower than before, though its degrees of freedom may rise.
-    """
-    if variance == 0:
-        return interval
-    total = interval.error**2 + variance
-    freedom = total**2 / (interval.error**4 / interval.df + variance**2 / df)
-    wider = _t_interval(interval.estimate, math.sqrt(total), freedom, interval.share)
-    return max(interval, wider, key=lambda one: one.high - one.low)
-
-
 def crossed_variance(scores_SN: ArrayLike) -> CrossedVariance:
     """Variance components from at least 2 seeds and 2 problems, by the method of moments."""
     scores = np.asarray(scores_SN, dtype=float)

@@ -65,7 +65,7 @@ def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None
                 difference = wording.number(compared.estimate, metric, signed=True)
                 texts.append((f"{difference} ({p})", wording.limits(compared.interval, metric, signed=True)))
             cells.append(texts)
-        rows.append((label, cells))
+        rows.append([label, *cells])
     reading = "Mean over seeds, scored once at the end; intervals are over seeds and problems."
     if found.adjusted:
         reading += (

@@ -274,7 +274,7 @@ def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path: Path):
     lines = result.to_latex().splitlines()
     one = result.compare().set_index("arm").loc["group_size=8"]
     shown = f"{100 * one.difference:+.1f} [{100 * one.difference_low:+.1f}, {100 * one.difference_high:+.1f}]"
-    row = next(line for line in lines if line.startswith(r"group\_size=8 & 3 & "))
+    row = next(line for line in lines if line.startswith(r"group\_size=8 & 3/3 & "))
     assert f"{100 * one['test/accuracy']:.1f} [" in row
     assert shown.replace("-", "$-$") in row
     assert [line.count("&") for line in lines if line.endswith(r"\\")] == [4, 4, 4]

@@ -6,19 +6,25 @@ One server and one browser for all; the pages are single-page applications, so e
 import contextlib
 import dataclasses
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import browser
 import fake_trials
+import psutil
 import pytest
 from cohort.harness.api.reporting import keep_report
-from cohort.harness.mirror.address import tracking_uri
-from cohort.harness.mirror.ui import APP, serve_ui, study_pages
+from cohort.harness.mirror import ui
+from cohort.harness.mirror.address import health, tracking_uri
+from cohort.harness.mirror.ui import APP, study_pages
 from cohort.harness.mirror.writer import Place
 from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import Outcome, Queue
@@ -26,6 +32,7 @@ from cohort.harness.study.worker import worker_main
 from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
 from queues import METRIC, a_queue, claimed, open_queue
+from test_cli import cohort_process
 from test_tracking import log_trial, open_log
 
 HOSTILE = (
@@ -53,14 +60,21 @@ HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.
 
 
 @dataclasses.dataclass
-class Site:
-    """The served studies, and the browser that looks at them."""
+class Served:
+    """The served studies."""
 
     address: str
+    pid: int
     runs: Path
     hostile: dict[str, tuple[str, ...]]
     hostile_trace: str
     experiment: str
+
+
+@dataclasses.dataclass
+class Site(Served):
+    """The same, and the browser that looks at them."""
+
     chromium: Any
 
     def text_with(self, page: str, *words: str) -> str:
@@ -79,8 +93,9 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Site]:
-    with browser.session() as chromium, pytest.MonkeyPatch.context() as patch:
+def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Served]:
+    """`cohort ui`, which ends with one Ctrl-C."""
+    with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
         fake_trials.install(folder / "plugins", patch)
         with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
@@ -89,8 +104,40 @@ def site(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Pa
         hostile = write_hostile_study(runs)
         trace = write_study(runs)
         port = fake_trials.free_port()
-        with serve_ui(runs, port):
-            yield Site(f"http://127.0.0.1:{port}", runs, hostile, *trace, chromium)
+        process = cohort_process("ui", "--port", str(port), "--runs", str(runs))
+        assert process.stdout is not None
+        try:
+            assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+            yield Served(f"http://127.0.0.1:{port}", process.pid, runs, hostile, *trace)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+        finally:
+            process.kill()
+        assert health(f"http://127.0.0.1:{port}", 5) is not None
+
+
+@pytest.fixture(scope="module")
+def site(served: Served) -> Iterator[Site]:
+    with browser.session() as chromium:
+        yield Site(**vars(served), chromium=chromium)
+
+
+@pytest.mark.attack("Another machine that calls a server of ours")
+def test_ui_serves_this_machine_alone(served: Served):
+    ours = [served.pid, *(child.pid for child in psutil.Process(served.pid).children(recursive=True))]
+    listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    assert {c.laddr.ip for c in listening if c.laddr} == {"127.0.0.1"}
+    connection = HTTPConnection(served.address.removeprefix("http://"))
+    for header in ({"Host": "10.evil.example"}, {"Origin": "http://localhost:1"}):
+        connection.request("GET", "/", headers=header)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()[:15]) == (403, b"These pages are")
+
+
+def test_ctrl_c_ends_ui_while_it_lists_the_studies(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ui, "serve_ui", lambda *_: nullcontext(SimpleNamespace(poll=lambda: None)))  # runs for ever
+    assert ui.browse(runs, 1, lambda pages: os.kill(os.getpid(), signal.SIGINT)) is None
 
 
 def write_hostile_study(runs: Path) -> dict[str, tuple[str, ...]]:

@@ -3,20 +3,16 @@
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 import typer
@@ -441,30 +437,6 @@ def test_an_interrupted_study_ends_with_exit_code_130(cohort: Shell, monkeypatch
     monkeypatch.setattr("cohort.harness.study.runner.run_study", lambda *_, **__: status(trial("a", "stopped")))
     assert cohort("compare", "--algorithms", "grpo", "--task", "arithmetic", "--workers", "1") == 130
     assert (cohort.out, cohort.err) == ("", "Interrupted. The same command continues where it stopped.\n")
-
-
-@pytest.mark.usefixtures("store")
-@pytest.mark.attack("Another machine that calls a server of ours")
-def test_ui_prints_its_address_serves_it_to_this_machine_alone_and_ends_with_ctrl_c(runs: Path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = cohort_process("ui", "--port", str(port))
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert f"http://127.0.0.1:{port}" in line
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
-        assert answer.status == 200
-    for header in ({"Host": f"10.evil.example:{port}"}, {"Origin": "http://localhost:1"}):  # test_browser.py has more
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/", headers=header), timeout=30)
-    ours = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in ours]
-    assert {c.laddr.ip for c in listening if c.laddr} == {"127.0.0.1"}
-    process.send_signal(signal.SIGINT)  # once, and while it lists the studies
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
 
 @pytest.mark.attack("Hostile text in a terminal")

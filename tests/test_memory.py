@@ -326,8 +326,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
 
 @pytest.mark.parametrize(
     ("study", "free", "expected"),
-    [("gsm8k_qwen", 80, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (57, False)}),
-     # 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
+    [# 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
      ("gsm8k_qwen", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (48.5, True)}),
      ("math_7b", 80, {"grpo": (48.5, True), "dr_grpo": (48.5, True)})],
 )  # fmt: skip
@@ -419,10 +418,9 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
 def test_vllms_share_of_a_gpu_must_hold_its_weights():
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
-    for changes in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "autocast": True}):
-        spec = make_spec(engine=engine, lora={"rank": 8}, **changes)
-        with pretend_cuda(gib=10, free=8):  # its share is one of all memory, whoever has the rest
-            assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
+    spec = make_spec(engine=engine, lora={"rank": 8}, dtype="bfloat16")
+    with pretend_cuda(gib=10, free=8):  # its share is one of all memory, whoever has the rest
+        assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
     # Keys and values of a row of 2**17 tokens: 16 layers x 2 x 8 heads x 64 wide x 2 bytes each, 4 GiB.
     long = {"dtype": "bfloat16", "engine": {**engine, "max_model_len": 2**17}}
     for changes, least, share in (({"dtype": "float32", "engine": engine}, 4.6, 0.47), (long, 6.3, 0.64)):

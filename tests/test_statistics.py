@@ -305,16 +305,6 @@ def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all() -> 
     assert (same.p, same.partial_omega_squared) == (1.0, 0.0)
 
 
-def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom() -> None:
-    # errors 3 and 4 make 5; 5^4 / (3^4 / 8 + 4^4 / 2) = 625 / 138.125
-    wide = ours.with_variance(ours._t_interval(1.0, 3.0, 8), 16.0, 2)
-    assert (wide.estimate, wide.error, wide.df) == (1.0, close(5.0), close(625 / 138.125))
-    narrow = ours._t_interval(1.0, 3.0, 2)
-    assert ours.with_variance(narrow, 0.0, 8) == narrow
-    # error 3.0017 with 9.01^2 / (3^4 / 2) = 2.0044 degrees of freedom would be narrower
-    assert ours.with_variance(narrow, 0.01, 1000) == narrow
-
-
 def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
     assert all(set(by_seeds) == {3, 5, 10} for by_seeds in ours.SIMULATED_COVERAGE.values())
     assert all(70 < percent < 98 for by_seeds in ours.SIMULATED_COVERAGE.values() for percent in by_seeds.values())

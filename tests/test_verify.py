@@ -2,6 +2,7 @@
 file from somebody else unpacks nothing outside its place."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -29,6 +30,7 @@ from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
 from fake_trials import begin_study
+from filelock import FileLock
 from test_claims_page import SCRIPT
 from test_memory import cohort
 
@@ -52,7 +54,12 @@ def a_study() -> StudySpec:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_study(tmp_path_factory.mktemp("made") / "runs", seeds=[0])
+    """A runs folder that all of pytest's workers read: the first that asks for it makes it."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with FileLock(shared / "made.lock"):
+        runs = shared / "made"
+        return runs if runs.exists() else made_study(runs, seeds=[0])
 
 
 def made_study(runs: Path, seeds: list[int]) -> Path:

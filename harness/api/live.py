@@ -85,8 +85,7 @@ class LiveStudy:
         ended = sum(not trial.is_open for trial in status.trials)
         seconds = remaining_seconds(status)
         left = f"; {duration(seconds)} left with the current workers" if seconds is not None else ""
-        failures = [{"arm": t.arm, "seed": t.seed, "state": t.state, "reason": t.reason}
-                    for t in status.trials if t.reason and not t.held]  # fmt: skip
+        failures = [[t.arm, t.seed, t.state, t.reason] for t in status.trials if t.reason and not t.held]
         return {"progress": _written(
             "progress", rows=_rows(status, queue), failures=failures, can_steer=not queue.plan.study.searches(),
             words=f"{ended} of {len(status.trials) + status.to_come} trials have ended{left}.",

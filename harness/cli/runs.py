@@ -84,10 +84,10 @@ def evaluate(
     installed, the engine vllm; a line lists these settings, and --set overrides them. --tests measures the test
     problems of other tasks too, whose settings are those of --set evaluation.tests otherwise.
     """
-    others = [one.strip() for one in tests.split(",") if one.strip()]
     found = api.evaluate(
-        model, task, split=split, samples=samples, limit=limit, tests=others, settings=sets or (), name=name, runs=runs
-    )
+        model, task, split=split, samples=samples, limit=limit, tests=list(filter(None, options.words(tests))),
+        settings=sets or (), name=name, runs=runs,
+    )  # fmt: skip
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
@@ -107,22 +107,20 @@ def evaluate(
         f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
         f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
     )
-    rows = []
-    for other, one in found.tests.items():
-        numbers, (low, high) = one.result.metrics, intervals(one.result)["accuracy"]
-        accuracies = [percent(numbers["greedy_accuracy"]), percent(numbers["accuracy"])]
-        rows.append([other, f"{numbers['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
-    if rows:
-        headers = ["test", "problems", "greedy", names["accuracy"], "95 % interval"]
-        terminal.show_table("", headers, rows, numeric=headers[1:4])
+    tables = {"test": {other: (one.result.metrics, intervals(one.result)["accuracy"])
+                       for other, one in found.tests.items()}}  # fmt: skip
     for tag, parts in result.breakdown.items():
+        tables[tag] = {value: (part, wilson_interval(part["accuracy"], int(part["num_prompts"])))
+                       for value, part in parts.items()}  # fmt: skip
+    for tag, parts in tables.items():
+        rows = [
+            [value, f"{part['num_prompts']:,.0f}", percent(part["greedy_accuracy"]), percent(part["accuracy"]),
+             f"{percent(low)} to {percent(high)}"]
+            for value, (part, (low, high)) in parts.items()
+        ]  # fmt: skip
         headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
-        rows = []
-        for value, part in parts.items():
-            low, high = wilson_interval(part["accuracy"], int(part["num_prompts"]))
-            accuracies = [percent(part["greedy_accuracy"]), percent(part["accuracy"])]
-            rows.append([value, f"{part['num_prompts']:,.0f}", *accuracies, f"{percent(low)} to {percent(high)}"])
-        terminal.show_table("", headers, rows, numeric=headers[1:4])
+        if rows:
+            terminal.show_table("", headers, rows, numeric=headers[1:4])
     some = [
         (terminal.shortened(r.prompt), terminal.shortened(r.completion), r.answer, r.gold, terminal.yes(r.correct))
         for r in result.samples[:3]

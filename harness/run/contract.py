@@ -66,20 +66,16 @@ def check_package(package: str) -> Iterator[Finding]:
     """The outcome of each check of each plugin that an installed package declares. ValueError for a package without
     plugins."""
     for kind, name in plugins.of_package(package):
-        load = "it loads, and its settings have defaults"
-        try:
-            make(kind, name)
-        except Exception as error:  # of foreign code
-            yield Finding(kind, name, load, "see docs/extending.md", _in_words(error))
-            continue
-        yield Finding(kind, name, load, "")
-        for check in of_kind(kind):
+        loads = Check(kind, "it loads, and its settings have defaults", "see docs/extending.md", lambda plugin: None)
+        for check in (loads, *of_kind(kind)):
+            found = ""
             try:
                 check.test(make(kind, name))
-                found = ""
             except Exception as error:  # of foreign code
                 found = _in_words(error)
             yield Finding(kind, name, check.rule, check.fix, found)
+            if found and check is loads:
+                break
 
 
 def make(kind: plugins.Kind, name: str) -> Any:
