@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from ..data import ENDED
-from ..record.events import EVENTS, Tail
+from ..record.events import EVENTS, RunHistory, Tail
 from ..record.status import StudyStatus, TrialStatus
 from .terminal import console, duration, percent, plain, say, state_text, table_of
 
@@ -78,7 +78,8 @@ class Page:
         return Group(title, table_of(headers, rows, numeric=("step", status.metric, "left")), Text(words))
 
     def _cells(self, trials: Sequence[TrialStatus], metric: str) -> list[Text]:
-        curves, steps = zip(*(self._curve(trial.directory / EVENTS, metric) for trial in trials), strict=True)
+        curves = [self._curve(trial.directory / EVENTS, metric) for trial in trials]
+        steps = [trial.steps if trial.state == "complete" else trial.step for trial in trials]
         step = f"{fmean(steps):.0f}/{max(trial.steps for trial in trials)}" if any(steps) else ""
         reached = dict.fromkeys(at for curve in curves for at in curve)
         curve = {at: fmean(one[at] for one in curves if at in one) for at in reached}  # over the trials that are there
@@ -90,16 +91,14 @@ class Page:
         value = f"{curve[max(curve)]:.4g}" if curve else ""
         return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
 
-    def _curve(self, events: Path, metric: str) -> tuple[dict[int, float], int]:
-        """Step -> value of the metric, and the last step, as far as the events can be read here."""
+    def _curve(self, events: Path, metric: str) -> dict[int, float]:
+        """Step -> value of the metric, as far as the events can be read here."""
         tail = self._tails.setdefault(events, Tail(events))
         with suppress(OSError, ValueError):
             tail.read()
-            tail.history.samples.clear()  # a long study has many
-        history = tail.history.history
-        points = history.get(metric, {})
-        curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
-        return curve, max((step for steps in history.values() for step in steps), default=0)
+        points = tail.history.history.get(metric, {})
+        tail.history = RunHistory(history={metric: points})  # a large study has much besides
+        return {step: value for step, (value, _) in points.items() if math.isfinite(value)}
 
 
 def spark(values: Sequence[float]) -> str:
