@@ -16,7 +16,6 @@ from cohort.harness.cli.app import app
 from cohort.harness.console import progress
 from cohort.harness.data import Prompt
 from cohort.harness.ground.files import write_json
-from cohort.harness.policy.sources import start_name
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import RunSpec
@@ -142,10 +141,11 @@ def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing
 
 def test_a_cold_start_counts_once_until_it_is_there(tmp_path: Path):
     study = a_study(run=fake_trials.run_settings(cold_start={"steps": 100}))
-    past_run(tmp_path, study.design_arms()[0].spec, 0.9984, 0.0)
+    spec = study.design_arms()[0].spec
+    past_run(tmp_path, a_study().design_arms()[0].spec, 0.9984, 0.0)
     # 2 trials on each of 2 workers, start and report, and 4 x 8 tokens x 100 steps x 32 rows of 10 us
     assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 10 + 1.024)
-    Path(start_name(study.design_arms()[0].spec, tmp_path / "cache")).mkdir(parents=True)
+    past_run(tmp_path, spec, 0.9984, 0.1)  # another run has begun from it
     assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 10)
 
 

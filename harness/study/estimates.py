@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 from ..ground.inputs import digest
 from ..ground.machine import default_workers, usable_cores
-from ..policy.sources import is_here, start_name
+from ..policy.sources import is_here
 from ..record.status import StudyStatus
 from ..spec.run import RunSpec, parse_run
 from ..spec.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 
-LOAD_SECONDS = 1.0  # of a trial's models
 # Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
 START, REPORT = (4.0, 4e5), (6.0, 6e5)
 EFFICIENCY = 0.5  # of passes through a model, relative to one product of large matrices
@@ -33,10 +32,13 @@ NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
 class Timed(NamedTuple):
-    """The seconds of a trial for so many passes of tokens; for a run of the past also those that it took besides."""
+    """The seconds of a trial for so many passes of tokens. Of a past run also its kind, the digest of its cold start,
+    which is there now, and the seconds that it took besides (infinite if it waited for that)."""
 
     seconds: float
     passes: float
+    kind: tuple[str, ...] = ()
+    start: str = ""
     besides: float = math.inf
 
 
@@ -85,7 +87,7 @@ class Clock:
         self._paces = {arm: _pace(ones) for arm, ones in found.items()}
         here = [one for ones in found.values() for one in ones]
         self._here = _pace(here) if here else None
-        self._past, self._threads = newest_runs(plan.runs), max(1, usable_cores() // workers)
+        self.past, self._threads = _newest_runs(plan.runs), max(1, usable_cores() // workers)
         self._used: dict[object, int] = {"here": len(here)}
 
     @property
@@ -97,7 +99,8 @@ class Clock:
         """Seconds for a pass of one token; NaN if they are unknown."""
         if self._here is not None:
             return self._paces.get(arm.label, self._here)
-        if ones := self._past.get(kind := _kind(arm.spec)):
+        kind = _kind(arm.spec)
+        if ones := [one for one in self.past if one.kind == kind]:
             self._used[kind] = len(ones)
             return _pace(ones)
         return _by_arithmetic(arm.spec.model, arm.spec.device, self._threads)
@@ -106,8 +109,9 @@ class Clock:
         """Seconds from a logged step, or from the load of the models before the first, until the trial's end."""
         if step:
             return self.pace(arm) * (passes(arm.spec) - passes(arm.spec, step))
-        load = min((one.besides for one in self._past.get(_kind(arm.spec), ())), default=math.inf)
-        return self.pace(arm) * passes(arm.spec) + (load if math.isfinite(load) else LOAD_SECONDS)
+        kind = _kind(arm.spec)
+        load = min((one.besides for one in self.past if one.kind == kind and one.besides < math.inf), default=1.0)
+        return self.pace(arm) * passes(arm.spec) + load
 
 
 def with_time_left(
@@ -138,13 +142,14 @@ def with_time_left(
 
 
 def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]], clock: Clock) -> float:
-    """Seconds of the cold starts that are still to be trained; each is trained once, while others wait."""
-    trained = {_start(plan.arms[arm].spec) for arm in {t.arm for t in status.trials if t.step or t.state == "complete"}}
+    """Seconds of the cold starts from which no trial has begun; each is trained once, while others wait."""
+    begun = {trial.arm for trial in status.trials if trial.step or trial.state == "complete"}
+    trained = {one.start for one in clock.past} | {_start(plan.arms[arm].spec) for arm in begun}
     shares = {t.arm: t.done / t.total for t in status.trials if t.phase == "cold start" and t.total}
     found: dict[str, float] = {}
     for arm in (*(plan.arms[label] for label in {t.arm for t in status.trials if t.is_open}), *(a for a, _ in coming)):
         spec, start = arm.spec, _start(arm.spec)
-        if spec.cold_start.steps and start not in trained and not _has_start(spec, plan.runs / "cache"):
+        if spec.cold_start.steps and start not in trained:
             work = 4 * spec.max_tokens * spec.cold_start.steps * spec.cold_start.batch_size  # prompts too
             found[start] = min(found.get(start, math.inf), (1 - shares.get(arm.label, 0.0)) * work * clock.pace(arm))
     return sum(found.values())
@@ -153,16 +158,6 @@ def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, in
 def _start(spec: RunSpec) -> str:
     parts = (spec.task, spec.prompt, spec.cold_start)
     return digest([spec.model, *(part.model_dump(mode="json") for part in parts)])
-
-
-_STARTS: dict[tuple[str, str], Path] = {}  # a start's name is a digest of its data too
-
-
-def _has_start(spec: RunSpec, cached: Path) -> bool:
-    key = (str(cached), _start(spec))
-    with suppress(ValueError, OSError):  # data that are not here
-        _STARTS[key] = _STARTS.get(key) or Path(start_name(spec, cached))
-    return key in _STARTS and _STARTS[key].exists()
 
 
 def _kind(spec: RunSpec) -> tuple[str, ...]:
@@ -174,27 +169,24 @@ def _pace(found: Sequence[Timed]) -> float:
     return sum(one.seconds for one in found) / sum(one.passes for one in found)
 
 
-def newest_runs(runs: Path) -> Mapping[tuple[str, ...], Sequence[Timed]]:
-    """The newest complete runs of the runs folder by kind, each once."""
+def _newest_runs(runs: Path) -> list[Timed]:
+    """The newest complete runs of the runs folder."""
     stamped = ((file.stat().st_mtime, file) for file in _results(runs))
-    starts = [folder.stat().st_mtime for folder in (runs / "cache" / "cold-start").glob("*/")]
-    found: dict[tuple[str, ...], list[Timed]] = defaultdict(list)
-    for ended, file in heapq.nlargest(NEWEST, stamped):
-        if (read := _past_run(file, ended)) is not None:
-            kind, seconds, of, begun = read
-            waited = any(begun < start < ended for start in starts)  # for its cold start
-            found[kind].append(Timed(seconds, of, math.inf if waited else max(0.0, ended - begun - seconds)))
-    return found
+    starts = tuple(folder.stat().st_mtime for folder in (runs / "cache" / "cold-start").glob("*/"))
+    return [run for ended, file in heapq.nlargest(NEWEST, stamped) if (run := _past_run(file, ended, starts))]
 
 
 @cache
-def _past_run(file: Path, ended: float) -> tuple[tuple[str, ...], float, float, float] | None:
-    """Kind, seconds, passes and begin of a complete run; None for any other, or for one of another version."""
+def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None:
+    """A run that ended at that time, while cold starts ended at those; None if it is not complete or of another
+    version."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         result, info = json.loads(file.read_text()), file.with_name("run.json")
         if result["state"] == "complete" and (seconds := result["summary"]["seconds"]) > 0:
-            spec = parse_run(json.loads(info.read_text())["spec"], str(info))
-            return _kind(spec), seconds, passes(spec), info.stat().st_mtime
+            spec, begun = parse_run(json.loads(info.read_text())["spec"], str(info)), info.stat().st_mtime
+            waited = any(begun < start < ended for start in starts)
+            besides = math.inf if waited else max(0.0, ended - begun - seconds)
+            return Timed(seconds, passes(spec), _kind(spec), _start(spec), besides)
     return None
 
 
