@@ -110,7 +110,7 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     said = CliRunner().invoke(app, ["study", "status", study.name, "--json", "--runs", str(tmp_path)])
     assert json.loads(said.stdout)["remaining_seconds"] == pytest.approx(left)
     said = CliRunner().invoke(app, ["study", "status", study.name, "--runs", str(tmp_path)])
-    assert "Time left: about 18 s to the report with 1 workers, from 2 trials" in " ".join(said.output.split())
+    assert "Time left: about 18 s to the report with 1 worker, from 2 trials" in " ".join(said.output.split())
     progress.watch(lambda: study_status(study.name, tmp_path))
     assert "1/4 trials have ended, 18 s left" in capsys.readouterr().out
     ticks = count(step=31)
@@ -118,7 +118,7 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     assert "1/4 trials done, 18 s left" in capsys.readouterr().err
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path))
     page = LiveStudy(study.name)._read_progress()["progress"]
-    assert "1 of 4 trials have ended; 18 s left with 1 workers" in page
+    assert "1 of 4 trials have ended; 18 s left with 1 worker" in page
 
 
 def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing(tmp_path: Path):

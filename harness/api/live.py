@@ -82,7 +82,11 @@ class LiveStudy:
             self._queue = open_queue(self.name, self.runs, os.environ.get("COHORT_STORAGE"))
         status, queue = self._queue.status(), self._queue
         ended = sum(not trial.is_open for trial in status.trials)
-        left = "" if status.finished else f"; {duration(status.left)} left with {status.workers} workers"
+        left = (
+            ""
+            if status.finished
+            else f"; {duration(status.left)} left with {status.workers} worker{'s' * (status.workers > 1)}"
+        )
         failures = [{"arm": t.arm, "seed": t.seed, "state": t.state, "reason": t.reason}
                     for t in status.trials if t.reason and not t.held]  # fmt: skip
         return {"progress": _written(

@@ -77,11 +77,13 @@ def show_status(status: StudyStatus, runs: Path) -> None:
 
 def time_left(seconds: float, workers: int, measured: int, least: float = math.nan) -> str:
     """The seconds until a study's report in words."""
+    if not seconds:
+        return "none, for all trials have ended"
     if not math.isfinite(seconds):
         return "unknown, because no trial of this model ran here, and its shape or its device is not here"
-    source = f"from {measured} trials" if measured else "by arithmetic, because no trial of this model ran here"
+    source = f"from {measured} trial{'s' * (measured > 1)}" if measured else "by arithmetic, for no such trial ran here"
     took = f"{duration(least)} to {duration(seconds)}" if math.isfinite(least) else duration(seconds)
-    return f"about {took} to the report with {workers} workers, {source}"
+    return f"about {took} to the report with {workers} worker{'s' * (workers > 1)}, {source}"
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
