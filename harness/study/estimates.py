@@ -26,7 +26,7 @@ from ..spec.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 
 # Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
-START, REPORT = (4.0, 4e5), (6.0, 6e5)
+START, REPORT = (6.0, 9e5), (6.0, 5e5)
 EFFICIENCY = 0.5  # of passes through a model, relative to one product of large matrices
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
