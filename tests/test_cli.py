@@ -1,5 +1,6 @@
 """The command line: help, bad input, exit codes, one JSON document on stdout, progress on stderr, harmless text."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -471,20 +472,6 @@ class Clock:
         return self.now
 
 
-def test_time_left_follows_from_the_growth_that_was_seen():
-    clock = Clock()
-    tracker = progress.StudyTracker(clock)
-    for clock.now, step, left in (
-        (0.0, 0, None),  # loading says nothing about the speed
-        (100.0, 20, None),  # a resumed study starts at 20 %; how fast that went is unknown
-        (110.0, 20, None),
-        (130.0, 50, 50.0),  # 30 s for 30 %, 50 % to go
-        (140.0, 10, None),  # fell back to an older checkpoint: start over
-        (150.0, 20, 80.0),  # 10 s for 10 %, 80 % to go
-    ):
-        assert tracker.remaining(trial("a", "running", "train", step, 100)) == (left and pytest.approx(left))
-
-
 def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys: pytest.CaptureFixture[str]):
     clock = Clock()
     view = progress.LineView(clock)
@@ -494,20 +481,21 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys: p
 
     view.update(status(trial("a", "waiting"), trial("b", "waiting")))
     assert printed() == []
-    view.update(status(trial("a", "running", "train", 0, 10), trial("b", "waiting")))
+    view.update(status(trial("a", "running", "train", 0, 10, steps=10), trial("b", "waiting")))
     assert printed() == ["a | seed 0: running; 0/2 trials done"]
     for clock.now in range(1, 30):
-        view.update(status(trial("a", "running", "train", 1, 10), trial("b", "waiting")))
+        view.update(status(trial("a", "running", "train", 1, 10, step=1, steps=10), trial("b", "waiting")))
     assert printed() == []
     clock.now = 30
-    working = trial("a", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
-    view.update(status(working, trial("b", "waiting")))
-    # From 1 to 5 of 10 steps in 29 s: 29 / 4 * 5 = 36 s left; the study has 15 more: 29 / 4 * 15 = 109 s left.
+    more = {"step": 5, "steps": 10, "left": 36.2, "accuracy": 0.25, "tokens_per_second": 1234.5}
+    view.update(
+        dataclasses.replace(status(trial("a", "running", "train", 5, 10, **more), trial("b", "waiting")), left=109.0)
+    )
     assert printed() == [
         "0/2 trials done, 1 min 49 s left",
         "  a | seed 0: train 5/10, 36 s left, accuracy 25.0 %, 1,234 tokens/s",
     ]
-    evaluating = trial("a", "running", "validation", 3, 8)
+    evaluating = trial("a", "running", "validation", 3, 8, step=5, steps=10)
     clock.now = 70
     view.update(status(evaluating, trial("b", "waiting")))
     assert "train 5/10, validation 3/8" in printed()[1]

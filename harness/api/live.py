@@ -26,7 +26,6 @@ from ..ground.words import duration
 from ..mirror.page import app
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import STATUS, STUDY, keep_look, read_study
-from ..study.estimates import remaining_seconds
 from ..study.queue import Queue, open_queue
 from .settings import runs_folder
 from .steer import steer
@@ -83,8 +82,8 @@ class LiveStudy:
             self._queue = open_queue(self.name, self.runs, os.environ.get("COHORT_STORAGE"))
         status, queue = self._queue.status(), self._queue
         ended = sum(not trial.is_open for trial in status.trials)
-        seconds = remaining_seconds(status)
-        left = f"; {duration(seconds)} left with the current workers" if seconds is not None else ""
+        workers = f"{status.workers} worker{'s' * (status.workers > 1)}"
+        left = "" if status.finished else f"; {duration(status.left)} left with {workers}"
         failures = [[t.arm, t.seed, t.state, t.reason] for t in status.trials if t.reason and not t.held]
         return {"progress": _written(
             "progress", rows=_rows(status, queue), failures=failures, can_steer=not queue.plan.study.searches(),
@@ -117,8 +116,7 @@ def _rows(status: StudyStatus, queue: Queue) -> list[dict[str, Any]]:
     for arm, trials in arms.items():
         known = [trial.accuracy for trial in trials if trial.accuracy is not None]
         counts = Counter(trial.state for trial in trials)
-        done = [1.0 if not t.is_open and not t.held else t.done / t.total if t.total and t.phase == "train" else 0.0
-                for t in trials]  # fmt: skip
+        done = [1.0 if not t.is_open and not t.held else t.step / max(t.steps, 1) for t in trials]
         possible = {
             "stop": any(trial.is_open for trial in trials), "resume": any(trial.held for trial in trials),
             "clone": True, "drop": arm not in begun and arm != (study.baseline or study.arm_labels()[0]),

@@ -31,9 +31,8 @@ def check_machine(runs: Path) -> list[Check]:
 
     import torch
 
-    from ..ground.machine import usable_cores, usable_gpus
+    from ..ground.machine import default_workers, usable_cores, usable_gpus
     from ..mirror.store import check_runs_folder
-    from ..study.launchers.local import default_workers
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"

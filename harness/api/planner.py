@@ -26,7 +26,7 @@ import numpy as np
 
 from ...reports.statistics import minimum_detectable_difference
 from ..ground.inputs import digest
-from ..ground.machine import usable_cores
+from ..ground.machine import default_workers, usable_cores
 from ..mirror.address import TRACKING_URI
 from ..record.events import EVENTS, read_history
 from ..spec.errors import SpecError
@@ -34,7 +34,6 @@ from ..spec.run import RunSpec
 from ..spec.study import StudySpec, parse_study
 from ..study.checks import check_study
 from ..study.estimates import complete_runs, planned
-from ..study.launchers.local import default_workers
 from ..study.runner import run_study
 from ..study.two_stage import on_test_split
 from ..study.worker import EXECUTE

@@ -209,8 +209,8 @@ def run_to_report(
     results. KeyboardInterrupt if the study was asked to stop.
     """
     from ..console.progress import phase_bar, study_view
+    from ..ground.machine import default_workers
     from ..mirror.notices import notices
-    from ..study.launchers.local import default_workers
     from ..study.queue import study_status
     from ..study.runner import run_study
     from .reporting import write_report

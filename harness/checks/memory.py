@@ -4,8 +4,8 @@ Parameters, the bytes that a pass keeps for its backward pass and a sampler's ca
 worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
 peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
-passes of a reward model, intermediates of the prefill, libraries, and unused bytes that the allocator holds, with glibc
-up to 60 % of the peak; on a GPU `gpu_reserve_gib` stands for them.
+passes of a reward model, intermediates of the prefill, and unused bytes that the allocator holds, with glibc up to 60 %
+of the rest; on a GPU `gpu_reserve_gib` stands for them, and for the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .memory_count import Counts, Shape, count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+PROCESS = 390 * 2**20  # bytes in RAM of a worker before it loads a model
 # Tokens of the longest prompt of a task, model, prompt format and evaluation, for which a tokenizer must be loaded.
 _LONGEST: dict[tuple[str, ...], int] = {}
 
@@ -153,7 +154,8 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
         key = (spec.model, str(spec.steps > 0), *(part.model_dump_json() for part in read))
         if key not in _LONGEST:
             _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
-        return estimate(spec, config, _LONGEST[key], together=together), None
+        process = 0 if resolve_device(spec.device).type == "cuda" else PROCESS
+        return {**estimate(spec, config, _LONGEST[key], together=together), "process": process}, None
     except SpecError:
         raise
     except Exception as error:  # counting fails in many ways for an unusual model, which may still train well

@@ -196,10 +196,10 @@ def study_status(
     Exit code 0 only if all trials are complete, except those of stopped arms.
     """
     status = api.study_status(study, runs, storage)
-    spent, remaining = api.cost(status), api.remaining_seconds(status)
+    spent = api.cost(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
-        estimates = {"cost": spent, "remaining_seconds": remaining}
+        estimates = {"cost": spent, "remaining_seconds": status.left}
         terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
         views.show_status(status, runs)
@@ -207,7 +207,7 @@ def study_status(
         tokens = f"{spent['generated_tokens']:,.0f} tokens in ended trials"
         terminal.say(f"Cost so far: {terminal.duration(spent['trial_seconds'])} of trials{gpu}; {tokens}")
         if not status.finished:
-            terminal.say(f"Time left with the current workers: {terminal.duration(remaining)}")
+            terminal.say(f"Time left: {views.time_left(status.left, status.workers, status.measured)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,17 @@ def show_status(status: StudyStatus, runs: Path) -> None:
         say(f"Tracebacks of failed trials: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
 
 
+def time_left(seconds: float, workers: int, measured: int, least: float = math.nan) -> str:
+    """The seconds until a study's report in words."""
+    if not seconds:
+        return "none, for all trials have ended"
+    if not math.isfinite(seconds):
+        return "unknown, because no trial of this model ran here, and its shape or its device is not here"
+    source = f"from {measured} trial{'s' * (measured > 1)}" if measured else "by arithmetic, for no such trial ran here"
+    took = f"{duration(least)} to {duration(seconds)}" if math.isfinite(least) else duration(seconds)
+    return f"about {took} to the report with {workers} worker{'s' * (workers > 1)}, {source}"
+
+
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     """Print a study's plan and budget, from `harness.study.runner.dry_run`."""
     memory = document["memory"]
@@ -87,7 +99,8 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
     trials, tokens = document["trials"], document["generated_tokens_bound"]
     seeds, least = document["seeds"], document["at_least"]
-    which = f"{trials} trials with seeds {seeds}:"
+    ended = f" ({document['ended']} have ended)" if document["ended"] else ""
+    which = f"{trials} trials{ended} with seeds {seeds}:"
     if least is not None:
         of = f"the first {seeds['first']} seeds decide on up to {seeds['at_most']}"
         which = f"{_range(least['trials'], trials)} trials, for {of}: at most"
@@ -95,13 +108,8 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         f"{which} {document['steps']:,} steps, "
         f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
     )
-    if document["seconds"] is None:
-        say("Time: unknown, because this runs folder has no complete trial of the same shape for every arm.")
-    else:
-        took, workers = duration(document["seconds"]), document["workers"]
-        if least is not None:
-            took = f"{duration(least['seconds'])} to {took}"
-        say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
+    least_seconds = math.nan if least is None else least["seconds"]
+    say(f"Time: {time_left(document['seconds'], document['workers'], document['measured'], least_seconds)}.")
     if (disk := document["disk"]) is not None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from ..data import ENDED
-from ..record.events import EVENTS, Tail
+from ..record.events import EVENTS, RunHistory, Tail
 from ..record.status import StudyStatus, TrialStatus
 from .terminal import console, duration, percent, plain, say, state_text, table_of
 
@@ -26,50 +26,6 @@ REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 HEARTBEAT_SECONDS = 30.0  # between two lines of a log file where nothing else is said
-
-
-class StudyTracker:
-    """Remembers the progress of each trial across phases, so that an evaluation does not hide the training steps.
-
-    The time left follows from the growth of a done fraction since it was first above 0: the time before (loading, a
-    cold start) says nothing about the speed afterwards.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._bars: dict[tuple[str, int], tuple[str, int, int]] = {}
-        self._starts: dict[object, tuple[float, float]] = {}  # time, fraction
-
-    def bar(self, trial: TrialStatus) -> tuple[str, int, int]:
-        """(phase, done, total) of the trial's last phase that counts steps."""
-        key = (trial.arm, trial.seed)
-        if trial.phase in ("cold start", "train") and trial.total:
-            self._bars[key] = (trial.phase, trial.done, trial.total)
-        return self._bars.get(key, ("", 0, 0))
-
-    def fraction(self, trial: TrialStatus) -> float:
-        """Share of the trial's training steps that are done; 1 for a trial that has ended."""
-        if trial.state in ENDED:
-            return 1.0
-        phase, done, total = self.bar(trial)
-        return done / total if phase == "train" and total else 0.0
-
-    def remaining(self, trial: TrialStatus) -> float | None:
-        """Seconds that the trial still needs, or None if unknown."""
-        return self._remaining((trial.arm, trial.seed), self.fraction(trial))
-
-    def study_remaining(self, status: StudyStatus) -> float | None:
-        """Seconds that the study still needs, with its future trials, or None if unknown."""
-        done = sum(map(self.fraction, status.trials))
-        return self._remaining("study", done / max(len(status.trials) + status.to_come, 1))
-
-    def _remaining(self, key: object, fraction: float) -> float | None:
-        """None before any growth was seen."""
-        now = self._clock()
-        if fraction > 0:
-            self._starts[key] = min(self._starts.get(key, (now, fraction)), (now, fraction), key=lambda start: start[1])
-        began, at = self._starts.get(key, (now, fraction))
-        return (now - began) * (1 - fraction) / (fraction - at) if fraction > at else None
 
 
 @contextmanager
@@ -107,7 +63,6 @@ class Page:
     """The page of a study; it reads the events of each trial once."""
 
     def __init__(self) -> None:
-        self._tracker = StudyTracker(time.monotonic)
         self._tails: dict[Path, Tail] = {}
 
     def render(self, status: StudyStatus) -> Group:
@@ -117,36 +72,33 @@ class Page:
             arms.setdefault(trial.arm, []).append(trial)
         rows = [[arm, *self._cells(trials, status.metric)] for arm, trials in arms.items()]
         headers = ["arm", "step", status.metric, "curve", "state", "left"]
-        left = f", {duration(self._tracker.study_remaining(status))} left"
+        left = f", {duration(status.left)} left"
         ended = sum(not trial.is_open for trial in status.trials)
         words = f"{ended}/{len(status.trials) + status.to_come} trials have ended{'' if status.finished else left}"
         return Group(title, table_of(headers, rows, numeric=("step", status.metric, "left")), Text(words))
 
     def _cells(self, trials: Sequence[TrialStatus], metric: str) -> list[Text]:
-        curves, steps = zip(*(self._curve(trial.directory / EVENTS, metric) for trial in trials), strict=True)
-        totals = [total for phase, _, total in map(self._tracker.bar, trials) if phase == "train"]
-        step = f"{fmean(steps):.0f}{f'/{max(totals)}' if totals else ''}" if any(steps) else ""
+        curves = [self._curve(trial.directory / EVENTS, metric) for trial in trials]
+        steps = [trial.steps if trial.state == "complete" else trial.step for trial in trials]
+        step = f"{fmean(steps):.0f}/{max(trial.steps for trial in trials)}" if any(steps) else ""
         reached = dict.fromkeys(at for curve in curves for at in curve)
         curve = {at: fmean(one[at] for one in curves if at in one) for at in reached}  # over the trials that are there
         counts = Counter(trial.state for trial in trials)
         state = Text(", ").join([Text(f"{count} ").append_text(state_text(name)) for name, count in counts.items()])
         for trial in (one for one in trials if one.state == "running" and one.phase != "train"):
             state.append_text(plain(f", {_counted(trial.phase or 'starting', trial.done, trial.total)}"))
-        known = [seconds for trial in trials if (seconds := self._tracker.remaining(trial)) is not None]
-        left = duration(max(known)) if known and any(trial.state == "running" for trial in trials) else ""
+        left = duration(max((trial.left for trial in trials if trial.state == "running"), default=None), "")
         value = f"{curve[max(curve)]:.4g}" if curve else ""
         return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
 
-    def _curve(self, events: Path, metric: str) -> tuple[dict[int, float], int]:
-        """Step -> value of the metric, and the last step, as far as the events can be read here."""
+    def _curve(self, events: Path, metric: str) -> dict[int, float]:
+        """Step -> value of the metric, as far as the events can be read here."""
         tail = self._tails.setdefault(events, Tail(events))
         with suppress(OSError, ValueError):
             tail.read()
-            tail.history.samples.clear()  # a long study has many
-        history = tail.history.history
-        points = history.get(metric, {})
-        curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
-        return curve, max((step for steps in history.values() for step in steps), default=0)
+        points = tail.history.history.get(metric, {})
+        tail.history = RunHistory(history={metric: points})  # a large study has much besides
+        return {step: value for step, (value, _) in points.items() if math.isfinite(value)}
 
 
 def spark(values: Sequence[float]) -> str:
@@ -163,15 +115,13 @@ class LineView:
     """One line for each change of a trial's state, and a heartbeat at most every HEARTBEAT_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._tracker = clock, StudyTracker(clock)
+        self._clock = clock
         self._states: dict[tuple[str, int], str] = {}
         self._last = clock()
 
     def update(self, status: StudyStatus) -> None:
-        left = self._tracker.study_remaining(status)
         for trial in status.trials:
             key = (trial.arm, trial.seed)
-            self._tracker.remaining(trial)
             if trial.state in ("waiting", "paused"):
                 continue  # a trial that takes turns is reported once
             if trial.state != self._states.get(key, "waiting"):
@@ -181,9 +131,9 @@ class LineView:
             self._states[key] = trial.state
         running = [t for t in status.trials if t.state == "running"]
         if running and self._clock() - self._last >= HEARTBEAT_SECONDS:
-            self._print(f"{_counts(status)}, {duration(left)} left")
+            self._print(f"{_counts(status)}, {duration(status.left)} left")
             for trial in running:
-                self._print(f"  {_title(trial)}: {_line(trial, self._tracker)}")
+                self._print(f"  {_title(trial)}: {_line(trial)}")
 
     def _print(self, text: str) -> None:
         say(text, stderr=True)
@@ -194,14 +144,12 @@ def _title(trial: TrialStatus) -> str:
     return f"{trial.arm} | seed {trial.seed}"
 
 
-def _line(trial: TrialStatus, tracker: StudyTracker) -> str:
-    phase, done, total = tracker.bar(trial)
-    parts = [_counted(phase or trial.phase or "starting", done, total)]
-    if phase and trial.phase and trial.phase != phase:
-        parts.append(_counted(trial.phase, trial.done, trial.total))
-    left = tracker.remaining(trial)
-    if left is not None:
-        parts.append(f"{duration(left)} left")
+def _line(trial: TrialStatus) -> str:
+    parts = [_counted("train", trial.step, trial.steps)] if trial.step or trial.phase == "train" else []
+    if trial.phase != "train":
+        parts.append(_counted(trial.phase or "starting", trial.done, trial.total))
+    if math.isfinite(trial.left):
+        parts.append(f"{duration(trial.left)} left")
     if trial.accuracy is not None:
         parts.append(f"accuracy {percent(trial.accuracy)}")
     if trial.tokens_per_second:

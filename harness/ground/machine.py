@@ -44,6 +44,11 @@ def usable_gpus() -> tuple[str, ...]:
     return tuple(str(i) for i, _ in enumerate(gpus))
 
 
+def default_workers(devices: int = 1) -> int:
+    """One worker per GPU, or else per core; with several devices per trial, one per that many."""
+    return max(1, (len(usable_gpus()) or usable_cores()) // devices)
+
+
 @lru_cache(maxsize=1)
 def hardware() -> dict[str, str]:
     """Names of the processor, and of the kinds of GPU that this process may use."""

@@ -85,6 +85,14 @@ def verify_model(name: str) -> None:
         verify(model_sources(name))
 
 
+def is_here(name: str) -> bool:
+    """Whether a model by its name in a spec is built in, a folder, or in the cache of the Hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    is_own = name == "tiny" or Path(name).expanduser().is_dir()
+    return is_own or isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
 def source_name(name: str) -> str:
     return f"model {name}"
 

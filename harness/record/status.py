@@ -1,5 +1,6 @@
 """The progress of each trial of a study."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from ..data import ENDED, TrialState
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """The progress of one (arm, seed): accuracy as a fraction, seconds of training, `done` of `total` in `phase`."""
+    """The progress of one (arm, seed): accuracy as a fraction, seconds of training, `done` of `total` in `phase`, the
+    last training `step` of `steps`, the seconds `left` (NaN if unknown)."""
 
     arm: str
     seed: int
@@ -26,6 +28,9 @@ class TrialStatus:
     generated_tokens: float | None = None  # known once it has ended
     on_gpu: bool = False
     held: bool = False  # its arm was asked to stop
+    step: int = 0
+    steps: int = 0
+    left: float = math.nan
 
     @property
     def is_open(self) -> bool:
@@ -37,7 +42,8 @@ class TrialStatus:
 class StudyStatus:
     """The progress of a study; its trials are in the order in which they run.
 
-    `to_come` is the number of trials, at most, that a search has not handed out yet.
+    `to_come` is the number of trials, at most, that a search has not handed out yet; `left` has the seconds until the
+    report with so many `workers` (NaN if unknown), which come from `measured` trials (0: from arithmetic).
     """
 
     name: str
@@ -45,6 +51,9 @@ class StudyStatus:
     trials: tuple[TrialStatus, ...]
     to_come: int = 0
     metric: str = "validation/accuracy"
+    left: float = math.nan
+    workers: int = 0
+    measured: int = 0
 
     def counts(self) -> dict[str, int]:
         """Number of trials in each state that occurs."""

@@ -303,7 +303,7 @@ def run_facts(run: Run) -> dict[str, float]:
     ran = spec.model_copy(update={"gradient_checkpointing": recompute})
     needed, _ = estimate_run(ran) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
-        facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))
+        facts["memory/estimate_bytes"] = float(peak_bytes({**needed, "process": run.memory_before}))
     splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)
     skipped = {f"data/skipped_rows_{split}": float(spec.task.num_skipped_rows(split)) for split in splits}
     return facts | (skipped if any(skipped.values()) else {})

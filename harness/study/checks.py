@@ -11,15 +11,14 @@ from typing import Any
 from ..checks.preflight import check_runs
 from ..data import FINAL
 from ..ground.inputs import Inputs, Unreachable
-from ..ground.machine import usable_gpus
+from ..ground.machine import default_workers, usable_gpus
 from ..ground.words import quoted
+from ..policy.sources import is_here
 from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.raw import differences
 from ..spec.run import RunSpec
 from ..spec.study import StudySpec, TwoStage, parse_study
-from .estimates import planned
-from .launchers.local import default_workers
 from .plan import SHARED, Key, Plan, sharing_key
 from .queue import Queue
 from .storage.base import Storage
@@ -53,8 +52,6 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
 
     ValueError for local data that are missing or lack a split.
     """
-    from huggingface_hub import try_to_load_from_cache
-
     from ..devices.device import resolve_device
     from ..policy.model import check_model
 
@@ -72,8 +69,7 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
         note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
         note(f"engine '{spec.engine.name}'", spec.engine.check_machine)
         check_model(spec.model)
-        built_in = spec.model == "tiny" or Path(spec.model).expanduser().is_dir()
-        if not built_in and not isinstance(try_to_load_from_cache(spec.model, "config.json"), str):
+        if not is_here(spec.model):
             missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
     for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
         note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
@@ -154,12 +150,8 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
 
     plan, trials = queue.plan, queue.status().trials
     left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
-    for search in plan.study.searches()[:1]:  # a trial that a search has not proposed yet counts as its base run
-        to_come = sum(count for _, count in planned(plan.study)) - len(trials)
-        left += [(search.base.spec, plan.folder / "trials" / "to come")] * to_come
-    if queue.seeds_record() is None:  # as many seeds as there may be
-        more = plan.study.most_seeds - len(plan.study.first_seeds)
-        left += [(arm.spec, plan.folder / "trials" / "to come") for arm in plan.study.design_arms()] * more
+    for arm, count in queue.coming():
+        left += [(arm.spec, plan.folder / "trials" / "to come")] * count
     at_once = max(1, min(workers or (default_workers(plan.study.devices) if here else 1), len(left)))
     if plan.study.interleave:
         at_once = max(1, len(left))  # all of them are in progress

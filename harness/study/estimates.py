@@ -1,22 +1,45 @@
-"""Sums over a study's trials: its cost so far, the time that it still needs, and its budget beforehand."""
+"""Estimates what a study takes: the seconds until each trial's end and until the report, its budget, its cost so far.
 
+A trial takes the tokens that pass through its model times the seconds of one. Those are measured: by trials of its arm,
+or else of its study, or else by the newest runs in this runs folder with its model, engine and device. Where nothing
+was measured, they follow from the operations of a pass and the speed of a product of matrices on this machine.
+"""
+
+import heapq
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..ground.inputs import digest
+from ..ground.machine import default_workers, usable_cores
+from ..policy.sources import is_here
 from ..record.status import StudyStatus
-from ..spec.run import get_path
+from ..spec.run import RunSpec, parse_run
 from ..spec.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 
-# These settings decide the time of a step; trials that agree in them have "the same shape".
-SHAPE = ("model", "dtype", "device", "task.name", "algorithm.name", "algorithm.group_size", "engine.name",
-         "rollouts_per_step", "optimizer.num_inner_epochs", "sampling.max_tokens", "evaluation")  # fmt: skip
+# Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
+START, REPORT = (6.0, 9e5), (6.0, 5e5)
+EFFICIENCY = 0.5  # of passes through a model, relative to one product of large matrices
+NEWEST = 50  # runs of the folder that say how fast this machine is
+
+
+class Timed(NamedTuple):
+    """The seconds of a trial for so many passes of tokens. Of a past run also its kind, the digest of its cold start,
+    which is there now, and the seconds that it took besides (infinite if it waited for that)."""
+
+    seconds: float
+    passes: float
+    kind: tuple[str, ...] = ()
+    start: str = ""
+    besides: float = math.inf
 
 
 def cost(status: StudyStatus) -> dict[str, float]:
@@ -32,78 +55,205 @@ def cost(status: StudyStatus) -> dict[str, float]:
     }
 
 
-def remaining_seconds(status: StudyStatus) -> float | None:
-    """Seconds until the study ends with its current workers; None if no worker is alive or nothing was measured.
+def passes(spec: RunSpec, step: int | None = None) -> float:
+    """Tokens that pass through the model until a training step is logged, by default until the run's end.
 
-    A future trial counts as long as the complete trials of its arm, or else of the study, or else as the estimate for
-    the running ones.
+    One that is read counts 1, sampled 2 (one at a time is slow), learnt from 3 in each pass over the batch. Every
+    completion counts with its full limit, prompts do not count.
     """
-    running = [trial for trial in status.trials if trial.state == "running"]
-    complete: dict[str, list[float]] = defaultdict(list)
-    for trial in status.trials:
-        if trial.state == "complete" and trial.seconds is not None:
-            complete[trial.arm].append(trial.seconds)
-    paces = {  # seconds from start to end, extrapolated from the training steps
-        (trial.arm, trial.seed): trial.seconds * trial.total / trial.done
-        for trial in running
-        if trial.phase == "train" and trial.done and trial.seconds is not None
-    }
-    known = [s for times in complete.values() for s in times] or list(paces.values())
-    if not running or not known:
-        return None
-    left = []
-    for trial in status.trials:
-        if trial.is_open:
-            whole = paces.get((trial.arm, trial.seed)) or mean(complete[trial.arm] or known)
-            left.append(max(0.0, whole - (trial.seconds or 0.0)))
-    return max(sum(left) / len(running), max(left, default=0.0))
+    algorithm, evaluation, done = spec.algorithm, spec.evaluation, spec.steps if step is None else step
+    own_critic = algorithm.needs_critic and not algorithm.shares_trunk
+    read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
+    read += len({reward.distribution for reward in spec.rewards.values()} - {None})
+    learnt = 3 * spec.optimizer.num_inner_epochs * (2 if own_critic else 1)
+    each = spec.rollouts_per_step * (1 + spec.dynamic_sampling + read + learnt)  # half of the batches that it may draw
+    each += 2 * spec.prompts_per_step if algorithm.needs_greedy else 0
+    validation = 2 * evaluation.num_prompts * (1 + evaluation.num_samples)
+    test = 2 * evaluation.num_test_prompts * (1 + evaluation.samples_of("test")) * (1 + len(evaluation.tests))
+    validations = 1 + (math.ceil(done / evaluation.every) if step is None else max(0, done - 1) // evaluation.every)
+    tests = (evaluation.test_at_start and spec.steps > 0) + (step is None)
+    return float(spec.max_tokens * (done * each + validations * validation + tests * test))
 
 
-def budget(plan: Plan, workers: int) -> dict[str, Any]:
-    """The budget of the plan: trials, steps, rollouts, a bound on generated tokens, seconds if known.
+class Clock:
+    """Says how long trials take, from a study's progress and the past runs in its runs folder."""
 
-    The bound assumes training with completions of full length. A search counts as its base run times its largest number
-    of trials; pruning reduces them. If first seeds decide the number of seeds, the largest number counts, and
-    `at_least` has the trials and seconds of the first seeds. Seconds come from complete trials of the same shape in
-    this runs folder (`measured` of them); they are None if an arm has none.
+    def __init__(self, plan: Plan, status: StudyStatus, workers: int) -> None:
+        found: dict[str, list[Timed]] = defaultdict(list)
+        for trial in status.trials:
+            step = None if trial.state == "complete" else trial.step
+            if trial.seconds and step != 0:
+                found[trial.arm].append(Timed(trial.seconds, passes(plan.arms[trial.arm].spec, step)))
+        self._paces = {arm: _pace(ones) for arm, ones in found.items()}
+        here = [one for ones in found.values() for one in ones]
+        self._here = _pace(here) if here else None
+        self.past, self._threads = _newest_runs(plan.runs), max(1, usable_cores() // workers)
+        self._used: dict[object, int] = {"here": len(here)}
+
+    @property
+    def measured(self) -> int:
+        """Number of trials from which the times so far come."""
+        return sum(self._used.values())
+
+    def pace(self, arm: Arm) -> float:
+        """Seconds for a pass of one token; NaN if they are unknown."""
+        if self._here is not None:
+            return self._paces.get(arm.label, self._here)
+        kind = _kind(arm.spec)
+        if ones := [one for one in self.past if one.kind == kind]:
+            self._used[kind] = len(ones)
+            return _pace(ones)
+        return _by_arithmetic(arm.spec.model, arm.spec.device, self._threads)
+
+    def left(self, arm: Arm, step: int = 0) -> float:
+        """Seconds from a logged step, or from the load of the models before the first, until the trial's end."""
+        if step:
+            return self.pace(arm) * (passes(arm.spec) - passes(arm.spec, step))
+        kind = _kind(arm.spec)
+        load = min((one.besides for one in self.past if one.kind == kind and one.besides < math.inf), default=1.0)
+        return self.pace(arm) * passes(arm.spec) + load
+
+
+def with_time_left(
+    status: StudyStatus, plan: Plan, coming: Sequence[tuple[Arm, int]] = (), workers: int | None = None
+) -> StudyStatus:
+    """The status with the seconds `left` for each open trial, and for the study with start, cold starts and report.
+
+    `coming` has the trials that searches and first seeds have not asked for yet, at most. By default as many workers
+    go on as trials run, or as this machine would start.
     """
-    measured = defaultdict(list)  # shape -> seconds per step, including evaluations
-    for spec, result in complete_runs(plan.runs):
-        if (steps := spec.get("steps")) and isinstance(
-            seconds := result.get("summary", {}).get("seconds"), int | float
-        ):
-            measured[_shape(spec)].append(seconds / steps)
-    arms, samples = [], 0
-    for arm, trials in planned(plan.study):
+    todo = sorted((t for t in status.trials if t.is_open), key=lambda trial: trial.state != "running")
+    running = sum(trial.state == "running" for trial in todo)
+    workers = workers or running or default_workers(plan.study.devices)
+    if not todo and not coming:
+        return replace(status, left=0.0, workers=workers)
+    clock = Clock(plan, status, workers)
+    left_at = cache(lambda label, step: clock.left(plan.arms[label], step))
+    seconds = {(trial.arm, trial.seed): left_at(trial.arm, trial.step) for trial in todo}
+    ends = [0.0] * workers  # trials go to the first free worker
+    for one in (*seconds.values(), *(left for arm, count in coming for left in [clock.left(arm)] * count)):
+        heapq.heapreplace(ends, ends[0] + one)
+    pace = clock.pace(plan.arms[todo[0].arm] if todo else coming[0][0])
+    rest = sum(max(least, count * pace) for least, count in (REPORT, *([] if running else [START])))
+    rest += _cold_starts(plan, status, coming, clock)
+    trials = (replace(t, left=seconds[t.arm, t.seed]) if t.is_open else t for t in status.trials)
+    left = max(ends) + rest if math.isfinite(sum(ends)) else math.nan
+    return replace(status, trials=tuple(trials), left=left, workers=workers, measured=clock.measured)
+
+
+def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]], clock: Clock) -> float:
+    """Seconds of the cold starts from which no trial has begun; each is trained once, while others wait."""
+    begun = {trial.arm for trial in status.trials if trial.step or trial.state == "complete"}
+    trained = {one.start for one in clock.past} | {_start(plan.arms[arm].spec) for arm in begun}
+    shares = {t.arm: t.done / t.total for t in status.trials if t.phase == "cold start" and t.total}
+    found: dict[str, float] = {}
+    for arm in (*(plan.arms[label] for label in {t.arm for t in status.trials if t.is_open}), *(a for a, _ in coming)):
+        spec, start = arm.spec, _start(arm.spec)
+        if spec.cold_start.steps and start not in trained:
+            work = 4 * spec.max_tokens * spec.cold_start.steps * spec.cold_start.batch_size  # prompts too
+            found[start] = min(found.get(start, math.inf), (1 - shares.get(arm.label, 0.0)) * work * clock.pace(arm))
+    return sum(found.values())
+
+
+def _start(spec: RunSpec) -> str:
+    parts = (spec.task, spec.prompt, spec.cold_start)
+    return digest([spec.model, *(part.model_dump(mode="json") for part in parts)])
+
+
+def _kind(spec: RunSpec) -> tuple[str, ...]:
+    """Runs of a kind have nearly the same pace."""
+    return (spec.model, spec.engine.name, spec.device, spec.dtype)
+
+
+def _pace(found: Sequence[Timed]) -> float:
+    return sum(one.seconds for one in found) / sum(one.passes for one in found)
+
+
+def _newest_runs(runs: Path) -> list[Timed]:
+    """The newest complete runs of the runs folder."""
+    stamped = ((file.stat().st_mtime, file) for file in _results(runs))
+    starts = tuple(folder.stat().st_mtime for folder in (runs / "cache" / "cold-start").glob("*/"))
+    return [run for ended, file in heapq.nlargest(NEWEST, stamped) if (run := _past_run(file, ended, starts))]
+
+
+@cache
+def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None:
+    """A run that ended at that time, while cold starts ended at those; None if it is not complete or of another
+    version."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        result, info = json.loads(file.read_text()), file.with_name("run.json")
+        if result["state"] == "complete" and (seconds := result["summary"]["seconds"]) > 0:
+            spec, begun = parse_run(json.loads(info.read_text())["spec"], str(info)), info.stat().st_mtime
+            waited = any(begun < start < ended for start in starts)
+            besides = math.inf if waited else max(0.0, ended - begun - seconds)
+            return Timed(seconds, passes(spec), _kind(spec), _start(spec), besides)
+    return None
+
+
+@cache
+def _by_arithmetic(model: str, device: str, threads: int) -> float:
+    """Seconds for a pass of one token through a model that was never timed here: 2 operations per weight, at the
+    measured speed of a product; NaN for a model or device that is not here."""
+    import torch
+
+    from ..devices.device import resolve_device
+    from ..policy.model import empty_model, model_config
+
+    if not is_here(model):
+        return math.nan
+    before = torch.get_num_threads()
+    try:
+        config, place = model_config(model), resolve_device(device)
+        weights = sum(p.numel() for p in empty_model(config).parameters())
+        torch.set_num_threads(threads)
+        rows, width = torch.ones(1024, config.hidden_size, device=place), config.hidden_size
+        matrix, count, began = torch.ones(width, 4 * width, device=place), 0, time.perf_counter()
+        while (took := time.perf_counter() - began) < 0.1:
+            float((rows @ matrix)[0, 0])  # waits for a GPU
+            count += 1
+        return 2 * weights * took / (count * 2 * 1024 * 4 * width**2) / EFFICIENCY
+    except Exception:  # as in the memory estimate
+        return math.nan
+    finally:
+        torch.set_num_threads(before)
+
+
+def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = ()) -> dict[str, Any]:
+    """The budget of the plan with its progress: trials, steps, rollouts, a bound on generated tokens, seconds if known.
+
+    The bound assumes training with completions of full length. Arms that a search may still try count as its base run.
+    If first seeds decide the number of seeds, the largest number counts, and `at_least` has the trials and seconds of
+    the first seeds. `measured` trials say how long the others take (0: arithmetic); a time that is unknown is NaN.
+    """
+    counts = Counter(trial.arm for trial in status.trials)
+    clock = Clock(plan, status, status.workers)
+    listed = {label: (plan.arms[label], count) for label, count in counts.items()}
+    for arm, count in coming:
+        listed[arm.label] = (arm, counts[arm.label] + count)
+    arms = []
+    for arm, count in listed.values():
         spec = arm.spec
-        rates = measured.get(_shape(spec.model_dump(mode="json")), [])
-        samples += len(rates)
         greedy = spec.prompts_per_step if spec.algorithm.needs_greedy else 0
         rollouts = spec.steps * (spec.rollouts_per_step + greedy)
         arms.append({
-            "arm": arm.label, "overrides": dict(arm.overrides), "trials": trials, "steps": spec.steps,
-            "rollouts": rollouts, "generated_tokens_bound": rollouts * spec.max_tokens,
-            "seconds": mean(rates) * spec.steps if rates else None,
+            "arm": arm.label, "overrides": dict(arm.overrides), "trials": count, "steps": spec.steps,
+            "rollouts": rollouts, "generated_tokens_bound": rollouts * spec.max_tokens, "seconds": clock.left(arm),
         })  # fmt: skip
-    trials = sum(arm["trials"] for arm in arms)
-    known = all(arm["seconds"] is not None for arm in arms)
-    seconds = sum(arm["trials"] * arm["seconds"] for arm in arms) if known else None
-    sums = ("steps", "rollouts", "generated_tokens_bound")
-    first, share = len(plan.study.first_seeds), len(plan.study.first_seeds) / plan.study.most_seeds
-    least = {
-        "trials": first * len(arms),
-        "seconds": None if seconds is None else share * seconds / max(1, min(workers, first * len(arms))),
+    sums = {
+        key: sum(arm["trials"] * arm[key] for arm in arms) for key in ("steps", "rollouts", "generated_tokens_bound")
     }
+    first = {"trials": len(status.trials), "seconds": with_time_left(status, plan, (), status.workers).left}
     return {
         "arms": arms,
         "seeds": plan.study.model_dump(mode="json")["seeds"],
-        "at_least": least if isinstance(plan.study.seeds, TwoStage) else None,
-        "trials": trials,
-        "workers": workers,
-        **{key: sum(arm["trials"] * arm[key] for arm in arms) for key in sums},
-        "trial_seconds": seconds,
-        "seconds": None if seconds is None else seconds / max(1, min(workers, trials)),
-        "measured": samples,
+        "at_least": first if isinstance(plan.study.seeds, TwoStage) else None,
+        "trials": sum(arm["trials"] for arm in arms),
+        "ended": sum(not trial.is_open for trial in status.trials),
+        "workers": status.workers,
+        **sums,
+        "trial_seconds": sum(arm["trials"] * arm["seconds"] for arm in arms),
+        "seconds": status.left,
+        "measured": status.measured,
     }
 
 
@@ -119,12 +269,12 @@ def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
 
 def complete_runs(runs: Path) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """(settings, result) of each complete run of the runs folder whose files can be read."""
-    for file in [*runs.glob("studies/*/trials/*/result.json"), *runs.glob("train/*/result.json")]:
+    for file in _results(runs):
         with suppress(OSError, ValueError, KeyError, TypeError):  # half written or damaged: no estimate needs it
             result, run = json.loads(file.read_text()), json.loads(file.with_name("run.json").read_text())
             if result["state"] == "complete":
                 yield run["spec"], result
 
 
-def _shape(spec: Mapping[str, Any]) -> str:
-    return json.dumps([get_path(spec, path) for path in SHAPE], sort_keys=True)
+def _results(runs: Path) -> list[Path]:
+    return [*runs.glob("studies/*/trials/*/result.json"), *runs.glob("train/*/result.json")]

@@ -32,8 +32,9 @@ from ..ground.machine import usable_gpus
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
-from ..spec.study import TwoStage, parse_study
+from ..spec.study import Arm, TwoStage, parse_study
 from .attempts import Attempts
+from .estimates import planned, with_time_left
 from .plan import Clone, Key, Plan, sharing_key
 from .search import ArmSearch
 from .storage.base import Lease, Storage
@@ -183,17 +184,22 @@ class Queue:
         """Whether a trial waits, runs or has to be repeated, or a search or the seeds have another to come."""
         attempts = self._read()
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
-        return any(still) or self._to_come(attempts) > 0
+        return any(still) or bool(self._coming(attempts))
 
     def awaits_more(self) -> bool:
         """Whether a search or the seeds have another trial to come."""
-        return self._to_come(self._read()) > 0
+        return bool(self.coming())
 
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
 
-    def status(self) -> StudyStatus:
+    def coming(self) -> list[tuple[Arm, int]]:
+        """The trials of each arm, or of a search as its base, that are not handed out yet, at most."""
+        return self._coming(self._read())
+
+    def status(self, workers: int | None = None) -> StudyStatus:
+        """The progress, and the time that is left with so many workers, by default those that work now."""
         attempts = self._read()
         dead = {trial.number for trial in self._dead(attempts).values()}
         if dead:  # or just ended: a worker records the end before it gives up its lease
@@ -218,6 +224,8 @@ class Queue:
                 phase=shown.get("phase", ""),
                 done=shown.get("done", 0),
                 total=shown.get("total", 0),
+                step=shown.get("step", 0),
+                steps=self.plan.arms[key[0]].spec.steps,
                 accuracy=summary.get("accuracy_final", shown.get("accuracy")),
                 tokens_per_second=shown.get("tokens_per_second"),
                 seconds=summary.get("seconds", shown.get("seconds")),
@@ -226,8 +234,10 @@ class Queue:
                 on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
                 held=held,
             ))  # fmt: skip
-        study = self.plan.study
-        return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts), study.metric)
+        study, coming = self.plan.study, self._coming(attempts)
+        to_come = sum(count for _, count in coming)
+        status = StudyStatus(study.name, study.question, tuple(trials), to_come, study.metric)
+        return with_time_left(status, self.plan, coming, workers)
 
     @cached_property
     def _searches(self) -> list[ArmSearch]:
@@ -265,17 +275,21 @@ class Queue:
                 return key
         return None
 
-    def _to_come(self, attempts: Attempts) -> int:
+    def _coming(self, attempts: Attempts) -> list[tuple[Arm, int]]:
         study = self.plan.study
         if isinstance(study.seeds, TwoStage):
             states = self._undecided(attempts)
             # the next start repeats a failed trial, and a stopped one may be resumed: decide after that
             waits = not any(s == "failed" or (k[0] in self._held and s not in ENDED) for k, s in states.items())
-            more = study.most_seeds - len(study.first_seeds)
-            return more * len(study.design_arms()) if states and waits else 0
+            more = study.most_seeds - len(study.first_seeds) if states and waits else 0
+            return [(arm, more) for arm in study.design_arms() if more]
+        if study.search is None:
+            return []
         with self.storage.errors():
-            is_searching = study.search is not None and self.storage.exists()
-            return sum(search.to_come(attempts) for search in self._searches) if is_searching else 0
+            if not self.storage.exists():
+                return list(planned(study))
+            counts = [search.to_come(attempts) for search in self._searches]
+            return [(arm, count) for (arm, _), count in zip(planned(study), counts, strict=True) if count]
 
     @cached_property
     def _study(self) -> optuna.Study:

@@ -12,6 +12,7 @@ from typing import Any
 from ..checks.preflight import run_inputs
 from ..ground.files import write_json
 from ..ground.inputs import Inputs, check_same, expecting
+from ..ground.machine import default_workers
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
@@ -19,7 +20,7 @@ from ..record.status import StudyStatus
 from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
 from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from .launchers.local import WorkerPool, default_workers
+from .launchers.local import WorkerPool
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Slurm, SlurmPool
 from .plan import Plan
@@ -169,7 +170,7 @@ def dry_run(
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
-        **budget(queue.plan, workers or default_workers(study.devices)),
+        **budget(queue.plan, queue.status(workers or default_workers(study.devices)), queue.coming()),
         "memory": memory,
         "disk": disk,
         "together": list(sets.values()),

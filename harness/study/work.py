@@ -82,5 +82,6 @@ def watch(
         if not alive and (pool.stopping or not (waiting if leaves and begun else unfinished)):
             return status
         pool.fill(unfinished, waiting)
+        spent = time.monotonic() - began if begun else 0.0  # the first look also measures this machine
         begun = True
-        pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often
+        pool.rest(min(9 * spent, MAX_WAIT_SECONDS))  # a large study is watched less often

@@ -190,8 +190,3 @@ class WorkerPool(Pool):
 
     def _log_file(self, slot: int) -> Path:
         return self.logs / f"{self.prefix}-{slot}.log"
-
-
-def default_workers(devices: int = 1) -> int:
-    """One worker per GPU, or else per core; with several devices per trial, one per that many."""
-    return max(1, (len(usable_gpus()) or usable_cores()) // devices)
