@@ -29,8 +29,8 @@ class TensorBoard(Mirror):
         self._begin = [hparams_pb(levels, run.id), text_pb("settings", "\n".join(f"    {line}" for line in lines))]
 
     def add(self, events: Sequence[Mapping[str, Any]]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
 
         for event in events:
             self._step, seconds = event.get("step", self._step), event["time"] / 1000
