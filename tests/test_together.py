@@ -271,7 +271,7 @@ def test_a_study_says_which_trials_share(tmp_path, capsys):
     assert parts[1]["activations"] == parts[0]["activations"]  # one learns at a time
     show_dry_run("s", "?", dry_run(a_study(), tmp_path, workers=2))
     words = " ".join(capsys.readouterr().out.split())
-    assert "4 trials share one model and engine, 2 at a time in each worker (grpo, rloo)" in words
+    assert "4 trials share one model and engine, 2 at a time in each worker ('grpo' and 'rloo')" in words
     assert dry_run(a_study(), tmp_path, workers=2, together=False)["together"] == []
 
 

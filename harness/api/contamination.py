@@ -103,7 +103,7 @@ def probe(
             )
         other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
     check_runs([spec], folder, (probed_split,), trained=())
-    check_runs([other], folder, (part,), models=False)
+    check_runs([other], folder, (part,), trained=(), models=False)
     probed = spec.task.questions(probed_split)
     fresh = {key: text for key, text in other.task.questions(part).items() if key not in probed}
     sets = [dict(list(one.items())[:num_problems]) for one in (probed, fresh)]
