@@ -104,7 +104,7 @@ def test_a_mirror_gets_the_events_of_each_run_while_it_grows_and_the_rest_at_the
     ("mirror", "words"),
     [
         ("raises", r"to the door\x1b[31m"),
-        ("hangs", "a call took more than 0 s"),
+        ("hangs", "a call took more than 2 s"),
         ("dies", "''"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_mirror_gets_the_events_of_each_run_while_it_grows_and_the_rest_at_the
 def test_a_mirror_that_fails_costs_a_warning(
     mirror: str, words: str, runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(others, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(others, "CALL_SECONDS", 2.0)  # more than `keeps` takes on a busy machine
     monkeypatch.setenv(MIRROR, f"{mirror},keeps")
     with mirrored(runs, runs / "train/run"):
         log = log_run(runs)
