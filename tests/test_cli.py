@@ -197,7 +197,8 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
     assert cohort("list", "algorithms", "opo") == 0  # in full, with its source
     assert "arXiv:2505.23585" in cohort.out and "gae_lambda" not in cohort.out
     assert cohort("list", "models") == 2
-    assert "cohort list takes algorithms, tasks, rewards, samplers, engines, mirrors or settings, got 'models'" in cohort.err
+    kinds = "algorithms, tasks, rewards, samplers, engines, mirrors or settings"
+    assert f"cohort list takes {kinds}, got 'models'" in cohort.err
 
 
 def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
