@@ -20,7 +20,7 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.estimates import budget, cost, passes, with_time_left
+from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue, study_status
 from cohort.harness.study.runner import dry_run, run_study
@@ -119,6 +119,11 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path))
     page = LiveStudy(study.name)._read_progress()["progress"]
     assert "1 of 4 trials have ended; 16 s left with 1 worker" in page
+
+
+def test_a_file_that_was_removed_since_it_was_listed_has_no_time(tmp_path: Path):
+    (there := tmp_path / "there").touch()
+    assert [file for _, file in _stamped([tmp_path / "removed", there])] == [there]
 
 
 def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing(tmp_path: Path):

@@ -38,7 +38,10 @@ CHANGING = make_spec(
     optimizer={"learning_rate": 1e-3, "schedule": "cosine"},
 )  # fmt: skip
 WARMING = make_spec("ppo", critic={"warmup_steps": 4, "head": "fitted"})
-BANDED = make_spec(task={**BASE["task"], "num_train": 12}, sampler="success_band", dynamic_sampling=2)
+BANDED = make_spec(
+    task={**BASE["task"], "num_train": 12}, sampler="success_band", dynamic_sampling=2,
+    overlong="mask", high_entropy_tokens=0.5,
+)  # fmt: skip
 SPECS = {
     "changing": CHANGING,
     "warming": WARMING,

@@ -32,7 +32,8 @@ COSTS = (
 )  # fmt: skip
 _LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<name>`
     "train": "accuracy answered majority_accuracy score rollouts optimizer_steps stuck_groups zero_advantage_groups "
-    "zero_variance_groups", "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
+    "zero_variance_groups masked_tokens gradient_tokens",
+    "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
     "completion": "truncated", "critic": "loss grad_norm no_signal explained_variance fitted_variance",
     "kl": "beta old reference", "reward": "mean std greedy", "sampling": "batches kept_groups filled_groups",
     "mismatch": "kl max_ratio weight outside at_start after_sync", "staleness": "kl max_ratio weight outside",

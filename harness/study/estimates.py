@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -171,9 +171,16 @@ def _pace(found: Sequence[Timed]) -> float:
 
 def _newest_runs(runs: Path) -> list[Timed]:
     """The newest complete runs of the runs folder."""
-    stamped = ((file.stat().st_mtime, file) for file in _results(runs))
-    starts = tuple(folder.stat().st_mtime for folder in (runs / "cache" / "cold-start").glob("*/"))
-    return [run for ended, file in heapq.nlargest(NEWEST, stamped) if (run := _past_run(file, ended, starts))]
+    starts = tuple(ended for ended, _ in _stamped((runs / "cache" / "cold-start").glob("*/")))
+    newest = heapq.nlargest(NEWEST, _stamped(_results(runs)))
+    return [run for ended, file in newest if (run := _past_run(file, ended, starts))]
+
+
+def _stamped(paths: Iterable[Path]) -> Iterator[tuple[float, Path]]:
+    """When each was last written; without those that another process removed or renamed since they were listed."""
+    for path in paths:
+        with suppress(OSError):
+            yield path.stat().st_mtime, path
 
 
 @cache
