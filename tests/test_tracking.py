@@ -547,7 +547,9 @@ def traces_of(runs: Path, run_id: str) -> list[Trace]:
     return list(client.search_traces(locations=[client.get_run(run_id).info.experiment_id], filter_string=wanted))
 
 
-def test_the_first_rollouts_of_a_step_become_traces_with_their_rewards_as_assessments(runs: Path):
+def test_the_first_rollouts_of_a_step_become_traces_with_their_rewards_as_assessments(
+    runs: Path, caplog: pytest.LogCaptureFixture
+):
     log = open_log(runs, tags={"cohort.arm": "a", "cohort.seed": "3"})
     row = dataclasses.replace(
         fake_trials.sample(5, "nul \x00 and surrogate \ud800"), correct=False, reward=-0.5, answer=None,
@@ -557,6 +559,7 @@ def test_the_first_rollouts_of_a_step_become_traces_with_their_rewards_as_assess
     log.finish("complete", None, {})
     found = {trace.info.response_preview: trace for trace in traces_of(runs, in_mlflow(runs, log.directory))}
     assert set(found) == {"nul \ufffd and surrogate ?", "0", "1", "2"}  # the first 4 of 10
+    assert not caplog.messages  # OpenTelemetry warns of a span that is OK and has a description
     assert {text: trace.info.state.value for text, trace in found.items()} == {
         "nul \ufffd and surrogate ?": "ERROR", "0": "OK", "1": "OK", "2": "OK"
     }  # fmt: skip

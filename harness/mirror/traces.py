@@ -137,7 +137,9 @@ def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
             "start_time_unix_nano": milliseconds * 1_000_000,
             "end_time_unix_nano": milliseconds * 1_000_000,
             "events": [],
-            "status": {"code": f"STATUS_CODE_{'OK' if row['correct'] else 'ERROR'}", "message": _answer(row)},
+            "status": {"code": "STATUS_CODE_OK", "message": ""}
+            if row["correct"]
+            else {"code": "STATUS_CODE_ERROR", "message": _answer(row)},
             "attributes": {key: json.dumps(value) for key, value in attributes.items()},
         }
     )
