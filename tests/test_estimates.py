@@ -248,8 +248,9 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
     assert not (tmp_path / "new").exists()
     for options, message in (
         (["--workers", "-1"], "--workers must be a number of at least 1, or auto"),
-        (["--launcher", "pbs"], "--launcher must be local, ray or slurm"),
-        (["--launcher-set", "cpus=2"], "is for the workers of --launcher ray or slurm"),
+        (["--launcher", "pbs"], "--launcher must begin with local, ray or slurm"),
+        (["--launcher", ""], "--launcher must begin with local, ray or slurm, got ''"),
+        (["--launcher", "local cpus=2"], "--launcher local has no settings, got 'local cpus=2'; use ray or slurm"),
         (["--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as postgresql://"),
     ):
         refused = run(app, ["study", "run", "quickstart", *options, "--runs", str(tmp_path / "new")])

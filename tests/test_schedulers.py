@@ -133,11 +133,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
     study = a_study(seeds=[0])
-    what = launcher(
-        "slurm",
-        Study("", (), study),
-        ["cpus-per-task=2", "gpus-per-node=1", "partition=gpu", "exclusive", "time=1:30:00"],
-    )
+    asked_for = "slurm cpus-per-task=2 gpus-per-node=1 partition=gpu exclusive time=1:30:00"
+    what = launcher(asked_for, Study("", (), study))
     status = run(study, runs, workers=2, cluster=what)
     assert (status.finished, status.all_valid) == (True, True)
     check_as_undisturbed(study, runs)
@@ -238,7 +235,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     "text", ["Account=lab", "--account=lab", "account=lab\n#SBATCH --x", "output=here", "array=1-9"]
 )
 def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text: str):
-    with pytest.raises(SpecError, match="--launcher-set must"):
+    with pytest.raises(SpecError, match=r"--launcher slurm (takes|must leave)"):
         sbatch_parameters([text])
 
 
@@ -249,9 +246,8 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*SLURM, "--launcher-set", "partition=nowhere"], "invalid partition specified: nowhere"),
+        (["--launcher", "slurm partition=nowhere", "--workers", "2"], "invalid partition specified: nowhere"),
         (["--launcher", "slurm"], "needs --workers N"),
-        (["--launcher-set", "mem=1G"], "is for the workers of --launcher ray or slurm; add one, or leave it out"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
     ],
 )
@@ -402,13 +398,13 @@ def test_a_worker_on_ray_with_a_part_of_a_gpu_knows_that_others_have_the_rest(
 )
 def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device: str, given: list[str], asked: dict[str, str]):
     study = Study("", (), factories.make_study(**{"run.devices": 2, "run.device": device}))
-    what = launcher("slurm", study, given)
+    what = launcher(" ".join(["slurm", *given]), study)
     assert isinstance(what, Slurm) and what.parameters == {**asked, "time": "4:00:00"}
     assert launcher("ray", study) == Cluster(None, 0 if device == "cpu" else None)
-    assert launcher("ray", study, ["cpus=4", "gpus=0.5"]) == Cluster(4, 0.5)
-    for bad in (["cpus=-1"], ["cpus=1", "cpus=2"], ["partition=gpu"], ["gpus=x"]):
-        with pytest.raises(SpecError, match="--launcher-set must be cpus=N or gpus=N for Ray, each once, got"):
-            launcher("ray", study, bad)
+    assert launcher("ray cpus=4 gpus=0.5", study) == Cluster(4, 0.5)
+    for bad in ("cpus=-1", "cpus=1 cpus=2", "partition=gpu", "gpus=x"):
+        with pytest.raises(SpecError, match="settings of --launcher ray must be cpus=N or gpus=N, each once, got"):
+            launcher(f"ray {bad}", study)
 
 
 def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path: Path):

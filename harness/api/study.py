@@ -310,14 +310,15 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(name: str, study: Study, given: Sequence[str] = ()) -> Cluster | Slurm | None:
-    """What runs the workers instead of this machine, with settings NAME=VALUE; None for `local`. ValueError if its
-    package is not installed."""
+def launcher(words: str, study: Study) -> Cluster | Slurm | None:
+    """What runs the workers instead of this machine: `local` (None), `ray` or `slurm`, then its settings NAME=VALUE.
+    ValueError if its package is not installed."""
+    name, *given = shlex.split(words) or [""]
     if name not in ("local", "ray", "slurm"):
-        raise SpecError(f"--launcher must be local, ray or slurm, got '{name}'")
+        raise SpecError(f"--launcher must begin with local, ray or slurm, got '{words}'")
     if name == "local":
         if given:
-            raise SpecError("--launcher-set is for the workers of --launcher ray or slurm; add one, or leave it out")
+            raise SpecError(f"--launcher local has no settings, got '{words}'; use ray or slurm, or leave them out")
         return None
     package = "submitit" if name == "slurm" else name
     if importlib.util.find_spec(package) is None:
@@ -328,14 +329,14 @@ def launcher(name: str, study: Study, given: Sequence[str] = ()) -> Cluster | Sl
 
         counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
         if len(counts) != len(given):
-            raise SpecError(f"--launcher-set must be cpus=N or gpus=N for Ray, each once, got '{' '.join(given)}'")
+            raise SpecError(f"settings of --launcher ray must be cpus=N or gpus=N, each once, got '{words}'")
         cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
         return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
     from ..study.launchers.local import CORES_PER_GPU
     from ..study.launchers.slurm import Slurm, sbatch_parameters
 
     asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
-    asked |= sbatch_parameters(list(given))
+    asked |= sbatch_parameters(given)
     gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
     if gpus == "0":
         del asked["gpus-per-node"]

@@ -30,7 +30,7 @@ AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TE
     "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
     "cohort study run group_size --dry-run",
     "RAY_ADDRESS=10.0.0.1:6379 cohort study run group_size --launcher ray --runs /shared/runs",
-    "cohort study run group_size --launcher slurm --workers 4 --launcher-set partition=gpu --runs /shared/runs",
+    "cohort study run group_size --launcher 'slurm partition=gpu' --workers 4 --runs /shared/runs",
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
@@ -49,17 +49,11 @@ def study_run(
     launcher: Annotated[
         str,
         typer.Option(
-            metavar="local|ray|slurm", help="Where the workers run; ray: the cluster of RAY_ADDRESS, or a new one here."
+            metavar="local|ray|slurm",
+            help="Where the workers run; ray: the cluster of RAY_ADDRESS, or a new one here. With settings: 'ray "
+            "cpus=8 gpus=1'; options of sbatch, as 'slurm partition=gpu time=4:00:00'.",
         ),
     ] = "local",
-    launcher_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Setting of --launcher, repeatable: cpus=8, gpus=1 (Ray); an option of sbatch, such as partition=gpu, "
-            "gpus-per-node=1, time=4:00:00.",
-        ),
-    ] = None,
     together: Annotated[
         bool | None,
         typer.Option("--together/--apart", help="Let LoRA trials share one model in memory; by default if possible."),
@@ -86,11 +80,11 @@ def study_run(
     if not found.command:
         terminal.say(f"Continuing '{study}' of {runs} with the settings that it was started with.", stderr=True)
     count = None if workers == "0" else options.num_workers(workers)
-    cluster = api.launcher(launcher, found, launcher_set or ())
+    cluster = api.launcher(launcher, found)
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
     if found.command:
-        placed = {"--launcher": launcher, "--launcher-set": launcher_set} if cluster else {}
+        placed = {"--launcher": launcher} if cluster else {}
         how = {None: "", True: " --together", False: " --apart"}[together]
         found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
     terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)

@@ -195,9 +195,9 @@ def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
             raise SpecError(
-                f"--launcher-set must be an option of sbatch without its dashes, such as account=lab, got '{text}'"
+                f"--launcher slurm takes options of sbatch without their dashes, such as account=lab, got '{text}'"
             )
         if name in OURS:
-            raise SpecError(f"--launcher-set must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
+            raise SpecError(f"--launcher slurm must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
         found[name] = value if equals else True
     return found
