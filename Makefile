@@ -120,10 +120,12 @@ notebooks: $(BIN)/.installed
 	cp docs/notebooks/*.ipynb build/notebooks
 	cd build/notebooks && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m nbconvert --execute --to html *.ipynb
 
-# The pictures of README.md and docs/, by a browser, from a study of minutes in build/pictures/runs.
+# The pictures of README.md and docs/, by a browser, from a study of minutes in build/pictures/runs. SHORT=1: of a few
+# steps, which stay in build/pictures.
 pictures: $(BIN)/.installed
+	rm -rf build/pictures
 	mkdir -p build/pictures
-	cd build/pictures && PATH=$(abspath $(BIN)):$$PATH python $(abspath docs/scripts/pictures.py)
+	cd build/pictures && PATH=$(abspath $(BIN)):$$PATH python $(abspath docs/scripts/pictures.py) $(if $(SHORT),--short)
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .

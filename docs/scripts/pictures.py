@@ -2,7 +2,7 @@
 
 They are the terminal, the report's head, MLflow's first view of the study, and the trace of a rollout that the group's
 vote rewarded for a wrong answer. Chromium, its driver and selenium take them. The study is in the folder `runs` of the
-current one.
+current one. `--short`: from a few steps, into the current folder, to see that it works.
 """
 
 import sys
@@ -18,15 +18,16 @@ import browser  # noqa: E402
 import terminal  # noqa: E402
 
 PORT, STUDY = 5077, "quickstart"
+SHORT = " --set steps=2 --set evaluation.num_prompts=16 --set evaluation.num_test_prompts=16"
 OPEN_ASSESSMENTS = """
 for (const button of document.querySelectorAll("button"))
     if (/^assess/i.test(button.innerText.trim() || button.getAttribute("aria-label"))) button.click()
 """
 
 
-def main() -> None:
+def main(out: Path = DOCS, options: str = "") -> None:
     runs = Path("runs").resolve()
-    terminal.main(str(DOCS / "terminal.svg"), f"cohort study run {STUDY}", f"cohort verify {STUDY}")
+    terminal.main(str(out / "terminal.svg"), f"cohort study run {STUDY}{options}", f"cohort verify {STUDY}")
     with browser.session() as chromium, serve_ui(runs, PORT):
 
         def picture(name: str, address: str, height: int, words: str, then: str = "") -> None:
@@ -36,7 +37,7 @@ def main() -> None:
             browser.wait_for(lambda: words in browser.text(chromium), name, 120)
             chromium.execute_script(then)
             browser.wait_for(lambda: chromium.get_screenshot_as_png() == chromium.get_screenshot_as_png(), "rest")
-            chromium.save_screenshot(str(DOCS / name))
+            chromium.save_screenshot(str(out / name))
 
         site = f"http://127.0.0.1:{PORT}"
         page = study_pages(runs, site)[STUDY]
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path.cwd(), SHORT) if "--short" in sys.argv else main()

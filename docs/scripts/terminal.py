@@ -3,6 +3,7 @@
 import io
 import os
 import subprocess
+import sys
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -37,6 +38,8 @@ def main(out: str, *commands: str) -> None:
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
     for command in commands:
         screen.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        ran = subprocess.run(command, shell=True, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        ran = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
+        if ran.returncode:
+            sys.exit(f"{command}: status {ran.returncode}\n{ran.stderr}")
         screen.print(Text.from_ansi(ran.stdout))
     screen.save_svg(out, title="cohort", theme=MONOKAI, code_format=SVG, unique_id="cohort")
