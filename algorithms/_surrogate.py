@@ -1,12 +1,12 @@
 """Settings and parts that several objectives share: the clip, the KL in loss or reward, sums and means over tokens."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
-from ._advantages import group_advantages, group_standardised
+from ._advantages import at_last_token, group_advantages, group_standardised
 from ._losses import KLEstimator, clipped_surrogate, kl_estimate, token_ratio, weighted_loss
 
 
@@ -85,6 +85,52 @@ class LossKL(Algorithm):
             if self.kl_importance_weighted:
                 divergence = token_ratio(batch, policy) * divergence
             per_token = per_token + self.kl_beta * divergence
+        return weighted_loss(batch, policy, per_token, clipped, self.token_weights(batch))
+
+
+class PlacedKL(LossKL):
+    """A KL penalty in the loss, or in the reward of each completion: the sum over its tokens, at the sampling policy,
+    before the group is compared. There k1 alone has the gradient of KL(policy, reference), that through later tokens
+    included (arXiv:2512.21852). With rewards of steps it is paid at the last token."""
+
+    objective = {"kl": f"{LossKL.objective['kl']}; or its sum over a row, before the group is compared (kl_in)"}
+
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="place of the KL; in the reward k1 has the gradient of KL(policy, reference)"
+    )
+
+    @model_validator(mode="after")
+    def _a_reward_has_no_ratio(self) -> Self:
+        if self.kl_in == "reward" and self.kl_importance_weighted:
+            raise ValueError(
+                "algorithm.kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got "
+                "true; leave it out"
+            )
+        return self
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.kl_in == "reward" and self.kl_beta > 0
+
+    def paid(self, batch: Batch) -> Batch:
+        """The batch with rewards less the KL, if it stands there."""
+        if self.kl_in == "loss" or batch.ref_logprobs_BT is None:
+            return batch
+        assert batch.old_logprobs_BT is not None
+        divergence_BT = kl_estimate(self.kl_estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT)
+        cost_B, mask = self.kl_beta * divergence_BT.sum(dim=1), batch.completion_mask_BT
+        batch = batch.replace(rewards_B=batch.rewards_B - cost_B)
+        if batch.step_rewards_BT is None or batch.step_ends_BT is None:
+            return batch
+        ends_BT = batch.step_ends_BT | (at_last_token(cost_B.new_ones(len(cost_B)), mask) > 0)
+        steps_BT = batch.step_rewards_BT - at_last_token(cost_B, mask)
+        return batch.replace(step_rewards_BT=steps_BT, step_ends_BT=ends_BT)
+
+    def total(
+        self, batch: Batch, policy: PolicyOutput, per_token: Tensor, clipped: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.kl_in == "loss":
+            return super().total(batch, policy, per_token, clipped)
         return weighted_loss(batch, policy, per_token, clipped, self.token_weights(batch))
 
 

@@ -62,11 +62,13 @@ SETTINGS = {
     "vespo_steep": {"name": "vespo", "k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0,
                     "lambda_negative": 5.0, "kl_beta": 0.05},
     "gdpo": {"name": "gdpo", "std_floor": 0.01},
+    "grpo_kl_in_reward": {"name": "grpo", "kl_beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "std_floor": 0.01},
+    "grpo_token_sum": {"name": "grpo", "kl_beta": 0.1, "loss_denominator": 5.0},
+    "dr_grpo_k3_in_reward": {"name": "dr_grpo", "kl_beta": 0.1, "kl_in": "reward", "loss_denominator": 16.0},
 }  # fmt: skip
 
 PART_WEIGHTS = (1.0, 0.5)  # of the two rewards in `parts`
 CENTRED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")
-SUMMED = (*CENTRED, "luspo")  # over tokens, then divided by a constant
 TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov", "distill", "vespo")
 
 
@@ -222,6 +224,8 @@ def advantages_of(s, given):
                    for a in standardised(group, s["std_floor"])]  # fmt: skip
             sums = [total + weight * a for total, a in zip(sums, own, strict=True)]
         return [[a] * n for a, n in zip(standardised(sums, s["std_floor"]), lengths, strict=True)], None
+    if s.get("kl_in") == "reward" and s["kl_beta"] > 0:  # the sum over each row's tokens is paid with its last one
+        given, s = paid(s, given), {**s, "kl_in": "loss"}
     spread = None
     if name == "lite_ppo" or s.get("std_over") == "batch":
         every = given["rewards"] if given["steps"] is None else [r for row in given["steps"] for r in row.values()]
@@ -247,6 +251,17 @@ def advantages_of(s, given):
             for b in range(first, first + size)
         ]  # fmt: skip
     return result, None
+
+
+def paid(s, given):
+    """The rewards less kl_beta times each row's KL to the reference, at the sampling policy."""
+    pairs = zip(given["old"], given["ref"], strict=True)
+    cost = [s["kl_beta"] * sum(k(s["kl_estimator"], p, q) for p, q in zip(*row, strict=True)) for row in pairs]
+    steps = given["steps"] and [dict(row) for row in given["steps"]]
+    for row, c, n in zip(steps or (), cost, given["lengths"], strict=bool(steps)):
+        row[n - 1] = row.get(n - 1, 0.0) - c
+    rewards = [r - c for r, c in zip(given["rewards"], cost, strict=True)]
+    return {**given, "rewards": rewards, "steps": steps}
 
 
 def token_advantages(s, given):
@@ -344,14 +359,15 @@ def loss_of(s, given, logprobs, advantages, fixed):
             value = -surrogate(s, ratio, a)
         else:
             value = -surrogate(s, math.exp(logprobs[b][t] - old[b][t]), a)
-        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus", "distill") or s.get("baseline") == "group"):
+        elsewhere = name in ("ppo", "reinforce_plus_plus", "distill") and s.get("baseline") != "group"
+        if s["kl_beta"] > 0 and not elsewhere and s.get("kl_in") != "reward":
             ratio = math.exp(d) if s.get("kl_importance_weighted") else 1
             value += s["kl_beta"] * ratio * k(s.get("kl_estimator", "k2"), logprobs[b][t], given["ref"][b][t])
         if name == "ppo":
             value -= s["entropy_bonus"] * given["entropy"][b][t]
         return value
 
-    if name in SUMMED:
+    if s.get("loss_denominator") is not None:
         total = sum(per_token(b, t) for b, n in enumerate(lengths) for t in range(n))
         return total / len(lengths) / s["loss_denominator"]
     return weighted(s, given, per_token)

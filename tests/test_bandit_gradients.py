@@ -123,6 +123,7 @@ CLIMBS = [
     # a reward is part of the mean it is compared with: (G - 1) / G; the sum over tokens is divided by 16
     (DrGRPO(loss_denominator=16), 2, 0.0, 1 / 2 / 16),
     (DrGRPO(loss_denominator=16), 3, 0.0, 2 / 3 / 16),
+    (DrGRPO(loss_denominator=16, kl_beta=0.3, kl_in="reward", kl_estimator="k1"), 2, 0.3, 1 / 2 / 16),
     (ReMax(loss_denominator=16), 1, 0.0, 1 / 16),
     (ReMax(loss_denominator=16), 2, 0.0, 1 / 16),
 ]
@@ -134,6 +135,14 @@ def test_an_estimator_climbs_the_expected_reward_whatever_the_lengths(algorithm,
     truth = bandit.gradient(bandit.expected_reward(kl_beta))
     assert truth.norm() > 0.01
     assert close(bandit.expected_update(algorithm, size), factor * truth)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_another_estimator_in_the_reward_climbs_something_else(estimator):
+    bandit = Bandit(2, stops=True)
+    algorithm = DrGRPO(loss_denominator=1, kl_beta=0.3, kl_in="reward", kl_estimator=estimator)
+    truth = bandit.gradient(bandit.expected_reward(0.3)) / 2
+    assert not close(bandit.expected_update(algorithm, 2), truth, 1e-3)
 
 
 def test_rloo_stays_unbiased_when_another_policy_sampled():

@@ -130,6 +130,8 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
         (lambda: DAPO(ratio_bound=1.2), "algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"),
         (lambda: ReinforcePlusPlus(group_size=1, baseline="group"),
          "group_size must be at least 2 with algorithm.baseline=group, got 1"),
+        (lambda: GRPO(kl_in="reward", kl_importance_weighted=True),
+         "kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(make, words):

@@ -23,7 +23,7 @@ def inert(spec: Mapping[str, Any]) -> dict[str, str]:
     if updates.get("num_minibatches") == updates.get("num_inner_epochs") == 1 and spec.get("staleness") == 0:
         found |= {f"algorithm.{key}": _ON_POLICY for key in sorted(algorithm.keys() & _CLIPS)}
     if algorithm.get("kl_beta") == 0:
-        estimates = sorted(algorithm.keys() & {"kl_estimator", "kl_importance_weighted"})
+        estimates = sorted(algorithm.keys() & {"kl_estimator", "kl_importance_weighted", "kl_in"})
         found |= {f"algorithm.{key}": "has an effect only with an algorithm.kl_beta above 0" for key in estimates}
     if mismatch.get("correction") == "none":
         bounds = sorted(mismatch.keys() & {"level", "bound"})

@@ -49,11 +49,20 @@ def test_an_algorithm_keeps_the_contract(algorithm, check):
 CLIP = {"clip_epsilon": 0.2, "clip_epsilon_high": None, "ratio_bound": None}
 LOSS_KL = {"kl_beta": 0.0, "kl_estimator": "k3", "kl_importance_weighted": False}
 STANDARDISED = {**LOSS_KL, "std_floor": 1e-4}
-GRPO = {**CLIP, **STANDARDISED, "kl_beta": 0.04, "std_over": "group", "positive_weight": 1.0}
+GRPO = {
+    **CLIP,
+    **STANDARDISED,
+    "kl_beta": 0.04,
+    "kl_in": "loss",
+    "std_over": "group",
+    "positive_weight": 1.0,
+    "loss_denominator": None,
+}
 SUMMED = {**LOSS_KL, "loss_denominator": 128.0}
 DEFAULTS = {  # as the papers or the docstrings give them
     "grpo": GRPO, "grpo_self_consistency": GRPO, "rgra": {**STANDARDISED, "kl_beta": 0.04},
-    **{name: {**CLIP, **SUMMED} for name in ("dr_grpo", "maxrl", "opo", "pass_at_k", "remax")},
+    **{name: {**CLIP, **SUMMED} for name in ("maxrl", "opo", "pass_at_k", "remax")},
+    "dr_grpo": {**CLIP, **SUMMED, "kl_in": "loss"},
     "dapo": {**CLIP, **STANDARDISED, "clip_epsilon_high": 0.28}, "lite_ppo": {**CLIP, **STANDARDISED},
     "gspo": {**CLIP, **STANDARDISED, "clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4},
     "cispo": {**STANDARDISED, "clip_epsilon_high": 4.0}, "gmpo": {**STANDARDISED, "clip_log_ratio": 0.4},
@@ -142,7 +151,8 @@ def test_tokens_weigh_in_the_loss_as_the_objective_says(algorithm):
     batch = weighted(plain, for_algorithm(plain, batch).replace(advantages_BT=half, returns_BT=torch.zeros(12, 7)))
     assert batch.loss_weight_BT is not None
     assert batch.loss_weight_BT.sum().item() in (pytest.approx(1), pytest.approx(11 / 12))  # one row has no tokens
-    expected = EFFECTIVE_WEIGHTS[plain.objective["aggregation"]](plain, mask.double())
+    told = plain.objective["aggregation"].replace(" (their sum / loss_denominator, if set)", "")
+    expected = EFFECTIVE_WEIGHTS[told](plain, mask.double())
     assert torch.allclose(-policy_gradient(plain, batch, old).double(), 0.5 * expected, atol=1e-6, rtol=0)
 
 
