@@ -148,6 +148,17 @@ def test_a_verifier_that_errs_does_so_at_its_rates_and_alike_for_equal_groups():
     assert found["verifier/false_positive_rate"] == pytest.approx(0.3, abs=0.02)
 
 
+def test_a_corrected_verifier_pays_what_a_perfect_one_would_on_average():
+    # FPR 0.3, FNR 0.1: 1 counts (1 - 0.3) / 0.6, 0 counts -0.3 / 0.6; 0.9 * 7/6 - 0.1 / 2 = 1, 0.3 * 7/6 - 0.7 / 2 = 0
+    group = graded_group([0] * 8, (True, False) * 4, completions=tuple(map(str, range(8))))
+    noisy, corrected = (Accuracy(false_positive=0.3, false_negative=0.1, corrected=c) for c in (False, True))
+    scores = noisy.score(group)
+    assert 0 < sum(scores) < 8
+    assert corrected.score(group) == pytest.approx([7 / 6 if s else -0.5 for s in scores], abs=1e-12)
+    assert corrected.metrics(group, corrected.score(group)) == noisy.metrics(group, scores)
+    assert Accuracy(corrected=True).score(group) == [1.0, 0.0] * 4
+
+
 def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inverted():
     group = graded_group([0, 1, 2], (True, False, False))
     assert Accuracy().score(group) == [1.0, 0.0, 0.0] and Accuracy().metrics(group, [1.0, 0.0, 0.0]) == {}
@@ -162,6 +173,10 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     [
         ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
         ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
+        (
+            {"rewards.accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}},
+            "must be below 1 with corrected, or the verifier says nothing; got 1; lower one or",
+        ),
     ],
 )
 def test_rates_that_a_verifier_cannot_have_are_refused(changes: dict[str, Any], words: str):
