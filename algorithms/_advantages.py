@@ -49,6 +49,28 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
     return group_centred(rewards_PG) * (size / (size - 1))
 
 
+def shrunk_leave_one_out(rewards_PG: Tensor) -> Tensor:
+    """[P, G]: each reward minus its baseline, (1 - w) * the mean of the others in its group + w * that of the other
+    groups, none of which depends on the reward.
+
+    James-Stein baseline, arXiv:2511.03710, eq. 10 and 13-16: w = (P - 1) / P * v / (v + s). Over the other groups, v is
+    the mean of the estimated variance of a group's mean and s the variance of these means (by their number). Without
+    noise (v = 0), or other groups, w is 0.
+    """
+    lead_PG = leave_one_out(rewards_PG)
+    num_groups, size = rewards_PG.shape
+    if num_groups == 1:
+        return lead_PG
+    mean_1P = rewards_PG.mean(dim=1)[None]
+    noise_P = (group_centred(rewards_PG) ** 2).sum(dim=1) / (size * (size - 1))
+    share_PP = (1 - mean_1P.new_ones(num_groups).diag()) / (num_groups - 1)  # row p: of each other group
+    target_P1 = (share_PP * mean_1P).sum(dim=1, keepdim=True)
+    spread_P = (share_PP * (mean_1P - target_P1) ** 2).sum(dim=1)
+    noise_P = share_PP @ noise_P
+    weight_P = (num_groups - 1) / num_groups * (noise_P / (noise_P + spread_P)).where(noise_P > 0, 0.0)
+    return lead_PG + weight_P[:, None] * (rewards_PG - lead_PG - target_P1)
+
+
 def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], Tensor]) -> Batch:
     """The batch whose advantages are the rewards of each group, made comparable by `normalise(rewards_PG, mask_PG)`, on
     every token.

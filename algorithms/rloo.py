@@ -4,6 +4,8 @@ REINFORCE leave-one-out: Ahmadian et al. 2024 (arXiv:2402.14740, the RLOO estima
 is one completion: its reward is its total reward minus kl_beta times the log-ratio of the whole completion to the
 reference (k1 summed over tokens), its baseline the mean reward of the other G - 1, and its log-prob the sum over its
 tokens. So the gradient of the expected reward is estimated without bias. Process rewards count with their total.
+`baseline: shrinkage` moves the baseline towards the mean of the batch's other groups, by as much as the noise of group
+means exceeds their differences: Zeng et al. 2025 (James-Stein baseline, arXiv:2511.03710), which stays without bias.
 Departure: the paper takes one step per batch; here, from the second update on, the gradient of a completion is
 multiplied by its ratio (the product of its token ratios), which keeps the estimate unbiased, with a variance that grows
 with length. `clip_epsilon` clips that ratio as PPO does.
@@ -16,7 +18,7 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.ground.tensors import kl_k1
-from ._advantages import leave_one_out
+from ._advantages import leave_one_out, shrunk_leave_one_out
 from ._losses import clipped_surrogate, row_log_ratio, weighted_loss
 from ._surrogate import RewardKL
 
@@ -26,7 +28,7 @@ class RLOO(RewardKL):
 
     min_group_size = 2
     objective = {
-        "advantage": "r - mean of the others in the group",
+        "advantage": "r - mean of the others in the group (shrunk towards the mean of the other groups: baseline)",
         "aggregation": "sum over a row's tokens, then mean over rows",
         "clip": "ratio of each row (product of its tokens'), 1 -+ clip_epsilon; none by default",
         "kl": "kl_beta * k1 to the reference summed over the row, in the reward",
@@ -34,6 +36,9 @@ class RLOO(RewardKL):
 
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(default=None, gt=0, description="how far a row's ratio may leave 1; null: any")
+    baseline: Literal["group", "shrinkage"] = Field(
+        default="group", description="mean of the others in the group; shrinkage: moved towards that of other groups"
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         rewards_B, mask = batch.rewards_B, batch.completion_mask_BT
@@ -41,7 +46,8 @@ class RLOO(RewardKL):
             assert batch.old_logprobs_BT is not None
             divergence_BT = kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)
             rewards_B = rewards_B - self.kl_beta * divergence_BT.sum(dim=1)
-        return batch.replace(advantages_BT=leave_one_out(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
+        centre = leave_one_out if self.baseline == "group" else shrunk_leave_one_out
+        return batch.replace(advantages_BT=centre(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None

@@ -62,6 +62,7 @@ SETTINGS = {
     "vespo_steep": {"name": "vespo", "k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0,
                     "lambda_negative": 5.0, "kl_beta": 0.05},
     "gdpo": {"name": "gdpo", "std_floor": 0.01},
+    "rloo_shrinkage": {"name": "rloo", "kl_beta": 0.05, "baseline": "shrinkage"},
     "grpo_kl_in_reward": {"name": "grpo", "kl_beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "std_floor": 0.01},
     "grpo_token_sum": {"name": "grpo", "kl_beta": 0.1, "loss_denominator": 5.0},
     "dr_grpo_k3_in_reward": {"name": "dr_grpo", "kl_beta": 0.1, "kl_in": "reward", "loss_denominator": 16.0},
@@ -204,9 +205,10 @@ def advantages_of(s, given):
         totals = list(given["rewards"])
         for b, n in enumerate(lengths):
             totals[b] -= s["kl_beta"] * sum(given["old"][b][t] - given["ref"][b][t] for t in range(n))
-        rows = []
-        for group in groups_of(totals, size):
-            rows += [r - (sum(group) - r) / (size - 1) for r in group] if len(set(group)) > 1 else [0.0] * size
+        rows, groups = [], groups_of(totals, size)
+        for i, group in enumerate(groups):
+            towards, w = shrinkage(groups[:i] + groups[i + 1 :]) if s["baseline"] == "shrinkage" else (0.0, 0.0)
+            rows += [r - (1 - w) * (sum(group) - r) / (size - 1) - w * towards for r in group]
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
     if name == "online_dpo":
         return [[a] * n for a, n in zip(pushes(s, given), lengths, strict=True)], None
@@ -251,6 +253,16 @@ def advantages_of(s, given):
             for b in range(first, first + size)
         ]  # fmt: skip
     return result, None
+
+
+def shrinkage(others):
+    """The James-Stein baseline's target and its weight, from the other groups."""
+    if not others:
+        return 0.0, 0.0
+    means = [mean(group) for group in others]
+    noise = mean([deviation(group) ** 2 / len(group) for group in others])
+    apart = mean([(m - mean(means)) ** 2 for m in means])
+    return mean(means), len(others) / (len(others) + 1) * (noise / (noise + apart) if noise else 0.0)
 
 
 def paid(s, given):

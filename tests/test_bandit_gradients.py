@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from cohort.algorithms._advantages import leave_one_out
 from cohort.algorithms.dr_grpo import DrGRPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.maxrl import MaxRL
@@ -80,7 +81,7 @@ class Bandit:
         rows = [self.token_logprobs(logits, self.completions[i]) for i in chosen]
         return torch.stack([F.pad(row, (1, width - 1 - len(row))) for row in rows])
 
-    def batch(self, chosen, old, algorithm):
+    def batch(self, chosen, old, algorithm, group_size=None):
         lengths = torch.tensor([1 + len(self.completions[i]) for i in chosen])
         column = torch.arange(1 + max(map(len, self.completions)))
         mask = (column >= 1) & (column < lengths[:, None])
@@ -90,7 +91,7 @@ class Bandit:
             lengths_B=lengths,
             sampler_logprobs_BT=old,
             rewards_B=self.rewards[list(chosen)],
-            group_size=len(chosen),
+            group_size=group_size or len(chosen),
             greedy_rewards_B=self.rewards[self.greedy()].expand(len(chosen)) if algorithm.needs_greedy else None,
             old_logprobs_BT=old,
             ref_logprobs_BT=self.padded(self.ref_logits, chosen) if algorithm.needs_reference else None,
@@ -143,6 +144,20 @@ def test_another_estimator_in_the_reward_climbs_something_else(estimator):
     algorithm = DrGRPO(loss_denominator=1, kl_beta=0.3, kl_in="reward", kl_estimator=estimator)
     truth = bandit.gradient(bandit.expected_reward(0.3)) / 2
     assert not close(bandit.expected_update(algorithm, 2), truth, 1e-3)
+
+
+def test_a_baseline_that_is_shrunk_towards_other_groups_leaves_the_gradient_as_it_is():
+    # Groups of 2, and three prompts: what the baseline of a group takes from the others does not depend on it.
+    bandit, algorithm = Bandit(1), RLOO(kl_beta=0.0, baseline="shrinkage")
+    total, shrunk = torch.zeros_like(bandit.logits), 0.0
+    for chosen, p in bandit.groups(6):
+        logprobs = bandit.padded(bandit.logits, chosen)
+        batch = bandit.batch(chosen, logprobs.detach(), algorithm, group_size=2)
+        loss, _ = algorithm.loss(batch, PolicyOutput(logprobs, torch.zeros_like(logprobs)))
+        total -= p * bandit.gradient(loss)
+        shrunk += p * (batch.advantages_BT - leave_one_out(batch.rewards_PG).reshape(-1, 1)).abs().max().item()
+    assert shrunk > 0.05
+    assert close(total, bandit.gradient(bandit.expected_reward()))
 
 
 def test_rloo_stays_unbiased_when_another_policy_sampled():

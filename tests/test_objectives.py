@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out
+from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out, shrunk_leave_one_out
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO, _binary_kl
 from cohort.algorithms.grpo import GRPO
@@ -32,7 +32,8 @@ def loss_and_gradient(algorithm, batch, logprobs):
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
 def test_equal_rewards_give_exact_zeros(value, size):
     rewards = torch.full((3, size), value)
-    for credit in (group_centred(rewards), leave_one_out(rewards), group_standardised(rewards, 1e-4)):
+    leads = leave_one_out(rewards), shrunk_leave_one_out(rewards)
+    for credit in (group_centred(rewards), *leads, group_standardised(rewards, 1e-4)):
         assert torch.equal(credit, torch.zeros(3, size))
 
 
@@ -50,6 +51,21 @@ def test_a_weight_of_positive_advantages_leaves_the_negative_ones_as_they_are(we
     advantages = GRPO(positive_weight=weight, std_floor=1e-9).advantages(batch_of([[1]] * 4, [1.0, 0.0, 0.0, 1.0], 4))
     assert advantages.advantages_BT is not None
     assert advantages.advantages_BT.flatten().tolist() == pytest.approx([up, -0.8660254, -0.8660254, up], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        # The second group is certain: no noise, so the first one's baseline is not shrunk. The first has v = 1/4 and
+        # s = 0, so w = 1/2: half of its mean 1/2 and half of the second's own 1.
+        ([[1.0, 0.0], [1.0, 1.0]], [[1.0, -1.0], [0.25, 0.25]]),
+        # the first group's others: means 1/2 and 1, v = (1/4 + 0) / 2, s = 1/16, w = 2/3 * 2/3; baseline 4/9 * 3/4
+        ([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]], [[-1 / 3, -1 / 3], [1.0, -1.0], [1 / 3, 1 / 3]]),
+        ([[1.0, 0.0]], [[1.0, -1.0]]),  # alone
+    ],
+)
+def test_a_baseline_is_shrunk_by_what_the_other_groups_say_of_noise(rewards, expected):
+    assert torch.allclose(shrunk_leave_one_out(torch.tensor(rewards)), torch.tensor(expected), atol=1e-6, rtol=0)
 
 
 def test_rewards_outside_the_mask_do_not_make_equal_ones_differ():

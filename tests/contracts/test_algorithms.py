@@ -73,7 +73,7 @@ DEFAULTS = {  # as the papers or the docstrings give them
             "length_adaptive_alpha": None, "whiten_advantages": True, "value_clip": 0.2, "critic": "separate",
             "value_loss_weight": 1.0},
     "reinforce_plus_plus": {**CLIP, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
-    "rloo": {"clip_epsilon": None, "kl_beta": 0.01}, "online_dpo": {"kl_beta": 0.1},
+    "rloo": {"clip_epsilon": None, "kl_beta": 0.01, "baseline": "group"}, "online_dpo": {"kl_beta": 0.1},
     "distill": {**CLIP, "kl_beta": 1.0}, "gdpo": {**CLIP, **STANDARDISED},
     "luspo": {**CLIP, **STANDARDISED, "clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "loss_denominator": 1.0},
     "vespo": {**STANDARDISED, "k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
