@@ -182,7 +182,7 @@ class GradedGroup:
     that must not see the gold answer, so that label leakage fails loudly. `scores` is the score of each answer from 0
     to 1; it is None for such a reward too, and for a task without partial credit. `format_scores[i]` in [0, 1] is the
     score of the answer format, `reasoning_chars[i]` the length of the reasoning, `max_tokens` the limit of a
-    completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity (nats)
+    completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity
     over the tokens of each completion, under the policy at the sampling temperature.
     """
 
@@ -242,6 +242,8 @@ class Batch:
     old_logprobs_BT, ref_logprobs_BT   float32 nats, 0 outside the completion; None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
+    collision_BT         float32, the sum of p^2 of the distribution that token t was drawn from, or None where the
+                         objective needs none
     held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
     gradient_BT          bool, tokens that carry gradient (`high_entropy_tokens`), or None: all
     loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
@@ -265,6 +267,7 @@ class Batch:
     values_BT: Tensor | None = None
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
+    collision_BT: Tensor | None = None
     held_BT: Tensor | None = None
     gradient_BT: Tensor | None = None
     loss_weight_BT: Tensor | None = None

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from .data import Sampling
 
-Distribution = Literal["entropy", "uniform_kl"]  # of the policy's next token: H(p), or KL(uniform || p); nats
+Distribution = Literal["entropy", "uniform_kl", "collision"]  # of the policy's next token: H(p) or KL(uniform || p) in
+# nats, or the sum of p^2
 Precision = Literal["float32", "tf32", "float16", "bfloat16"]  # of products; mantissas of 23, 10, 10 and 7 bits
 
 
@@ -60,6 +61,7 @@ class Algorithm(Section, ABC):
     min_group_size: ClassVar[int] = 1
     learns_from_rewards: ClassVar[bool] = True  # otherwise from the reference alone, which must be a teacher
     needs_greedy: ClassVar[bool] = False  # one greedy completion of each prompt besides, for `greedy_rewards_B`
+    needs_collision: ClassVar[bool] = False  # `collision_BT`, which costs a forward pass
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
     _stated: ClassVar[Mapping[str, str]] = {}

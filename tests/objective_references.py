@@ -62,6 +62,7 @@ SETTINGS = {
     "vespo_steep": {"name": "vespo", "k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0,
                     "lambda_negative": 5.0, "kl_beta": 0.05},
     "gdpo": {"name": "gdpo", "std_floor": 0.01},
+    "optimal_token_baseline": {"name": "optimal_token_baseline", "loss_denominator": 16.0},
     "rloo_shrinkage": {"name": "rloo", "kl_beta": 0.05, "baseline": "shrinkage"},
     "grpo_kl_in_reward": {"name": "grpo", "kl_beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "std_floor": 0.01},
     "grpo_token_sum": {"name": "grpo", "kl_beta": 0.1, "loss_denominator": 5.0},
@@ -82,7 +83,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
 
     old = [[-abs(x) - 0.1 for x in row] for row in numbers(1.0)]
     change, away = numbers(moved), numbers(0.4)
-    return {
+    given = {
         "lengths": lengths,
         "rewards": rewards,
         "group_size": group_size,
@@ -96,6 +97,11 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
         "entropy": [[abs(x) for x in row] for row in numbers(1.0)],
         "parts": [(r, 0.0 if len(set(rewards)) == 1 else round(draw.random(), 1)) for r in rewards],
     }
+    # of the sampled token and of as much again, at most, of the others
+    given["collision"] = [
+        [math.exp(2 * x) + draw.random() * (1 - math.exp(x)) ** 2 for x in row] for row in given["old"]
+    ]
+    return given
 
 
 def inputs():
@@ -219,6 +225,8 @@ def advantages_of(s, given):
         parts = zip(groups_of(given["rewards"], size), groups_of(lengths, size), strict=True)
         rows = [a for rewards, tokens in parts for a in (optimal if name == "opo" else lead)(rewards, tokens)]
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
+    if name == "optimal_token_baseline":
+        return [[token_lead(given, b, t) for t in range(n)] for b, n in enumerate(lengths)], None
     if name == "gdpo":
         sums = [0.0] * len(lengths)
         for k, weight in enumerate(PART_WEIGHTS):
@@ -253,6 +261,19 @@ def advantages_of(s, given):
             for b in range(first, first + size)
         ]  # fmt: skip
     return result, None
+
+
+def token_lead(given, b, t):
+    """OTB: the row's reward less that of the group's rows that reach token t, weighted by their energy up to there."""
+    first = b - b % given["group_size"]
+    group = range(first, first + given["group_size"])
+    rewards = dict(zip(group, centred(given["rewards"][first : first + given["group_size"]]), strict=True))
+    pairs = {row: list(zip(given["old"][row], given["collision"][row], strict=True)) for row in group}
+    alive = {row: before[: t + 1] for row, before in pairs.items() if len(before) > t}
+    energy = {row: sum(1 - 2 * math.exp(p) + c for p, c in before) for row, before in alive.items()}
+    if len(energy) == 1:
+        return rewards[b]
+    return rewards[b] - sum(rewards[row] * w for row, w in energy.items()) / sum(energy.values())
 
 
 def shrinkage(others):

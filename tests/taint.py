@@ -16,7 +16,7 @@ def graded_with(gold: str, problem: Prompt) -> GradedGroup:
     """The same four completions of a problem, graded by this gold answer."""
     rollouts = tuple(Rollout(text, (7, 8), (-0.5, -0.5), "stop") for text in TEXTS)
     graded = grade(Arithmetic(), [Group(replace(problem, gold=gold), (5,), rollouts)], max_tokens=8)[0]
-    means = {"entropy": (0.1, 0.2, 0.3, 0.4), "uniform_kl": (3.0, 2.0, 1.0, 0.5)}
+    means = {"entropy": (0.1, 0.2, 0.3, 0.4), "uniform_kl": (3.0, 2.0, 1.0, 0.5), "collision": (0.9,) * 4}
     assert graded.correct is not None
     return replace(graded, token_means=means, scores=tuple(0.5 + c / 2 for c in graded.correct))
 

@@ -45,6 +45,7 @@ STEPS = {
     "shared critic's warm-up": ("qwen2", {"algorithm": SHARED, "critic": {"warmup_steps": 1}, **TWICE}),
     "fitted head": ("llama", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"head": "fitted"}}),
     "tokens of high entropy": ("tiny", {"algorithm": GRPO, "high_entropy_tokens": 0.2}),
+    "collisions": ("tiny", {"algorithm": {"name": "optimal_token_baseline", "group_size": 4}}),
     "grouped queries": ("llama", {"algorithm": GRPO}),
     "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),

@@ -45,6 +45,7 @@ def make_batch(given, algorithm):
         step_ends_BT=step_ends,
         old_logprobs_BT=column(given["old"]),
         ref_logprobs_BT=column(given["ref"]) if algorithm.needs_reference else None,
+        collision_BT=column(given["collision"]),
         values_BT=column(given["old_values"]) if algorithm.needs_critic else None,
         loss_weight_BT=algorithm.loss_weights(mask.double()),
     )

@@ -71,6 +71,18 @@ def test_gradient_does_not_depend_on_padding_or_on_the_order_of_groups():
         assert (plain - gradients(make_spec(), other)).norm() <= 1e-6 * plain.norm()
 
 
+def test_an_objective_of_collisions_gets_those_of_the_policys_own_forward_pass():
+    spec, batch = make_spec("optimal_token_baseline"), make_batch()
+    learner = learner_for(spec)
+    with torch.no_grad():
+        p = learner.policy(batch.tokens_BT).logits.softmax(-1)
+    expected = torch.nn.functional.pad(p.square().sum(-1), (1, 0))[:, :-1] * batch.completion_mask_BT
+    found = learner.annotate(batch).collision_BT
+    assert found is not None
+    assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
+    assert learner_for(make_spec()).annotate(batch).collision_BT is None
+
+
 def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():
     learner = learner_for(make_spec(num_inner_epochs=2))
     vocabulary = learner.policy.config.vocab_size

@@ -188,14 +188,14 @@ def stepped(
     fits_head: bool = False,
 ) -> dict[str, float]:
     """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
-    values, entropies, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the
-    old log-probs.
+    values, entropies, collisions, and the passes that rewards ask of the policy; `reads_old` says whether the learner
+    computes the old log-probs.
     """
     algorithm = spec.algorithm
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
     scoring += scored(costs.reference or costs.frozen, trained, share=share) if algorithm.needs_reference else 0.0
     scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
-    scoring += scored(costs, trained, share=share) if spec.high_entropy_tokens < 1 else 0.0
+    scoring += scored(costs, trained, share=share) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
     learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens, has_gradient=trains_policy)

@@ -153,12 +153,40 @@ def token_uniform_kls(
     Uniform over all V logits of the head: KL = logsumexp(logits) - mean(logits) - ln V, logits as `token_logprobs` has
     them.
     """
+
+    def divergence(logits: Tensor) -> Tensor:
+        return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
+
+    return _of_logits(divergence, model, tokens_BT, mask_BT, temperature, prompts)
+
+
+@under_hooks
+def token_collisions(
+    model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, temperature: float, *, prompts: PromptStates | None = None
+) -> Tensor:
+    """[B, T]: the sum of p^2 of the distributions from which the tokens in `mask_BT` came, 0 elsewhere."""
+
+    def collision(logits: Tensor) -> Tensor:
+        return logits.softmax(-1).square().sum(-1)
+
+    return _of_logits(collision, model, tokens_BT, mask_BT, temperature, prompts)
+
+
+def _of_logits(
+    measure: Callable[[Tensor], Tensor],
+    model: nn.Module,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float,
+    prompts: PromptStates | None,
+) -> Tensor:
+    """[B, T]: a measure of the logits [.., V] before each token in the mask, 0 elsewhere."""
     hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
     found = []
     for part in hidden_NH.split(block_tokens(vocabulary, hidden_NH.device)):
         logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
-        found.append(logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1]))
+        found.append(measure(logits))
     return _scatter(torch.cat(found), mask_BT)
 
 

@@ -30,7 +30,7 @@ CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
 PAID = [1.0, 0, 0, 0.5] * 3  # one best answer in each group, since pass@k pays nothing for a tie
 CORRECT = (True, True, False, False) + (False,) * 8
 TEXTS = ("<think>2+2=4</think><answer>4</answer>", "2+2=5 so #### 5", "", "2+2=4;4*3=12#### 12")
-MEANS = {"entropy": (0.1, 0.4, 0.2, 0.3), "uniform_kl": (3.0, 1.0, 2.0, 0.5)}
+MEANS = {"entropy": (0.1, 0.4, 0.2, 0.3), "uniform_kl": (3.0, 1.0, 2.0, 0.5), "collision": (0.9, 0.6, 0.8, 0.7)}
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 
 
@@ -157,6 +157,7 @@ def make_batch(rewards: Any) -> Batch:
         old_logprobs_BT=-noise[0].abs(),
         ref_logprobs_BT=-noise[1].abs(),
         values_BT=0.1 * noise[2],
+        collision_BT=(-2 * noise[0].abs()).exp() * mask,
         held_BT=torch.zeros_like(mask),
         greedy_rewards_B=torch.tensor(rewards, dtype=torch.float32).view(-1, GROUP_SIZE)[:, 1].repeat_interleave(4),
     )
@@ -252,7 +253,8 @@ def better_answers_become_likelier(algorithm: Algorithm) -> None:
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
     liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
-    batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=liked)))
+    found = batch.replace(old_logprobs_BT=old, ref_logprobs_BT=liked, collision_BT=(2 * old).exp() * mask)
+    batch = plain.advantages(for_algorithm(plain, found))
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()

@@ -30,6 +30,7 @@ from ..policy.forward import (
     microbatch_tokens,
     prompt_states,
     recomputes,
+    token_collisions,
     token_logprobs,
     token_uniform_kls,
 )
@@ -92,6 +93,8 @@ class Learner:
             with adapter_off(self.policy):  # whose base is the reference, unless there is another
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
+        if self.spec.algorithm.needs_collision:
+            batch = batch.replace(collision_BT=self._measured(batch, "collision"))
         if self.critic is not None:
             critic = self.critic
 
@@ -352,13 +355,14 @@ class Learner:
         return self._forward_rows(batch, model, lambda *given, prompts: token_logprobs(*given, prompts=prompts)[0])
 
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
+        """[B]: the mean of a quantity of the policy's next-token distribution over each completion's tokens."""
         return self._measured(batch, distribution).sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
 
     @torch.no_grad()
     def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
         measures: dict[Distribution, Callable[..., Tensor]] = {
             "uniform_kl": token_uniform_kls,
+            "collision": token_collisions,
             "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
         }
         return self._forward_rows(batch, self.policy, measures[distribution])

@@ -61,7 +61,7 @@ GRPO = {
 SUMMED = {**LOSS_KL, "loss_denominator": 128.0}
 DEFAULTS = {  # as the papers or the docstrings give them
     "grpo": GRPO, "grpo_self_consistency": GRPO, "rgra": {**STANDARDISED, "kl_beta": 0.04},
-    **{name: {**CLIP, **SUMMED} for name in ("maxrl", "opo", "pass_at_k", "remax")},
+    **{name: {**CLIP, **SUMMED} for name in ("maxrl", "opo", "optimal_token_baseline", "pass_at_k", "remax")},
     "dr_grpo": {**CLIP, **SUMMED, "kl_in": "loss"},
     "dapo": {**CLIP, **STANDARDISED, "clip_epsilon_high": 0.28}, "lite_ppo": {**CLIP, **STANDARDISED},
     "gspo": {**CLIP, **STANDARDISED, "clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4},
@@ -91,7 +91,8 @@ def test_the_facts_of_a_class_are_those_of_its_objective(name):
     assert cls.needs_critic == (name == "ppo") and cls.needs_greedy == (name == "remax")
     assert cls.sees_gold == (name not in ("distill", "grpo_self_consistency"))
     assert cls.linear_in_advantages == (name != "online_dpo") and cls.learns_from_rewards == (name != "distill")
-    reads_old = ("distill", "kl_cov", "online_dpo", "ppo", "reinforce_plus_plus", "rloo")
+    assert cls.needs_collision == (name == "optimal_token_baseline")
+    reads_old = ("distill", "kl_cov", "online_dpo", "optimal_token_baseline", "ppo", "reinforce_plus_plus", "rloo")
     assert cls().needs_old_logprobs == (name in reads_old)
 
 
@@ -114,7 +115,7 @@ def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
     heavy = algorithm.model_copy(update={"kl_beta": 100.0})
     old = torch.tensor([[0.0, -1.0, -1.0]] * 2)
     reference = old - torch.tensor([[0.0, 1, 1], [0, -1, -1]])
-    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 3)}
+    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 3), "collision_BT": (2 * old).exp()}
     batch = batch_of([[0, 1, 1]] * 2, [1.0, 0.0], 2, old_logprobs_BT=old, ref_logprobs_BT=reference, **greedy)
     gradient = policy_gradient(heavy, weighted(heavy, heavy.advantages(batch)), old).sum(dim=1)
     if "implied" in heavy.objective["kl"]:

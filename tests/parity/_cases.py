@@ -94,6 +94,7 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
         old_logprobs_BT=old,
         ref_logprobs_BT=old + noise(0.5),
         values_BT=noise(0.5),
+        collision_BT=((2 * old).exp() + style.double()[:, None] * (1 - old.exp()) ** 2) * mask,
     )
     return Case(batch, old + noise(moved), batch.values_BT + noise(0.4))
 

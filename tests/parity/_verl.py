@@ -21,6 +21,7 @@ from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
 from cohort.algorithms.opo import OPO
+from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from cohort.algorithms.pass_at_k import PassAtK
 from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
@@ -88,6 +89,20 @@ def remax(case: Case) -> Numbers:
     return on_tokens(case, verl.compute_remax_outcome_advantage(rewards, baselines, case.mask.double())[0])
 
 
+def otb(case: Case) -> Numbers:
+    old, collision = case.completion(case.batch.old_logprobs_BT), case.completion(case.batch.collision_BT)
+    function = verl.compute_optimal_token_baseline_advantage
+    return outcome(function, case, old_log_probs=old, sum_pi_squared=collision, handle_zero_tail=True)
+
+
+def without_baseline_at_the_end(case: Case) -> Numbers:
+    """Ours, with the whole reward where the other answers of the group have ended."""
+    size = case.batch.group_size
+    alone = (case.mask.view(-1, size, case.mask.shape[1]).sum(dim=1) == 1).repeat_interleave(size, dim=0)
+    whole = case.batch.rewards_B[:, None] * case.mask
+    return Numbers(whole.where(alone & case.mask, our_advantages(OptimalTokenBaseline(), case).value))
+
+
 def lead_over_deviation(case: Case) -> Numbers:
     std = case.batch.rewards_PG.std(dim=1).repeat_interleave(case.batch.group_size)[:, None]
     return Numbers(our_advantages(PassAtK(), case).value / (std + THEIR_FLOOR))
@@ -152,6 +167,9 @@ def advantage_rows() -> list[Row]:
             partial(outcome, verl.compute_reinforce_plus_plus_baseline_outcome_advantage), n_minus_1, bessel(centred)),
         Row("opo: advantage", "compute_opo_outcome_advantage", cases, partial(our_advantages, OPO()),
             partial(outcome, verl.compute_opo_outcome_advantage)),
+        Row("optimal_token_baseline: advantage", "compute_optimal_token_baseline_advantage", cases,
+            partial(our_advantages, OptimalTokenBaseline()), otb,
+            "where one answer is left its baseline is the group's mean here, 0 there", without_baseline_at_the_end),
         Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
             partial(our_advantages, PassAtK()),
             partial(outcome, passk, config=AlgoConfig(norm_adv_by_std_in_grpo=False))),

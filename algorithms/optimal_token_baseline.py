@@ -1,0 +1,49 @@
+"""Credit goes to tokens of answers that beat a baseline of their place, where answers that were uncertain so far count
+more.
+
+Optimal token baseline: 2026 (OTB, arXiv:2602.07078): the baseline of least variance differs from token to token, sum of
+W * r over the group / sum of W, in which W grows along an answer as the squared length of the gradient of its log-prob
+up to there. Its proxy is that by the logits, 1 - 2 p + sum of p^2 over the vocabulary for each token, if the tokens'
+gradients are orthogonal. It comes from one forward pass more, which is charged. Whole answers: process rewards count
+with their total. No deviation, no KL and no clip bind with one update per batch. Departures: a group's mean is taken
+off its rewards first, so that equal ones are exact zeros; where one answer is left, which would be its own baseline,
+the mean remains (verl's `optimal_token_baseline` has 0 there); the sum over a completion's tokens is divided by a
+constant, as in Dr. GRPO (verl: any aggregation); W is not weighted by the engine's mismatch.
+"""
+
+from typing import Literal
+
+from ..harness.data import Batch
+from ._advantages import group_centred
+from ._surrogate import ClippedLoss, SummedLoss
+
+LEAST = 1e-8  # of a sum of weights, as verl adds
+
+
+class OptimalTokenBaseline(ClippedLoss, SummedLoss):
+    """The reward less a baseline for each place in the answer, weighted by uncertainty so far (OTB)."""
+
+    min_group_size = 2
+    needs_collision = True
+    objective = {
+        "advantage": "r - sum(W * r) / sum(W) in the group at each place, W the sum of 1 - 2 p + sum of p^2 up to there"
+    }
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    def advantages(self, batch: Batch) -> Batch:
+        mask_BT, old_BT, collision_BT = batch.completion_mask_BT, batch.old_logprobs_BT, batch.collision_BT
+        assert old_BT is not None and collision_BT is not None
+        energy_BT = (1 - 2 * old_BT.exp() + collision_BT).clamp(min=0)  # at p = 1 but for rounding
+        shape = (-1, batch.group_size, mask_BT.shape[1])
+        weight_PGT = ((energy_BT * mask_BT).cumsum(dim=1) * mask_BT).view(shape)
+        centred_PG1 = group_centred(batch.rewards_PG)[..., None]
+        total_P1T = weight_PGT.sum(dim=1, keepdim=True).clamp(min=LEAST)
+        baseline_P1T = (weight_PGT * centred_PG1).sum(dim=1, keepdim=True) / total_P1T
+        has_others = mask_BT.view(shape).sum(dim=1, keepdim=True) > 1
+        advantages_PGT = centred_PG1 - baseline_P1T.where(has_others, 0.0)
+        return batch.replace(advantages_BT=advantages_PGT.view(mask_BT.shape) * mask_BT)
