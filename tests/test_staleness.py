@@ -67,6 +67,8 @@ def test_ratios_are_those_to_the_weights_that_sampled(tmp_path):
     kl, ratio = (dict(log.history(name)) for name in ("staleness/kl", "policy/ratio_max"))
     assert abs(kl[1]) < 1e-9 and ratio[1] == pytest.approx(1, abs=1e-5)  # nothing is older than the start
     assert all(kl[step] > 1e-6 and ratio[step] > 1.001 for step in (2, 3, 4, 5))
+    shares = [share for _, share in log.history("staleness/effective_samples")]
+    assert shares[0] == pytest.approx(1, abs=1e-5) and all(0.05 < share < 0.99999 for share in shares[1:])
     assert not log.history("mismatch/kl")  # the engine's own error, which has a gate
 
 

@@ -173,6 +173,9 @@ class Learner:
         A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
         `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
+        `effective_samples` there is the effective sample size of an update's importance weights w (policy / sampler, of
+        whole completions), as a share: (sum of w)^2 / (rows * sum of w^2). With `optimizer.effective_sample_scaling`
+        its root multiplies the policy's rate (VCPO, arXiv:2602.17616, eq. 5, where 1 is an exact sampler's share).
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
@@ -259,6 +262,7 @@ class Learner:
             optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
+        wants_shares = self.spec.staleness > 0 or self.spec.optimizer.effective_sample_scaling
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         with torch.set_grad_enabled(not self.warms_critic):
             prompts = [self._prompt_states(self.policy, minibatch)]
@@ -272,6 +276,11 @@ class Learner:
             loss, metrics = self.algorithm.minimised(micro, output)
             loss.backward()
             logprobs = output.logprobs_BT.detach()
+            if wants_shares:
+                log_weight_B = ((logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT).sum(dim=1)
+                weight_B = log_weight_B.clamp(-20, 20).double().exp()
+                sums["weights"] += weight_B.sum()
+                sums["squares"] += weight_B.square().sum()
             ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
             if first:
                 sampler = micro.sampler_logprobs_BT
@@ -287,6 +296,10 @@ class Learner:
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
         totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
+        effective = 1.0
+        if wants_shares:
+            effective = totals.pop("weights") ** 2 / (totals.pop("squares") * len(minibatch))
+            totals[f"{behind}/effective_samples"] = effective
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
@@ -299,7 +312,9 @@ class Learner:
             has_signal = norm > LEAST_GRADIENT
             totals[f"{name}/no_signal"] = float(not has_signal)
             if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
-                optimizer.step()
+                factor = effective**0.5 if name == "policy" and self.spec.optimizer.effective_sample_scaling else 1.0
+                with scaled_rate(optimizer, factor):
+                    optimizer.step()
         return totals
 
     def _train_mode(self, on: bool) -> None:
@@ -405,6 +420,17 @@ class Learner:
         order = torch.argsort(batch.lengths_B, descending=True, stable=True)
         sizes = packed(batch.lengths_B[order].tolist(), budget, ranks.world_size())
         return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
+
+
+@contextmanager
+def scaled_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Inside the context the learning rates are multiplied by `factor`."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    yield
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:
