@@ -150,7 +150,7 @@ def _number(trial: TrialRecord, metric: str, kind: str) -> float | None:
 
 
 def _name(claim: Mapping[str, Any], weights: Weights) -> str:
-    """`a - b`, `mean of a and b - c`, or the factor of a trend."""
+    """`a - b`, `mean of 'a' and 'b' - c`, `('a' + 'b') - ('c' + 'd')`, or the factor of a trend."""
     if claim["trend"]:
         return f"from the lowest to the highest {short_path(claim['trend'])}"
     sides = []
@@ -159,7 +159,9 @@ def _name(claim: Mapping[str, Any], weights: Weights) -> str:
         if len(set(side.values())) == 1 and abs(sum(side.values()) - 1) < 1e-9:
             sides.append(f"mean of {wording.quoted(list(side), len(side))}" if len(side) > 1 else next(iter(side)))
         else:
-            sides.append(" + ".join(arm if weight == 1 else f"{weight:g} x {arm}" for arm, weight in side.items()))
+            quote = "'" if len(side) > 1 else ""
+            terms = [f"{'' if weight == 1 else f'{weight:g} x '}{quote}{arm}{quote}" for arm, weight in side.items()]
+            sides.append(f"({' + '.join(terms)})" if quote else "".join(terms))
     return f" {'over' if claim['ratio'] else '-'} ".join(filter(None, sides))
 
 

@@ -78,6 +78,17 @@ def test_the_p_of_a_region_is_that_of_two_one_sided_tests() -> None:
     assert all(map(math.isnan, statistics.region_test([], 0.0, 1.0)))
 
 
+def test_a_contrast_of_several_arms_says_which_are_taken_from_which() -> None:
+    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in "abcd"]
+    record = fake_study(arms, seeds=range(3))
+    for contrast, words in (
+        ({"a": 1, "b": -1, "c": -1, "d": 1}, "('a' + 'd') - ('b' + 'c')"),
+        ({"a": 1, "b": 1, "c": -2}, "('a' + 'b') - 2 x c"),
+        ({"a": 0.5, "b": 0.5, "c": -1}, "mean of 'a' and 'b' - c"),
+    ):
+        assert checked(record, contrast=contrast).found[0][0] == words
+
+
 def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -> None:
     found = scored(NEAR, predicts="equivalent", margin=0.028)
     variance = statistics.CrossedVariance(float(np.var(NEAR, ddof=1)), 0.0, 0.0)
