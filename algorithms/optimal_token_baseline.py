@@ -1,14 +1,14 @@
-"""Credit goes to tokens of answers that beat a baseline of their place, where answers that were uncertain so far count
-more.
+"""Credit goes to tokens of answers that beat a baseline of their place, in which answers that were uncertain so far
+count more.
 
-Optimal token baseline: 2026 (OTB, arXiv:2602.07078): the baseline of least variance differs from token to token, sum of
-W * r over the group / sum of W, in which W grows along an answer as the squared length of the gradient of its log-prob
-up to there. Its proxy is that by the logits, 1 - 2 p + sum of p^2 over the vocabulary for each token, if the tokens'
-gradients are orthogonal. It comes from one forward pass more, which is charged. Whole answers: process rewards count
-with their total. No deviation, no KL and no clip bind with one update per batch. Departures: a group's mean is taken
+Optimal token baseline: 2026 (OTB, arXiv:2602.07078): the baseline of least variance differs from token to token. It is
+sum(W * r) / sum(W) over the group, W the squared length of the gradient of an answer's log-prob up to the token. Its
+proxy is the gradient by the logits, as if those of tokens were orthogonal: the sum of 1 - 2 p + (sum of p^2 over the
+vocabulary), from one forward pass more, which is charged. No deviation, and no KL by default; the clip binds from the
+second update of a batch on. Whole answers: process rewards count with their total. Departures: a group's mean is taken
 off its rewards first, so that equal ones are exact zeros; where one answer is left, which would be its own baseline,
-the mean remains (verl's `optimal_token_baseline` has 0 there); the sum over a completion's tokens is divided by a
-constant, as in Dr. GRPO (verl: any aggregation); W is not weighted by the engine's mismatch.
+that mean stays the baseline (verl's `optimal_token_baseline` has 0); the sum over a completion's tokens is divided by a
+constant, as in Dr. GRPO (verl: any aggregation); W takes no weights for the engine's mismatch.
 """
 
 from typing import Literal

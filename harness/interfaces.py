@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from .data import Sampling
 
-Distribution = Literal["entropy", "uniform_kl", "collision"]  # of the policy's next token: H(p) or KL(uniform || p) in
-# nats, or the sum of p^2
+# Of the policy's next token: H(p) and KL(uniform || p) in nats, the sum of p^2.
+Distribution = Literal["entropy", "uniform_kl", "collision"]
 Precision = Literal["float32", "tf32", "float16", "bfloat16"]  # of products; mantissas of 23, 10, 10 and 7 bits
 
 
