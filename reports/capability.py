@@ -188,6 +188,8 @@ def _capability(
 ) -> Capability | None:
     fractions = [trial.start_per_problem if area == "start" else trial.per_problem for trial in trials]
     sizes = {series[-1][1] if (series := trial.history.get(f"{area}/num_samples")) else 0 for trial in trials}
+    if any(len(trial.history.get(f"{area}/num_samples", ())) > 1 for trial in trials):
+        return None  # a mean over several policies has no counts
     problems = {frozenset(one) for one in fractions}
     if len(sizes) != 1 or len(problems) != 1 or (size := int(sizes.pop())) < MIN_SAMPLES or len(fractions[0]) < 2:
         return None

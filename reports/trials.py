@@ -1,6 +1,6 @@
 """Decides which trials of a record count and which metric compares them, and summarises each arm's.
 
-Only complete trials count. A metric of the validation split guides tuning; the test split is scored once, at the end,
+Only complete trials count. A metric of the validation split guides tuning; the test split is scored at the end alone,
 so it decides if it is known.
 """
 
@@ -140,11 +140,19 @@ def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
 
 
 def score(trial: TrialRecord, metric: str) -> float | None:
-    """The last value of a metric in a trial; None if there is none or it is not finite."""
-    series = trial.history.get(metric)
+    """The last value of a metric in a trial; None if there is none or it is not finite.
+
+    Of a metric on test problems, the mean of the last `evaluation.test_last` values.
+    """
+    series = trial.history.get(metric, ())[-test_last(trial.spec) if metric.startswith("test/") else -1 :]
     summary = {"test/accuracy": "test_accuracy", "validation/accuracy": "accuracy_final"}.get(metric, "")
-    value = trial.summary.get(summary, series[-1][1] if series else None)
+    value = trial.summary.get(summary, float(np.mean([v for _, v in series])) if series else None)
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def test_last(spec: Mapping[str, Any]) -> int:
+    """The number of a run's last evaluations whose mean on the test problems counts."""
+    return int(setting(spec, "evaluation.test_last", 1))
 
 
 def arm_specs(trials: Iterable[TrialRecord]) -> dict[str, Mapping[str, Any]]:

@@ -293,6 +293,27 @@ def limited_operations(rng: Generator, num_seeds: int, by_problem: bool) -> Iter
     yield analysed(with_trials(record, limited))
 
 
+def averaged(rng: Generator, num_seeds: int, last: int = 3) -> Iterator[Analysis]:
+    """Five arms and a baseline whose runs are measured at their last evaluations (`evaluation.test_last`): in half of
+    the runs each has luck of its own, in the others all have the same; arms differ in spread."""
+    scores = random_scores(rng, 6 * last, num_seeds, PROBLEMS, seed_deviations=np.repeat(UNEQUAL, last).tolist())
+    scores = scores.reshape(6, last, num_seeds, PROBLEMS)
+    stays = rng.random((6, 1, num_seeds, 1)) < 0.5
+    scores = np.where(stays, scores[:, :1], scores)
+    record = _scored(_record(_arms, 6, num_seeds), scores.mean(axis=1))
+
+    def measured(trial: TrialRecord) -> dict[str, Any]:
+        curve = scores[record.arms.index(trial.arm), :, trial.seed].mean(axis=1)
+        series = [(0, 0.1), *((10 * step, float(value)) for step, value in enumerate(curve, 8))]
+        return {
+            "history": {**trial.history, "test/accuracy": series},
+            "summary": {},
+            "spec": {**trial.spec, "evaluation": {"test_last": last}},
+        }
+
+    yield analysed(with_trials(record, measured))
+
+
 def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
     """As many seeds as planned, unless a page before the last one shows something."""
     whole = _curved(_record(_arms, 4, num_seeds), _luck(rng, luck, 4, num_seeds))
@@ -448,6 +469,7 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "imported, families of 8": ((2, 3, 5, 10), partial(imported, families=True)),
     "unequal limits of operations": ((3, 5, 10), partial(limited_operations, by_problem=True)),
     "unequal limits of operations, seeds alone": ((3, 5, 10), partial(limited_operations, by_problem=False)),
+    "mean of 3 evaluations": ((3, 4, 6), averaged),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),

@@ -19,7 +19,8 @@ def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design: 
 
 
 @pytest.mark.parametrize(
-    "design", [name for name in READINGS if name.endswith(("stages, collapses", "7, usual", "planned, usual"))]
+    "design",
+    [name for name in READINGS if name.endswith(("stages, collapses", "7, usual", "planned, usual", "3 evaluations"))],
 )
 def test_studies_that_choose_their_number_of_seeds_or_are_read_before_the_end_do_so_too(design: str) -> None:
     numbers = READINGS[design][0]

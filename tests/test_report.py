@@ -13,15 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cohort.harness.record.events import RunHistory
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
+from cohort.reports.capability import capabilities
 from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import DYNAMICS, aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
 from cohort.reports.prose.answer import answer
+from cohort.reports.prose.methods import methods
 from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
@@ -865,3 +868,27 @@ def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operation
     assert (row["flops_train"], row["core_seconds"]) == ("100000000000", "3600")
     assert "gpu_seconds" not in row
     assert "## Cost" not in hostile.markdown.read_text() and "operations" not in hostile.html.read_text()
+
+
+def test_the_mean_of_the_last_evaluations_counts_and_the_page_says_so():
+    def measured(trial: TrialRecord) -> dict[str, Any]:
+        spec = {**trial.spec, "evaluation": {"num_samples": 16, "test_last": 3}}
+        known = {key: series for key, series in trial.history.items() if not key.startswith("test/")}
+        known["test/accuracy"] = [(10, 0.1), (20, 0.3), (30, 0.4), (40, 0.8)]
+        known["test/num_samples"] = [(step, 16.0) for step in (20, 30, 40)]
+        return {"spec": spec, "history": known, "summary": {}}
+
+    analysis = analysed(with_trials(fake_study(two_arms(0.5, 0.5), seeds=range(2)), measured))
+    assert [arm.values for arm in analysis.arms] == [pytest.approx([0.5, 0.5])] * 2  # (0.3 + 0.4 + 0.8) / 3
+    assert (
+        "scored at the last 3 evaluations of each run: the mean counts" in dict(notes(analysis))["What accuracy means"]
+    )
+    assert dict(methods(analysis))["Which checkpoint counts?"].startswith("The mean over the policies of each run's la")
+    assert not capabilities(analysis)  # 16 samples each, but of three policies
+
+
+def test_a_record_has_the_mean_of_the_evaluations_of_each_test_problem():
+    history = RunHistory()
+    for step, fractions in ((10, {"p": 0.25, "q": 1.0}), (20, {"p": 0.0, "q": 0.0}), (20, {"p": 0.75, "q": 0.5})):
+        history.add({"type": "per_problem", "step": step, "area": "test", "fractions": fractions})
+    assert history.scores == {"test": {"p": 0.5, "q": 0.75}}  # step 20 as its later attempt has it

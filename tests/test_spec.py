@@ -72,6 +72,10 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["critic.warmup_steps must be 0 for grpo, which has no critic, got 5; use ppo"]),
     ({"algorithm": "ppo", "critic": {"warmup_steps": 9}, "steps": 9},
      ["critic.warmup_steps must be less than steps (9), or the policy never learns, got 9; lower it or raise steps"]),
+    ({"steps": 50, "evaluation": {"every": 20, "test_last": 4}},  # evaluations at 20, 40 and 50
+     ["evaluation.test_last must be at most the number of evaluations after the first step (3), got 4; lower it or"]),
+    ({"max_flops": 1e12, "evaluation": {"test_last": 2}},
+     ["evaluation.test_last must be 1 with max_flops, whose last step is not known, got 2"]),
     ({"critic": {"head": "fitted"}},
      ["critic.head must be zero for grpo, which has no critic, got fitted; use ppo"]),
     ({"algorithm": "ppo", "critic": {"head": "fitted"}, "devices": 2},

@@ -110,6 +110,19 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert not plain.history("start/accuracy")
 
 
+def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_after_a_stop_too(
+    tmp_path, cache, undisturbed
+):
+    spec = make_spec(evaluation={**BASE["evaluation"], "test_last": 3, "num_test_prompts": 40})
+    log = MemoryLog()
+    assert train(spec, tmp_path, log, cache=cache, should_stop=StopAfter(4)).state == "stopped"
+    result = train(spec, tmp_path, log, cache=cache)
+    steps, values = zip(*log.history("test/accuracy"), strict=True)
+    assert steps == (2, 4, 5) and sum(values) / 3 != values[-1]
+    assert result.summary["test_accuracy"] == pytest.approx(sum(values) / 3, abs=1e-12)
+    assert_same_weights(final_weights(tmp_path), final_weights(undisturbed("grpo")[0]))  # training has not noticed
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
     spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)

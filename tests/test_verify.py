@@ -1,6 +1,7 @@
 """`cohort verify` and capsules: an untouched study follows from its files, one altered digit anywhere does not, and a
 file from somebody else unpacks nothing outside its place."""
 
+import dataclasses
 import json
 import os
 import random
@@ -17,9 +18,9 @@ import pytest
 import yaml
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.hub import model_card
-from cohort.harness.api.verification import Findings, Place, verify_study
+from cohort.harness.api.verification import Findings, Place, _check_result, verify_study
 from cohort.harness.ground.files import read_json, sha256, write_json
-from cohort.harness.record.events import EVENTS, event_line, read_events, summed
+from cohort.harness.record.events import EVENTS, RunHistory, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
@@ -29,6 +30,7 @@ from cohort.harness.study.plan import Plan
 from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
 from factories import FEW, make_study
+from fake_study import fake_study
 from fake_trials import begin_study
 from filelock import FileLock
 from test_claims_page import SCRIPT
@@ -497,3 +499,21 @@ def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not
             )
     with pytest.raises(ValueError, match="must be verified to be shown"):
         SCRIPT["findings"](tmp_path / "altered.zip", file)
+
+
+def test_the_mean_of_the_last_test_evaluations_is_recomputed():
+    trial = fake_study(seeds=range(1)).trials[0]
+    trial = dataclasses.replace(trial, spec={**trial.spec, "evaluation": {"test_last": 2}})
+
+    def mismatches(test_accuracy: float) -> list[str]:
+        events, summary = RunHistory(), {"test_accuracy": test_accuracy}
+        for step, value in ((10, 0.1), (20, 0.5), (30, 0.6)):
+            events.add({"type": "metrics", "step": step, "time": 0, "values": {"test/accuracy": value}})
+        end = {"state": "complete", "reason": None, "summary": summary}
+        events.add({"type": "finish", **end})
+        place = Place(found := Findings())
+        _check_result(trial, events, {**end, "metrics": events.latest()}, place)
+        return [one.place for one in found.mismatches]
+
+    assert mismatches(0.55) == []  # of the last two
+    assert mismatches(0.6) == ["finish/test_accuracy"]

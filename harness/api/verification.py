@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 from ...reports.render import write_report
+from ...reports.trials import test_last
 from .. import plugins
 from ..data import GradedGroup, Split
 from ..ground.files import sha256
@@ -117,7 +119,7 @@ class Place:
 
 _KEPT = re.compile(r"(rollouts|completions)/[\w-]+\.jsonl", re.ASCII)
 _LAST = {  # of a run's summary -> the metric whose last value it is
-    "accuracy_final": "validation/accuracy", "test_accuracy": "test/accuracy", "rollouts": "train/rollouts",
+    "accuracy_final": "validation/accuracy", "rollouts": "train/rollouts",
     "generated_tokens": "train/generated_tokens", "optimizer_steps": "train/optimizer_steps",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
@@ -278,6 +280,8 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
     last = {key: metrics[metric] for key, metric in _LAST.items() if metric in metrics}
     if steps := history.history.get("validation/accuracy"):
         last["accuracy_initial"] = steps[min(steps)][0]
+    if steps := sorted(history.history.get("test/accuracy", {}).items()):
+        last["test_accuracy"] = fmean(value for _, (value, _) in steps[-test_last(trial.spec) :])
     for key in last.keys() & summary.keys():
         place.compare("events", EVENTS, f"finish/{key}", summary[key], last[key])
 
@@ -328,7 +332,7 @@ def _check_evaluation(
         place.compare("completions", EVENTS, f"{key} at step {step}", logged.get(key), derived.get(key))
     if split == "test":
         scores = {prompt: count / result.metrics["num_samples"] for prompt, count in result.correct_counts.items()}
-        known = history.scores.get(area, {})
+        known = history.fractions.get(area, {}).get(step, {})
         for prompt in sorted({*scores, *known}):
             place.compare("completions", EVENTS, f"{area} problem {prompt}", known.get(prompt), scores.get(prompt))
             families = [found.families.get(prompt) for found in (history, result)]

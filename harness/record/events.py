@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..ground.files import strict, text_sum
@@ -27,7 +28,7 @@ class RunHistory:
     history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
     samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
     sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # area -> test problem -> fraction that was right
+    fractions: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)  # area -> step -> problem -> right
     families: dict[str, str] = field(default_factory=dict)
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +50,7 @@ class RunHistory:
                 self.samples.setdefault(key, (attempt, []))[1].append(row)
                 self.sample_times[key] = event["time"]
         elif event["type"] == "per_problem":
-            self.scores[str(event.get("area", "test"))] = dict(event["fractions"])
+            self.fractions.setdefault(str(event.get("area", "test")), {})[event["step"]] = dict(event["fractions"])
             self.families.update(event.get("families", {}))
         elif event["type"] == "kept":
             self.kept[event["file"]] = (event["step"], event["sha256"])
@@ -57,6 +58,17 @@ class RunHistory:
             self.finish[:] = [dict(event)]
         else:
             raise ValueError(f"unknown type {event['type']!r}")
+
+    @property
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Area -> test problem -> fraction of its samples that were right, the mean over the area's evaluations."""
+        return {
+            area: last
+            if len(steps) == 1
+            else {problem: fmean(one[problem] for one in steps.values()) for problem in last}
+            for area, steps in self.fractions.items()
+            for last in [steps[max(steps)]]
+        }
 
     def latest(self) -> dict[str, float]:
         """The value of every metric at its last step."""

@@ -238,7 +238,7 @@ class RunLog:
             self._append({"type": "samples", "step": max(row.step for row in rows), "rows": dicts})
 
     def per_problem(self, fractions: Mapping[str, float], area: str = "test", families: Mapping[str, str] = {}) -> None:
-        """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""
+        """Record the fraction of correct samples of every test problem in an evaluation; `start`: before training."""
         known: dict[str, Any] = {"families": dict(families)} if families else {}
         step = self._progress["step"]
         self._append({"type": "per_problem", "step": step, "area": area, "fractions": dict(fractions), **known})

@@ -49,7 +49,8 @@ class TrialRecord:
     history     metric name (`area/quantity`) -> [(step, value), ...], steps rising
     summary     the numbers of results.csv: accuracy_initial, accuracy_final, test_accuracy (fractions), rollouts,
                 generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent if not reached
-    per_problem test prompt id -> fraction of its samples that were correct, at the end; empty if not reached
+    per_problem test prompt id -> fraction of its samples that were correct, at the end (the mean over the last
+                `evaluation.test_last` evaluations); empty if not reached
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had (`1+1` on two devices); the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
@@ -337,6 +338,7 @@ def read_trial(directory: Path) -> TrialRecord | None:
         raise ValueError(f"'{directory}' must hold its own run, but {INFO} is of {_words(own)} and {EVENTS} of "
                          f"{_words(other)}; restore it from a copy")  # fmt: skip
     end = history.finish[0] if history.finish else {"state": "running", "reason": None, "summary": {}}
+    scores = history.scores
     try:
         return TrialRecord(
             trial=directory.name,
@@ -352,11 +354,11 @@ def read_trial(directory: Path) -> TrialRecord | None:
                 if not key.startswith(SYSTEM)
             },
             summary={key: float(value) for key, value in end["summary"].items()},
-            per_problem=history.scores.get("test", {}),
+            per_problem=scores.get("test", {}),
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
-            start_per_problem=history.scores.get("start", {}),
-            tests={area: scores for area, scores in history.scores.items() if area not in ("test", "start")},
+            start_per_problem=scores.get("start", {}),
+            tests={area: found for area, found in scores.items() if area not in ("test", "start")},
             versions=info.versions,
             families={str(problem): str(family) for problem, family in history.families.items()},
         )

@@ -105,6 +105,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if step % spec.evaluation.every == 0 or is_last:
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
+            if step in spec.evaluation.test_steps(spec.steps)[:-1]:
+                _evaluate(run, "test", step, "test")
         stop = ranks.same(should_stop)
         if step % spec.checkpoints.every == 0 or is_last or stop:
             run.save(step, is_last=is_last)
@@ -159,7 +161,9 @@ def _evaluate(run: Run, split: Split, step: int, area: str = "", spec: RunSpec |
     result = logged_evaluation(spec or run.spec, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)
     if area == "test":
-        run.accuracies["test_accuracy"] = result.metrics["accuracy"]
+        tested = run.spec.evaluation.test_steps(run.spec.steps)
+        before, number = run.accuracies.get("test_accuracy", 0.0), 1 + sum(one < step for one in tested)
+        run.accuracies["test_accuracy"] = before + (result.metrics["accuracy"] - before) / number  # the mean so far
     elif split == "validation":
         run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
         run.accuracies["accuracy_final"] = result.metrics["accuracy"]

@@ -115,7 +115,7 @@ class LoRA(Section):
 
 
 class Evaluation(Section):
-    """Held-out accuracy during training (validation split) and once at the end (test split, and other tests)."""
+    """Held-out accuracy during training (validation split) and at the end (test split, and other tests)."""
 
     every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
@@ -127,6 +127,12 @@ class Evaluation(Section):
         default=None, ge=1, le=10_000, description="samples per test problem; by default num_samples"
     )
     test_at_start: bool = Field(default=False, description="also evaluate the test problems before training")
+    test_last: int = Field(
+        default=1,
+        ge=1,
+        description="evaluations, up to the last one, that measure the test problems too; arms are compared by their "
+        "mean, which is the accuracy over the end of training and not that of the last policy alone",
+    )
     tests: tuple[SerializeAsAny[Task], ...] = Field(
         default=(),
         description="other tests for the end: tasks, of which only the test split is read, each its name, or a mapping "
@@ -145,6 +151,13 @@ class Evaluation(Section):
         if twice := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
             raise ValueError(f"evaluation.tests must name each task once, got '{twice[0]}' twice; remove one")
         return tasks
+
+    def test_steps(self, steps: int) -> list[int]:
+        """The steps of a run of so many steps whose policies are measured on the test problems, the last one included.
+
+        Fewer than `test_last` if the run has no more evaluations after its first step.
+        """
+        return [*range(self.every, steps, self.every), steps][-self.test_last :]
 
     def samples_of(self, split: str) -> int:
         """Samples per problem of a split."""
@@ -343,6 +356,11 @@ class RunSpec(Section):
         if self.sampler.sees_gold and not self.algorithm.sees_gold:
             rule = f"sampler must not see gold answers with {algorithm}, which must not"
             raise ValueError(f"{rule}, got {self.sampler.name}; use uniform or easy_to_hard")
+        if (last := self.evaluation.test_last) > 1 and self.max_flops is not None:
+            raise ValueError(f"evaluation.test_last must be 1 with max_flops, whose last step is not known, got {last}")
+        if last > (most := len(self.evaluation.test_steps(self.steps))):
+            rule = f"evaluation.test_last must be at most the number of evaluations after the first step ({most})"
+            raise ValueError(f"{rule}, got {last}; lower it or evaluation.every")
         warmup = self.critic.warmup_steps
         for name, value in self.critic.model_dump().items():
             if not self.algorithm.needs_critic and value != (off := CriticStart.model_fields[name].default):

@@ -71,7 +71,7 @@ def passes(spec: RunSpec, step: int | None = None) -> float:
     validation = 2 * evaluation.num_prompts * (1 + evaluation.num_samples)
     test = 2 * evaluation.num_test_prompts * (1 + evaluation.samples_of("test")) * (1 + len(evaluation.tests))
     validations = 1 + (math.ceil(done / evaluation.every) if step is None else max(0, done - 1) // evaluation.every)
-    tests = (evaluation.test_at_start and spec.steps > 0) + (step is None)
+    tests = (evaluation.test_at_start and spec.steps > 0) + (step is None) * evaluation.test_last
     return float(spec.max_tokens * (done * each + validations * validation + tests * test))
 
 

@@ -6,11 +6,13 @@ learning.
 """
 
 import math
+from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
 from ...harness.ground.words import duration
 from ..analysis import Analysis
-from ..trials import arm_specs, is_imported, search_of, tuning_of
+from ..trials import arm_specs, is_imported, search_of, test_last, tuning_of
 from . import wording
 from .notes import budget_note, cold_start_note, evaluation_note, interval_method
 
@@ -49,7 +51,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
         ("Are the budgets equal?", budget),
         ("How were the settings found?", tuning),
         ("What was the test used for?", test),
-        ("Which checkpoint counts?", f"The last step of each run counts. {best_checkpoint(analysis)}".strip()),
+        ("Which checkpoint counts?", f"{_counts(specs)} {best_checkpoint(analysis)}".strip()),
         ("What do intervals and tests cover?", interval_method(analysis)),
         ("What was left out?", f"Left out: {wording.listed(lost) or 'no run'}."),
         ("How much compute, on what?", compute),
@@ -69,6 +71,12 @@ def best_checkpoint(analysis: Analysis) -> str:
     ]
     by = f"Choosing each run's best step by the {wording.spoken(metric)} that judges it, as some do on a test,"
     return f"{by} would have added {wording.listed(each, 4)}." if each else ""
+
+
+def _counts(specs: Mapping[str, Mapping[str, Any]]) -> str:
+    if (last := max(map(test_last, specs.values()), default=1)) > 1:
+        return f"The mean over the policies of each run's last {last} evaluations counts."
+    return "The last step of each run counts."
 
 
 def _tuning(analysis: Analysis) -> str:

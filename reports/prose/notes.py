@@ -9,7 +9,7 @@ from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA, any_time_width
-from ..trials import Outcome, arm_specs, is_imported, search_of, setting, share_of_alpha
+from ..trials import Outcome, arm_specs, is_imported, search_of, setting, share_of_alpha, test_last
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -411,7 +411,10 @@ def evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
     if is_test:
         count = next((arm.num_problems for arm in analysis.arms if arm.cells is not None), 0)
         problems = f"the same {count} test problems are" if count else "the test split is"
-        text += f" Curves use the validation split; {problems} scored once, at the end of each run."
+        when = "once, at the end of each run"
+        if (last := test_last(spec)) > 1:
+            when = f"at the last {last} evaluations of each run: the mean counts, not the last policy alone"
+        text += f" Curves use the validation split; {problems} scored {when}."
     return "What accuracy means", text
 
 
