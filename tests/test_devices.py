@@ -22,7 +22,6 @@ from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
-from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
@@ -248,8 +247,6 @@ def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: 
     refusal = "devices must be at most 2, the cores of this machine, got 4; lower devices"
     with pytest.raises(SpecError, match=refusal):
         train_once(four, tmp_path, "run")
-    with pytest.raises(SpecError, match=refusal):
-        train_pipeline([Stage("first", "train", four)], tmp_path, "pipeline")
     assert list(tmp_path.iterdir()) == []
 
 

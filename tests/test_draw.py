@@ -36,7 +36,7 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
     metrics, drawn = train_step(run, prompts, 0)
-    costs = charge_step(run, drawn, 1.0)
+    costs = charge_step(run, drawn.lengths(4), 1.0)
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches
     assert len({g.prompt.id for g in drawn.groups}) == len(drawn.groups)  # no prompt is asked twice in a step
@@ -95,7 +95,7 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
 
     run.engine.generate = listening  # pyright: ignore
     metrics, drawn = train_step(run, prompts, 0)
-    costs = charge_step(run, drawn, 1.0)
+    costs = charge_step(run, drawn.lengths(4), 1.0)
     limit = run.spec.max_tokens
     assert asked == [(4, 2, 1.0, limit), (4, 1, 0.0, limit)] * drawn.num_batches
     assert drawn.num_batches > 1

@@ -19,7 +19,6 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import drop_checkpoints, model_folder
 from cohort.harness.run.checkpoint import save_checkpoint
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.pipeline import load_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
@@ -148,13 +147,6 @@ def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs
     shutil.rmtree(directory / "checkpoints")
     with pytest.raises(SpecError, match="kept no weights; a trial of a study keeps them with"):
         model_folder(str(directory))
-
-
-def test_a_stage_must_keep_the_weights_from_which_the_next_one_starts(tmp_path):
-    file = tmp_path / "pipeline.yaml"
-    file.write_text("task: arithmetic\nalgorithm: grpo\ncheckpoints: {finished: nothing}\nstages: [{name: one}]\n")
-    with pytest.raises(SpecError, match=r"checkpoints.finished must be weights"):
-        load_pipeline(file)
 
 
 # Disk, beforehand -----------------------------------------------------------------------------------------------------

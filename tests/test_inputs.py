@@ -11,14 +11,13 @@ import fake_trials
 import pytest
 from cohort.harness.checks.preflight import run_inputs
 from cohort.harness.ground import files
-from cohort.harness.ground.files import read_json, sha256, write_json
+from cohort.harness.ground.files import read_json, sha256
 from cohort.harness.ground.inputs import InputsChanged, check_same, digested, expecting
 from cohort.harness.mirror.store import connect
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.study import read_study
 from cohort.harness.run.loop import train
-from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
@@ -156,17 +155,6 @@ def test_a_run_that_has_ended_is_not_shown_as_the_result_of_other_data(data, run
     write_rows(data, first=90)
     with pytest.raises(InputsChanged, match=r"'train\.jsonl'"):
         train_once(a_run(data, steps=1), runs, "one")
-
-
-@pytest.mark.attack("Data, model or tokenizer edited after the start")
-def test_a_pipeline_does_not_go_on_with_other_data(data, runs):
-    stages = [Stage("one", "train", a_run(data))]
-    (runs / "train" / "p").mkdir(parents=True)
-    inputs = digested(stages[0].spec.task.inputs("train"))
-    write_json(runs / "train" / "p" / "pipeline.json", {"stages": [stages[0].document()], "inputs": inputs})
-    write_rows(data, first=90)
-    with pytest.raises(InputsChanged, match=r"'train\.jsonl'"):
-        train_pipeline(stages, runs, "p")
 
 
 @pytest.mark.attack("Data edited while a process reads them")

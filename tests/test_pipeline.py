@@ -1,263 +1,381 @@
-"""Stages run in order, each from the policy of the one before; what is kept and fine-tuned on; stops and refusals."""
+"""Stages of a run: each begins with the policy of the one before; what is kept and learnt; costs, kills, refusals."""
 
 import json
 import re
-import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from cohort.harness.api.verification import Findings, Place, _group_size, check_trial
+from cohort.harness.checks.disk import estimate_disk
+from cohort.harness.checks.memory import estimate_run
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration
-from cohort.harness.engines.scripted import ScriptedEngine
-from cohort.harness.mirror.store import connect
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import pipeline
-from cohort.harness.run.cold_start import start_policy
-from cohort.harness.run.pipeline import (
-    Rejection,
-    Stage,
-    kept_answers,
-    load_pipeline,
-    rejection_sampling,
-    train_pipeline,
-)
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.ground.files import sha256
+from cohort.harness.policy import flops
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from cohort.harness.record.run import RunLog
+from cohort.harness.run import fine_tuning
+from cohort.harness.run.cold_start import _batches, fit_demonstrations
+from cohort.harness.run.fine_tuning import as_group, drawn, kept_answers
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import train
+from cohort.harness.run.step import collate
+from cohort.harness.run.supervised import supervised
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import ColdStart, parse_run
+from cohort.harness.spec.load import load_run
+from cohort.harness.spec.raw import with_overrides
+from cohort.harness.spec.run import ColdStart, get_path, parse_run
+from cohort.harness.study.checks import check_claimed
+from cohort.harness.study.estimates import passes
+from factories import FEW, make_spec, make_study
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
-from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
-# The documented pipeline in seconds: fewer steps, rollouts and problems, on easier sums.
+# The documented pipeline in seconds, and a last stage with a critic: 3 + 4 + 2 + 2 steps.
 SHORT = [
     "task.min_operands=2", "task.max_operands=3", "task.num_train=70", "cold_start.steps=40", "rollouts_per_step=8",
     "algorithm.group_size=4", "sampling.max_tokens=24", "evaluation.num_prompts=4", "evaluation.num_test_prompts=4",
     "evaluation.num_samples=1", "evaluation.every=9", "checkpoints.every=9", "stages.reason.steps=3",
-    "stages.polish.steps=2", "stages.distil.fit.steps=4", "stages.distil.rejection.num_prompts=70",
-    "stages.distil.rejection.num_samples=2",
+    "stages.polish.steps=2", "stages.distil.steps=4", "stages.distil.rejection.num_prompts=70",
+    "stages.distil.rejection.num_samples=2", "optimizer.schedule=linear",
 ]  # fmt: skip
+VALUED = {"name": "value", "steps": 2, "algorithm": "ppo", "rollouts_per_step": 16, "rewards": {"format": 1.0}}
+FIT = {"name": "distil", "kind": "rejection_sampling", "steps": 2, "rejection": {"num_prompts": 4, "num_samples": 2}}
 
 
 @pytest.fixture(scope="module")
-def documented(tmp_path_factory):
-    file = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
+def spec(tmp_path_factory):
     (block,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)
-    file.write_text(block)
-    return file
-
-
-def folder_of_runs(tmp_path_factory, empty_store):
-    folder = tmp_path_factory.mktemp("runs")
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+    raw = yaml.safe_load(block)
+    file = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
+    file.write_text(yaml.safe_dump({**raw, "stages": [*raw["stages"], VALUED]}))
+    return load_run(str(file), SHORT)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(documented, tmp_path_factory, empty_store):
-    """The runs folder of the documented pipeline, its result and those of its stages."""
-    runs = folder_of_runs(tmp_path_factory, empty_store)
-    return runs, *train_pipeline(load_pipeline(documented, SHORT), runs, "r1")
+def undisturbed(spec, tmp_path_factory, cache):
+    """The folder, the log and the result of the documented pipeline."""
+    folder, log = tmp_path_factory.mktemp("undisturbed"), MemoryLog()
+    with RunLog(folder.parent, folder, spec, experiment="train", run_name="r1") as record:
+        result = train(spec, folder, Both(log, record), cache=cache)  # pyright: ignore
+        record.finish(result.state, result.reason, result.summary)
+    return folder, log, result
 
 
-def write(tmp_path, stages, **changes):
-    file = tmp_path / "bad.yaml"
-    file.write_text(yaml.safe_dump({"task": "arithmetic", "algorithm": "grpo", "stages": stages, **changes}))
-    return file
+def lengths_of(rows, samples):
+    """(tokens of a prompt, tokens of its completions) of each problem."""
+    groups = [rows[start : start + samples] for start in range(0, len(rows), samples)]
+    codec = tiny_codec()
+    return [(len(codec.encode(group[0]["prompt"])), [row["num_tokens"] for row in group]) for group in groups]
 
 
-def scripted(answers):
-    """An engine that gives each prompt its list of texts, by sample."""
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
-    engine.script = lambda prompt, sample: answers[prompt.id][sample]
-    return engine
+def sampling_cost(log, step):
+    """Operations of sampling in a step."""
+    so_far = {0: 0.0, **dict(log.history("flops/sampling"))}
+    return so_far[step] - so_far[step - 1]
 
 
-def logged(folder, name):
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return {e["step"]: e["values"][name] for e in events if e["type"] == "metrics" and name in e["values"]}
+class Both:
+    """A log that tells both of two logs."""
+
+    def __init__(self, *logs):
+        self._logs = logs
+
+    def __getattr__(self, name):
+        return lambda *given, **named: [getattr(log, name)(*given, **named) for log in self._logs][-1]
 
 
-def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(documented, undisturbed):
-    stages, (runs, result, ended) = load_pipeline(documented, SHORT), undisturbed
-    assert (result.state, [s["state"] for s in ended]) == ("complete", ["complete"] * 3)
-    reason, distil, polish = (runs / "train" / "r1" / "stages" / n for n in ("1-reason", "2-distil", "3-polish"))
-    assert [s["directory"] for s in ended] == [reason, distil, polish]
-    # Each stage begins where the one before ended: same policy, same problems, same noise at step 0 but other weights.
-    specs = [json.loads((folder / "run.json").read_text())["spec"] for folder in (reason, distil, polish)]
-    assert specs[0]["model"] == "tiny"
-    assert specs[1]["model"] == str(stages[0].policy(reason).resolve())
-    assert specs[2]["model"] == str((distil / "policy").resolve())
-    assert [spec["cold_start"]["steps"] for spec in specs] == [40, 0, 0]
-    assert list(specs[2]["rewards"]) == ["accuracy", "format"] and list(specs[0]["rewards"]) == ["accuracy"]
-    # 70 prompts x 2 samples; the counts agree with the file of kept answers.
-    head, *rows = map(json.loads, (distil / "kept.jsonl").read_text().splitlines())
-    assert head["rejection/samples"] == 140
-    assert len(rows) == head["rejection/kept"] == pytest.approx(head["rejection/acceptance"] * 140)
-    assert 0 < len(rows) <= 2 * 70
-    assert head == {name: logged(distil, name)[0] for name in head}
-    assert sorted(logged(distil, "fit/loss")) == [1, 2, 3, 4]
-    assert sorted(logged(distil, "validation/accuracy")) == [0, 4]
-    # Costs add up: 3 x 8 and 2 x 8 rollouts of training, 140 of rejection sampling.
-    assert result.summary["rollouts"] == 24 + 140 + 16
-    assert result.summary["optimizer_steps"] == 3 + 4 + 2
-    of_stages = [stage["summary"] for stage in ended]
-    for key in ("seconds", "generated_tokens"):
-        assert result.summary[key] == pytest.approx(sum(one[key] for one in of_stages))
-    assert result.summary["peak_memory_bytes"] == max(one["peak_memory_bytes"] for one in of_stages) > 0
-    first, last = (
-        {key: one[key] for key in result.summary if "accuracy" in key} for one in (of_stages[0], of_stages[2])
-    )
-    assert {key: result.summary[key] for key in last} == {**last, "accuracy_initial": first["accuracy_initial"]}
-    assert set(last) == {"accuracy_initial", "accuracy_final", "test_accuracy"}
-    for key, metric in pipeline.METRICS.items():
-        assert logged(runs / "train" / "r1", metric) == {n: one[key] for n, one in enumerate(of_stages, start=1)}
-    told = json.loads((runs / "train" / "r1" / "pipeline.json").read_text())
-    assert told["stages"] == [stage.document() for stage in stages] and told["inputs"] == {}
-    assert stages[1].document().keys() - stages[0].document().keys() == {"rejection", "fit"}
-    client = connect(runs)
-    found = client.search_runs([client.get_experiment_by_name("train").experiment_id])
-    (parent,) = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
-    children = {run.info.run_name: run.data.tags for run in found if run is not parent}
-    assert sorted(children) == ["r1/distil", "r1/polish", "r1/reason"]
-    assert {tags["mlflow.parentRunId"] for tags in children.values()} == {parent.info.run_id}
-    assert {tags["cohort.state"] for tags in children.values()} == {"complete"}
-    own = {name: {k: v for k, v in tags.items() if k.startswith("cohort.stage")} for name, tags in children.items()}
-    kinds = {"reason": "train", "distil": "rejection_sampling", "polish": "train"}
-    assert own == {f"r1/{k}": {"cohort.stage": k, "cohort.stage_kind": kind} for k, kind in kinds.items()}
-    assert {tags["cohort.pipeline"] for tags in (*children.values(), parent.data.tags)} == {"r1"}
-    for key in ("rejection", "fit"):
-        (tag,) = [tags[f"cohort.{key}"] for tags in children.values() if f"cohort.{key}" in tags]
-        assert json.loads(tag) == stages[1].document()[key]
-    # A run with the same cold start takes the pipeline's, and trains none.
-    told: list[Any] = []
-    start_policy(stages[0].spec, runs / "cache", lambda *said: told.append(said))
-    assert told == []
-    # The same command again runs nothing.
-    before = (polish / "events.jsonl").read_bytes()
-    again, _ = train_pipeline(stages, runs, "r1")
-    assert again == result
-    assert (polish / "events.jsonl").read_bytes() == before
-    # Other settings are refused.
-    with pytest.raises(SpecError, match="holds a pipeline with other stages"):
-        train_pipeline(load_pipeline(documented, [*SHORT, "stages.distil.rejection.keep=1"]), runs, "r1")
+def a_run(*stages, **changes):
+    return parse_run({**FEW, "stages": [*stages], "steps": sum(s["steps"] for s in stages), **changes}, "f.yaml")
 
 
-def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(
-    documented, undisturbed, tmp_path_factory, empty_store, monkeypatch
-):
-    stages, whole = load_pipeline(documented, SHORT), undisturbed[0]
-    parts = folder_of_runs(tmp_path_factory, empty_store)
-    # Asked after every cold-start, training and fitting step, after every 64 prompts, and after a stage.
-    # Stops: after 2 training steps; in the sampling; in the fit; in the last stage.
-    for times in (42, 3, 4, 6):
-        stop = StopAfter(times)
-        monkeypatch.setattr(pipeline, "stop_on_signals", lambda stop=stop: nullcontext(stop))
-        result, _ = train_pipeline(stages, parts, "r1")
-        assert result.state == "stopped"
-    monkeypatch.undo()
-    result, _ = train_pipeline(stages, parts, "r1")
-    assert result.state == "complete"
-    for name in ("1-reason", "3-polish"):
-        ends = [final_weights(runs / "train" / "r1" / "stages" / name) for runs in (whole, parts)]
-        assert_same_weights(*ends)
-    fitted = [
-        load_file(r / "train" / "r1" / "stages" / "2-distil" / "policy" / "model.safetensors") for r in (whole, parts)
-    ]
-    assert_same_weights(*fitted)
-
-
-def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut(tmp_path):
-    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "sampling": {"max_tokens": 12}}, "test")
-    prompts = spec.task.prompts("train")[:3]
-    gold = {p.id: p.gold for p in prompts}
-    first, second, third = (p.id for p in prompts)
-    right = {key: f"#### {value}" for key, value in gold.items()}
-    answers = {
-        first: [right[first], "no", right[first], "a " + right[first]],  # 3 correct, 2 texts
-        second: ["no", "no", "no", "no"],
-        third: [right[third] + "          ", right[third], "no", "b " + right[third]],  # the first is cut at 12 tokens
-    }
-    kept, counts = kept_answers(spec, tmp_path, scripted(answers), Rejection(num_prompts=3, num_samples=4, keep=2))
-    texts = {p.text: p.id for p in prompts}
-    assert [(texts[d.prompt], d.completion) for d in kept] == [
-        (first, right[first]), (first, "a " + right[first]), (third, right[third]), (third, "b " + right[third]),
+def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_the_one_before(spec, undisturbed):
+    folder, log, result = undisturbed
+    assert (result.state, spec.steps) == ("complete", 11)
+    assert [(s.name, s.start, s.end) for s in spec.staged()] == [
+        ("reason", 0, 3), ("distil", 3, 7), ("polish", 7, 9), ("value", 9, 11),
     ]  # fmt: skip
-    expected = {"prompts": 3, "samples": 12, "correct": 5, "duplicates": 1, "kept": 4}
-    assert {key: counts[f"rejection/{key}"] for key in expected} == expected
-    assert counts["rejection/acceptance"] == pytest.approx(4 / 12)
-    assert counts["rejection/covered"] == pytest.approx(2 / 3)
-    assert counts["train/rollouts"] == 12
-    # A later attempt reads what was kept and samples nothing.
-    again, same = kept_answers(spec, tmp_path, scripted({}), Rejection(num_prompts=3, num_samples=4, keep=2))
-    assert (again, same) == (kept, counts)
+    assert [step for step, _ in log.history("validation/accuracy")] == [0, 3, 7, 9, 11]
+    assert [step for step, _ in log.history("test/accuracy")] == [11]
+    # The reference is the policy as a stage starts: their KL is 0 at its first step, and there alone.
+    assert [step for step, value in log.history("kl/reference") if value == 0] == [1, 8, 10]
+    assert [step for step, _ in log.history("kl/reference")] == [1, 2, 3, 8, 9, 10, 11]
+    assert [step for step, _ in log.history("reward/format")] == [8, 9, 10, 11]  # the rewards of two stages
+    assert [step for step, _ in log.history("critic/loss")] == [10, 11]
+    assert not {step for step, _ in log.history("mismatch/kl")} & {4, 5, 6, 7}
+    # Schedules begin anew: 1e-4, and 1e-3 for the fine-tuning, fall linearly over 3, 4, 2 and 2 steps.
+    rates = [1e-4 * (1 - i / 3) for i in range(3)] + [1e-3 * (1 - i / 4) for i in range(4)] + [1e-4, 5e-5] * 2
+    assert [value for _, value in log.history("optimizer/learning_rate")] == pytest.approx(rates)
+    losses = [value for _, value in log.history("policy/loss")][3:7]
+    assert losses[-1] < losses[0]
+    # Costs add up: 3 x 8, 70 x 2, 2 x 8 and 2 x 16 rollouts, one optimiser step for each step.
+    assert result.summary["rollouts"] == spec.num_rollouts == 24 + 140 + 16 + 32
+    assert result.summary["optimizer_steps"] == 11
+    # What was sampled is kept, graded, and counted as operations of training.
+    (step, samples), *more = log.history("rejection/samples")
+    rows = [json.loads(line) for line in (folder / "rollouts/step-000004.jsonl").read_text().splitlines()]
+    assert (step, samples, len(rows), more) == (4, 140, 140, [])
+    right = sum(row["correct"] for row in rows)
+    assert log.history("train/accuracy")[3] == (4, pytest.approx(right / 140)) and right > 0
+    assert log.files["rollouts/step-000004.jsonl"] == sha256(folder / "rollouts/step-000004.jsonl")
+    tokens = [value for _, value in log.history("train/generated_tokens")]
+    assert sampling_cost(log, 4) == pytest.approx(flops.sampled(flops.Costs.of(tiny_model(0)), lengths_of(rows, 2)))
+    assert tokens[4] == tokens[3] and sampling_cost(log, 5) == 0  # fine-tuning samples no more
+    names = {*result.summary, *(metric for _, values in log.events for metric in values)}
+    check_claimed(SimpleNamespace(claim=[SimpleNamespace(metric=one) for one in names]), [spec])  # pyright: ignore
 
 
-def test_a_policy_without_a_correct_answer_makes_the_stage_invalid(tmp_path):
-    file = write(tmp_path, [{"name": "distil", "kind": "rejection_sampling", "fit": {"steps": 2},
-                             "rejection": {"num_prompts": 4, "num_samples": 2}}],
-                 evaluation={"num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-                 sampling={"max_tokens": 4}, engine="scripted")  # fmt: skip
-    (stage,) = load_pipeline(file)
+def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(spec, undisturbed, tmp_path, cache):
+    folder, whole, _ = undisturbed
+    parts, resumed = MemoryLog(), []
+    # Stops in the first stage and in the sampling of answers; kills, which save nothing, in the next stages.
+    for stop in (StopAfter(2), StopAfter(2), None, None):
+        kill_at = {0: 99, 1: 99, 2: 6, 3: 11}[len(resumed)]
+        log = Killed(parts, kill_at)
+        try:
+            state = train(spec, tmp_path, log, cache=cache, should_stop=stop or (lambda: False)).state
+            assert state == "stopped"
+        except Killed.Death:
+            pass
+        resumed.append(parts.resumed_at[-1])
+    assert train(spec, tmp_path, parts, cache=cache).state == "complete"
+    # ... from the checkpoint of step 2, of a stage's end, of the sampled answers, of the third stage's end.
+    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 3, 4, 9]
+    assert parts.without_clocks() == whole.without_clocks()
+    assert parts.files == whole.files
+    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+
+
+class Killed:
+    """A log whose process dies as it writes the metrics of a step."""
+
+    class Death(BaseException):
+        pass
+
+    def __init__(self, log, step):
+        self._log, self._step = log, step
+
+    def __getattr__(self, name):
+        return getattr(self._log, name)
+
+    def metrics(self, step, values):
+        if step == self._step:
+            raise self.Death
+        self._log.metrics(step, values)
+
+
+# What is kept and learnt ----------------------------------------------------------------------------------------------
+
+
+def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut():
+    rows = [
+        {"prompt": prompt, "completion": text, "correct": right, "finish_reason": why}
+        for prompt, text, right, why in [
+            ("a", "1", True, "stop"), ("a", "no", False, "stop"), ("a", "1", True, "stop"), ("a", "x 1", True, "stop"),
+            ("b", "no", False, "stop"),
+            ("c", "2   ", True, "length"), ("c", "2", True, "stop"), ("c", "y 2", True, "stop"),
+            ("c", "z 2", True, "stop"),
+        ]
+    ]  # fmt: skip
+    kept = [("a", "1"), ("a", "x 1"), ("c", "2"), ("c", "y 2")]
+    assert kept_answers(rows, 2) == [Demonstration(*one) for one in kept]
+    assert kept_answers(rows, 1) == [Demonstration(*one) for one in kept[::2]]
+
+
+def test_every_answer_is_learnt_from_once_in_each_pass():
+    # 5 answers, 3 in a step: steps 10 to 14 are 15 places, three passes over all of them.
+    places = [place for step in range(10, 15) for place in drawn(5, 3, seed=1, start=10, step=step)]
+    passes = [places[:5], places[5:10], places[10:]]
+    assert [sorted(one) for one in passes] == [list(range(5))] * 3
+    assert passes[0] != passes[1]
+    assert drawn(2, 5, seed=1, start=10, step=10)[:2] != [0, 0]  # fewer answers than a step takes: repeated
+    assert sorted(drawn(2, 4, seed=1, start=10, step=10)) == [0, 0, 1, 1]
+
+
+def test_a_step_of_fine_tuning_is_one_of_the_cold_start():
+    codec, rate = tiny_codec(), 1e-3
+    answers = [Demonstration("1+1=", "#### 2"), Demonstration("2+3=", "2+3=5. #### 5"), Demonstration("4+4=", "#### 8")]
+    taught, learnt = tiny_model(3), tiny_model(3)
+    settings = ColdStart(steps=1, learning_rate=rate)
+    fit_demonstrations(taught, codec, answers, settings, device=torch.device("cpu"))
+    spec = supervised(make_spec(**{"optimizer.learning_rate": rate, "sampling.temperature": 0.5}))
+    order = [answer for batch in _batches(answers, settings) for answer in batch]  # 32 places, of 3 answers
+    Learner(spec, learnt).update(collate([as_group(answer, codec) for answer in order]), 0)
+    ours, theirs = (
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught)
+    )
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def keep_all(rows, keep):
+    return [Demonstration(row["prompt"], row["completion"]) for row in rows]
+
+
+def test_a_policy_without_a_correct_answer_makes_the_run_invalid(tmp_path):
     log = MemoryLog()
-    result = rejection_sampling(stage.spec, tmp_path, log, stage=stage, start=stage.spec, cache=tmp_path)
+    result = train(a_run(FIT, engine="scripted"), tmp_path, log, cache=tmp_path)
     assert result.state == "invalid"
-    assert "kept none of 8 completions" in (result.reason or "")
-    assert not (tmp_path / "policy").exists()
+    assert "stage 'distil' has kept none of 8 answers" in (result.reason or "")
+    assert not log.history("policy/loss")
 
 
-def test_fine_tuning_starts_from_the_sampling_policy_or_from_the_beginning(tmp_path, monkeypatch):
-    few = {"num_prompts": 4, "num_test_prompts": 4, "num_samples": 1}
-    raw = {"task": "arithmetic", "algorithm": "grpo", "evaluation": few, "sampling": {"max_tokens": 4}}
-    spec = parse_run(raw, "test")
-    own, start = spec.model_copy(update={"seed": 1}), spec
-    begun = []
-
-    def remember(given, cache):
-        begun.append(given.seed)
-        return tiny_model(given.seed), tiny_codec()
-
-    monkeypatch.setattr(pipeline, "start_policy", remember)
-    monkeypatch.setattr(pipeline, "kept_answers", lambda *_: ([Demonstration("1+1=", "#### 2")], COUNTS))
-    for restart in (False, True):
-        folder = tmp_path / str(restart)
-        folder.mkdir()
-        fit = ColdStart(steps=1, learning_rate=1e-9)
-        stage = Stage("distil", "rejection_sampling", own, Rejection(restart=restart), fit)
-        result = rejection_sampling(own, folder, MemoryLog(), stage=stage, start=start, cache=tmp_path)
-        assert result.state == "complete"
-        embedding = load_file(folder / "policy" / "model.safetensors")["model.embed_tokens.weight"]
-        expected = tiny_model(0 if restart else 1).model.embed_tokens.weight
-        assert torch.allclose(embedding, expected, atol=1e-6)
-    assert begun == [1, 1, 1, 0]
+@pytest.mark.parametrize("restart", [False, True])
+def test_fine_tuning_starts_from_the_policy_or_from_the_first_one(restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    still = {"learning_rate": 1e-12}
+    fit = {**FIT, "steps": 1, "optimizer": still, "rejection": {**FIT["rejection"], "restart": restart}}
+    first = {"name": "first", "kind": "rejection_sampling", "steps": 1, "rejection": FIT["rejection"],
+             "optimizer": {"learning_rate": 1e-2}}  # fmt: skip
+    assert train(a_run(first, fit), tmp_path, MemoryLog(), cache=tmp_path).state == "complete"
+    moved = final_weights(tmp_path)["model.embed_tokens.weight"] - tiny_model(0).model.embed_tokens.weight
+    assert bool(moved.abs().max() < 1e-6) == restart
 
 
-COUNTS = {"rejection/samples": 1.0, "train/rollouts": 1.0, "train/generated_tokens": 1.0}
+def test_a_teacher_answers_in_place_of_the_policy_and_costs_what_its_size_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    config = tiny_config()
+    config.intermediate_size, config.num_hidden_layers = 2 * config.intermediate_size, 3
+    torch.manual_seed(5)
+    teacher = LlamaForCausalLM(config).eval()
+    save_model(tmp_path / "teacher", teacher, tiny_tokenizer())
+    fit = {**FIT, "rejection": {**FIT["rejection"], "teacher": str(tmp_path / "teacher")}}
+    spec, log = a_run(fit), MemoryLog()
+    assert train(spec, tmp_path / "run", log, cache=tmp_path).state == "complete"
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    engine = TransformersEngine(spec.engine, teacher, tiny_codec())
+    prompts = spec.task.prompts("train")[:4]
+    groups = engine.generate(prompts, 2, spec.sampling_with_limit(), seed=0, step=0)
+    assert [row["completion"] for row in rows] == [one.text for group in groups for one in group.rollouts]
+    assert sampling_cost(log, 1) == pytest.approx(flops.sampled(flops.Costs.of(teacher), lengths_of(rows, 2)))
+    assert f"model {tmp_path / 'teacher'}" in log.read
+    needed, alone = (estimate_run(one)[0] for one in (spec, a_run(FIT)))
+    assert needed and alone and needed["teacher"] == sum(2 * 4 * p.numel() for p in teacher.parameters())
+    assert "teacher" not in alone
+    missing = a_run({**FIT, "rejection": {**FIT["rejection"], "teacher": str(tmp_path / "none")}})
+    with pytest.raises(ValueError, match=r"rejection.teacher must be .*none"):
+        check_runs([missing], tmp_path)
+
+
+def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    log = MemoryLog()
+    result = train(a_run(FIT, VALUED, max_flops=1.0), tmp_path, log, cache=tmp_path)
+    assert (result.state, result.summary["optimizer_steps"]) == ("complete", 1)
+    assert [step for step, _ in log.history("test/accuracy")] == [1]
+    assert result.summary["flops_train"] == result.summary["flops_sampling"] + result.summary["flops_learning"]
+
+
+# Records and settings -------------------------------------------------------------------------------------------------
+
+
+def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
+    findings = Findings()
+    trial = SimpleNamespace(arm="r1", seed=0)
+    check_trial(undisturbed[0], trial, Place(findings, "r1", 0))  # pyright: ignore
+    assert (findings.mismatches, findings.lacks) == ([], [])
+    assert findings.completions > 140
+    # 4 in a group until step 3, 2 answers of each problem at step 4, then 4 and 8.
+    stages = [
+        {"steps": 3},
+        {"steps": 4, "rejection": {"num_samples": 2}},
+        {"steps": 2},
+        {"steps": 2, "algorithm": {"group_size": 8}},
+    ]
+    spec = {"algorithm": {"group_size": 4}, "stages": stages}
+    assert [_group_size(spec, step) for step in (1, 3, 4, 7, 8, 10)] == [4, 4, 2, 2, 4, 8]
+    assert _group_size({"algorithm": {"group_size": 4}}, 5) == 4
+
+
+def test_stages_are_part_of_the_settings_and_a_run_without_any_has_those_that_it_had(spec):
+    assert parse_run(spec.model_dump(mode="json"), "run.json") == spec
+    assert "stages" not in make_spec().model_dump()
+    assert make_spec(stages=[]).digest() == make_spec().digest()
+    other = spec.model_copy(update={"seed": 7})
+    assert {stage.spec.seed for stage in other.staged()} == {7}
+    reason, distil, polish, value = (stage.spec for stage in spec.staged())
+    assert (distil.optimizer.learning_rate, reason.optimizer.learning_rate) == (1e-3, 1e-4)
+    assert (list(reason.rewards), list(polish.rewards)) == (["accuracy"], ["accuracy", "format"])
+    assert (value.algorithm.name, value.algorithm.group_size, reason.algorithm.group_size) == ("ppo", 8, 4)
+    assert get_path(spec, "stages.polish.steps") == 2 and get_path(spec, "stages.none.steps") is None
+    # The rewards of another algorithm are its own.
+    blind = a_run({"name": "a", "steps": 1}, {"name": "b", "steps": 1, "algorithm": "grpo_self_consistency"})
+    assert [list(stage.spec.rewards) for stage in blind.staged()] == [["accuracy"], ["majority_vote"]]
+
+
+def test_stages_are_counted_before_the_start():
+    one, fit, two = {"name": "a", "steps": 2}, FIT, {"name": "b", "steps": 3, "algorithm": {"kl_beta": 0.1}}
+    spec, alone = a_run(one, fit, two), make_spec(**{**FEW, "steps": 5})
+    assert spec.num_rollouts == 5 * 8 + 4 * 2
+    valued = make_spec(**{**FEW, "steps": 3, "algorithm.kl_beta": 0.1})
+    # 8 answers sampled (2 each), 2 x 8 learnt from (3); a reference reads 8 rows in 3 steps; limits of 8 tokens.
+    assert passes(spec) - passes(alone) == 8 * (2 * 8 + 3 * 2 * 8 + 3 * 8)
+    assert passes(valued) - passes(make_spec(**{**FEW, "steps": 3})) == 8 * 3 * 8
+    (plain, _), (read, _) = estimate_run(a_run(one)), estimate_run(spec)
+    assert plain and read and (plain["reference"], read["reference"] > 0) == (0, True)
+    disks = [estimate_disk(run, "nothing") for run in (alone, spec)]
+    assert disks[0] and disks[1] and disks[1].checkpoint - disks[0].checkpoint == read["reference"]
+
+
+def test_an_arm_has_stages_of_its_own_or_none():
+    study = make_study(run={**FEW, "steps": 4, "stages": [{"name": "a", "steps": 2}, {"name": "b", "steps": 3}]},
+                       arms={"both": {}, "longer": {"stages.b.steps": 4}, "alone": {"stages": []}})  # fmt: skip
+    found = {arm.label: [(s.name, s.spec.steps) for s in arm.spec.staged()] for arm in study.design_arms()}
+    assert found == {"both": [("a", 2), ("b", 3)], "longer": [("a", 2), ("b", 4)], "alone": [("", 4)]}
+    assert {arm.spec.steps for arm in study.design_arms()} == {4}  # the run's own number ends the stages
+    varied = make_study(run={**FEW, "stages": [{"name": "a", "steps": 2}], "steps": 2},
+                        factors={"stages.a.steps": [2, 3]})  # fmt: skip
+    assert [arm.levels for arm in varied.design_arms()] == [{"stages.a.steps": 2}, {"stages.a.steps": 3}]
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([], "stages must be a list of mappings with a name"),
-        ([{"steps": 3}], "stages must be a list of mappings with a name"),
-        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must be distinct words, got a, a"),
-        ([{"name": "../a", "steps": 3}], r"must be distinct words, got \.\./a"),
+        ([{"steps": 3}], "stages must have distinct words as names, got $"),
+        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
+        ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
         ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train, rejection_sampling, got 'sft'"),
         ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
-        ([{"name": "a", "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
-        ([{"name": "a", "fit": {"steps": 1}}], "'fit' belongs to kind: rejection_sampling, got kind: train"),
-        ([{"name": "a", "kind": "rejection_sampling"}], "fit.steps must be at least 1, got 0"),
-        ([{"name": "a", "kind": "rejection_sampling", "fit": {"steps": 1}, "rejection": {"kep": 2}}],
-         "unknown key 'kep'; did you mean 'keep'"),
-        ([{"name": "a", "kind": "rejection_sampling", "fit": {"steps": 1}, "rejection": {"keep": 0}}], "keep.*got 0"),
+        ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
+        ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
+        ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
+        ([{**FIT, "kl": {}}], "stage 'distil': kl belongs to stages of kind train, got kind rejection_sampling"),
+        ([{"name": "a", "steps": 1, "rejection": {}}], "rejection belongs to kind rejection_sampling, got kind train"),
+        ([{**FIT, "rejection": {"kep": 2}}], "unknown key 'kep'; did you mean 'keep'"),
+        ([{**FIT, "rejection": {"keep": 0}}], "keep.*got 0"),
+        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
     ],
-)  # fmt: skip
-def test_a_pipeline_that_cannot_run_is_refused_with_the_stage_and_the_rule(stages, message, tmp_path):
+)
+def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, message):
     with pytest.raises(SpecError, match=message):
-        load_pipeline(write(tmp_path, stages))
+        parse_run({**FEW, "steps": 1, "stages": stages}, "f.yaml")
 
 
-def test_an_override_of_an_unknown_stage_is_refused(documented):
-    with pytest.raises(SpecError, match=r"stages.shine.steps: must be stages.<name>.<path> with a name of reason,"):
-        load_pipeline(documented, ["stages.shine.steps=2"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
+        ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
+        ({"devices": 2}, "devices must be left out with stages"),
+        ({"staleness": 1}, "staleness must be left out with stages"),
+        ({"control": "random"}, "keep correct answers, and control random replaces them"),
+        ({"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "grpo_self_consistency must not see gold"),
+    ],
+)
+def test_runs_that_cannot_have_stages_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        a_run({"name": "a", "steps": 1}, FIT, **changes)
+
+
+def test_a_teacher_needs_an_engine_over_the_policys_own_weights_and_a_path_a_stage():
+    with pytest.raises(
+        SpecError, match=r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"
+    ):
+        a_run({**FIT, "rejection": {"teacher": "m"}}, engine="vllm")
+    with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
+        with_overrides({"stages": [FIT]}, {"stages.shine.steps": 2})

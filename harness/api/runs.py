@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a run ended. `stages` has name, kind, folder and result of each stage that began, for a file of stages."""
+    """How a run ended."""
 
     name: str
     directory: Path
     result: RunResult
-    stages: Sequence[Mapping[str, Any]] | None = None
 
 
 def train(
@@ -41,36 +40,25 @@ def train(
 ) -> Trained:
     """Train one run in RUNS/train/NAME, from a file or from settings alone; the same call resumes it.
 
-    A file with `stages` runs them one after another. Shows progress; Ctrl-C stops it after its step. A run with several
-    devices needs a group of processes: `command`, the words after `cohort` that ask for this run, starts one.
+    Shows progress; Ctrl-C stops it after its step. A run with several devices needs a group of processes: `command`,
+    the words after `cohort` that ask for this run, starts one.
     """
     from ..console.progress import study_view
-    from ..ground.inputs import digest
     from ..spec.load import load_run
-    from ..spec.raw import read_yaml
 
     folder, texts = runs_folder(runs), as_texts(settings)
-    if spec is not None and isinstance(raw := read_yaml(Path(spec)), dict) and "stages" in raw:
-        from ..run.pipeline import load_pipeline, train_pipeline
-
-        stages = load_pipeline(Path(spec), texts)
-        name = checked_name(name or f"{Path(spec).stem}-{digest([s.document() for s in stages])[:8]}")
-        _in_its_group([stage.spec for stage in stages], command)
-        with study_view() as view:
-            result, ended = train_pipeline(stages, folder, name, view)
-        return Trained(name, folder / "train" / name, result, ended)
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    _in_its_group([run], command)
+    _in_its_group(run, command)
     from ..run.single import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
         return Trained(name, folder / "train" / name, train_once(run, folder, name, view))
 
 
-def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> None:
-    """Return in the process that leads the runs; all others end here, and so does this one if it starts a group."""
-    devices = max(spec.devices for spec in specs)
+def _in_its_group(spec: RunSpec, command: Sequence[str] | None) -> None:
+    """Return in the process that leads the run; all others end here, and so does this one if it starts a group."""
+    devices = spec.devices
     if in_group():
         from ..devices.group import enter
         from ..run.loop import train as run
@@ -82,7 +70,7 @@ def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> No
         from ..checks.preflight import check_devices
         from ..devices.group import start
 
-        check_devices(specs)
+        check_devices([spec])
         if command is None:
             raise SpecError(f"devices={devices} needs a group of processes: use `cohort train`, or start with torchrun")
         raise SystemExit(start(["-P", "-m", "cohort", *command], devices))

@@ -289,11 +289,11 @@ def show(study: Study) -> dict[str, Any]:
 
     arms = [
         {"arm": arm.label, "overrides": dict(arm.overrides), "steps": arm.spec.steps,
-         "rollouts": arm.spec.steps * arm.spec.rollouts_per_step}
+         "rollouts": arm.spec.num_rollouts}
         for arm in study.spec.design_arms()
     ]  # fmt: skip
     counts = list(planned(study.spec))
-    rollouts = sum(count * arm.spec.steps * arm.spec.rollouts_per_step for arm, count in counts)
+    rollouts = sum(count * arm.spec.num_rollouts for arm, count in counts)
     return {
         **study.spec.model_dump(mode="json"),
         "resolved_run": study.spec.checked_arms()[0].spec.model_dump(mode="json"),

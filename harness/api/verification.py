@@ -255,7 +255,7 @@ def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
         return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
     tests: dict[str, tuple[Split, Task]] = {area: (split, task) for area, split in _AREAS.items()}
     tests |= {f"{area}_{other.name}": ("test", other) for area in ("test", "start") for other in others}
-    _check_kept(directory, task, tests, history, int(info.spec["algorithm"]["group_size"]), place)
+    _check_kept(directory, task, tests, history, info.spec, place)
     try:  # the rollouts that were logged for the reader
         rows = history.rows()
         _check_verdicts(EVENTS, rows, grade(task, [group_of([row]) for row in rows], NO_LIMIT), place)
@@ -286,9 +286,24 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
         place.compare("events", EVENTS, f"finish/{key}", summary[key], last[key])
 
 
-def _check_kept(directory: Path, task: Task, tests: Tests, history: RunHistory, size: int, place: Place) -> None:
-    """Compare kept files with their hashes, and recompute from them what the run has logged of its evaluations and of
-    its batches in groups of `size`."""
+def _group_size(spec: Mapping[str, Any], step: int) -> int:
+    """Completions of each prompt in a step of a run, or of one of its stages."""
+    for stage in spec.get("stages", ()):
+        if step <= stage["steps"]:
+            return int(
+                stage["rejection"]["num_samples"]
+                if "rejection" in stage
+                else {**spec, **stage}["algorithm"]["group_size"]
+            )
+        step -= stage["steps"]
+    return int(spec["algorithm"]["group_size"])
+
+
+def _check_kept(
+    directory: Path, task: Task, tests: Tests, history: RunHistory, spec: Mapping[str, Any], place: Place
+) -> None:
+    """Compare kept files with their hashes, and recompute from them what the run with the settings `spec` has logged of
+    its evaluations and of its batches."""
     evaluations = {
         completions_file(area, step): (area, step)
         for area in tests
@@ -308,6 +323,7 @@ def _check_kept(directory: Path, task: Task, tests: Tests, history: RunHistory, 
             if file in evaluations:
                 _check_evaluation(rows, *evaluations[file], tests, history, place)
             elif file.startswith("rollouts/") and rows:
+                size = _group_size(spec, step)
                 groups = [rows[start : start + size] for start in range(0, len(rows), size)]
                 graded = grade(task, [group_of(group) for group in groups], NO_LIMIT)
                 derived = rollout_metrics(graded, [[float(row["reward"]) for row in group] for group in groups])

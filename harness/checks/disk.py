@@ -33,18 +33,21 @@ class Disk:
 def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     """The disk space of a run that by default keeps `finished`; None if the model's size cannot be computed. Reads no
     weights."""
+    stages = spec.staged()
     try:
-        policy, _, added = models(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
+        largest = next((stage.spec for stage in stages if stage.spec.algorithm.needs_critic), spec)
+        policy, _, added = models(Shape.of(largest, model_config(spec.model), rows=1, prompt_tokens=1))
     except Exception:  # as in the memory estimate: such a model may still train
         return None
     model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
     trained, valued = (total_bytes(p for p in ps if p.requires_grad) for ps in (policy.parameters(), added))
     saved = trained if spec.lora is not None else total_bytes(model)  # the policy's own folder
     learner = 2 * (trained + valued) + valued + (trained if spec.lora is not None else 0)
-    reference = total_bytes(model) if spec.kl.refresh_reference_every and spec.lora is None else 0
+    later = any(stage.spec.kl.refresh_reference_every or stage.start for stage in stages)  # policies than the first
+    reference = total_bytes(model) if later and spec.lora is None else 0
     checkpoint = saved * (1 + spec.staleness) + learner + reference
     settings = spec.checkpoints
-    written = min(settings.keep + 1, -(-spec.steps // settings.every))
+    written = min(settings.keep + 1, -(-spec.steps // settings.every) + 2 * len(spec.stages))
     kept = saved if spec.steps and (settings.finished or finished) == "weights" else 0
     cold_start = 4 * sum(p.numel() for p in model) if spec.cold_start.steps else 0  # in float32
     return Disk(checkpoint, written * checkpoint, kept, cold_start)

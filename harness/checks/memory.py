@@ -25,7 +25,7 @@ from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbat
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
 from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..spec.run import RunSpec, Stage
 from .memory_count import Counts, Shape, count
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
         "gradients": [*adapters, wider],
         "optimizer": [*adapters, wider],
         "reference": ["set algorithm.kl_beta=0 (no reference)"],
+        "teacher": ["use a smaller teacher"],
         "critic": ["use an algorithm without a critic"],
         "rewards": ["use a smaller reward model"],
         "policy": ["use a smaller model", wider, *["set dtype=bfloat16"] * (spec.dtype == "float32")],
@@ -147,8 +148,11 @@ def peak_bytes(components: Mapping[str, int]) -> int:
 def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | None, str | None]:
     """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
 
-    SpecError for an engine that cannot hold the model.
+    SpecError for an engine that cannot hold the model. Of several stages it is that of the one with the highest peak.
     """
+    if spec.stages:
+        found = [_estimate_stage(stage, together) for stage in spec.staged()]
+        return max(found, key=lambda one: 0 if one[0] is None else peak_bytes(one[0]))
     try:
         config, read = model_config(spec.model), (spec.task, spec.prompt, spec.evaluation)
         key = (spec.model, str(spec.steps > 0), *(part.model_dump_json() for part in read))
@@ -160,6 +164,17 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
         raise
     except Exception as error:  # counting fails in many ways for an unusual model, which may still train well
         return None, (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _estimate_stage(stage: Stage, together: int) -> tuple[dict[str, int] | None, str | None]:
+    found, why = estimate_run(stage.spec, together)
+    if found is None or stage.rejection is None or stage.rejection.teacher is None:
+        return found, why
+    other, why = estimate_run(stage.spec.model_copy(update={"model": stage.rejection.teacher}))
+    if other is None:
+        return None, why
+    larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
+    return {**found, **larger, "teacher": other["policy"]}, None
 
 
 def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:

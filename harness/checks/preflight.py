@@ -54,7 +54,8 @@ def check_runs(
                     f"the splits of task '{task.name}' must share no problem, or a test would count what was trained "
                     f"on, got prompt id '{prompt.id}' in {first} and in {split}; correct {type(task).__name__}.prompts"
                 )
-    for spec in {(spec.task.model_dump_json(), spec.sampler): spec for spec in trained}.values():
+    stages = [stage.spec for spec in trained for stage in spec.staged()]
+    for spec in {(spec.task.model_dump_json(), spec.sampler): spec for spec in stages}.values():
         spec.sampler.check(spec.task.prompts("train"))
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
@@ -70,7 +71,7 @@ def check_runs(
                 "%d of the %d problems of the test '%s' are training problems of '%s': its accuracy counts what was "
                 "trained on", len(known), len(asked), test.name, task.name,
             )  # fmt: skip
-    if any(spec.sampling.top_p < 1 for spec in trained):
+    if any(spec.sampling.top_p < 1 for spec in stages):
         log.warning(
             "sampling.top_p below 1 biases training: tokens are drawn from the cut distribution, and ratio and "
             "gradient use log-probs of the uncut one; set top_p=1 to train without that bias"
@@ -132,6 +133,7 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
     InputsChanged if they differ from the expected ones, ValueError for a torn model folder. Hashes of large files are
     kept in `cache`.
     """
+    teachers, specs = _teachers(specs), [stage.spec for spec in specs for stage in spec.staged()]
     sources: dict[str, Mapping[str, Path | str]] = {}
     read = {(spec.task.model_dump_json(), bool(spec.steps), bool(spec.cold_start.steps)): spec for spec in specs}
     for spec in read.values():
@@ -140,7 +142,8 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
             sources |= spec.task.inputs(split)
     for test in (test for spec in specs for test in spec.evaluation.tests if splits is None or "test" in splits):
         sources |= test.inputs("test")
-    for model in dict.fromkeys(name for spec in specs for name in (spec.model, spec.kl.reference) if name is not None):
+    models = [*teachers, *(name for spec in specs for name in (spec.model, spec.kl.reference) if name is not None)]
+    for model in dict.fromkeys(models):
         sources |= model_sources(model)
     for reward in (reward for spec in specs for reward in spec.rewards.values()):
         sources |= reward.inputs()
@@ -156,10 +159,11 @@ def check_countable(spec: RunSpec) -> None:
     from ..policy.flops import Costs
     from ..policy.model import empty_model, model_config
 
-    try:
-        Costs.of(empty_model(model_config(spec.model)))
-    except Exception as error:
-        raise SpecError(f"max_flops must be left out for model '{spec.model}': {error}; use steps") from None
+    for model in (spec.model, *_teachers([spec])):
+        try:
+            Costs.of(empty_model(model_config(model)))
+        except Exception as error:
+            raise SpecError(f"max_flops must be left out for model '{model}': {error}; use steps") from None
 
 
 def check_tokens(model: str, reference: str) -> None:
@@ -198,6 +202,9 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
     from ..policy.text import load_codec
     from ..policy.tiny import TINY
 
+    for teacher in _teachers(specs):
+        check_model(teacher, "rejection.teacher")
+    specs = [stage.spec for spec in specs for stage in spec.staged()]
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
@@ -222,6 +229,12 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
                 f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
                 f"use {math.gcd(heads, size)}"
             )
+
+
+def _teachers(specs: Sequence[RunSpec]) -> list[str]:
+    """The models that answer in stages of rejection sampling."""
+    settings = [stage.rejection for spec in specs for stage in spec.staged()]
+    return list(dict.fromkeys(one.teacher for one in settings if one is not None and one.teacher is not None))
 
 
 def _splits(spec: RunSpec) -> Sequence[Split]:

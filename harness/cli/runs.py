@@ -33,24 +33,14 @@ def train(
     mirror: options.Mirror = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
-    another."""
+    """Train one run in RUNS/train/NAME; the same command resumes it."""
     ended = api.train(spec, sets or (), name=name, runs=runs, command=sys.argv[1:])
     result = ended.result
     if as_json:
-        stages = {} if ended.stages is None else {"stages": ended.stages}
-        terminal.print_json({"name": ended.name, "directory": ended.directory, **vars(result), **stages})
+        terminal.print_json({"name": ended.name, "directory": ended.directory, **vars(result)})
         raise typer.Exit(EXIT_CODE.get(result.state, 1))
-    if ended.stages is None:
-        rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
-        terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
-    else:
-        keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
-        rows = []
-        for one in ended.stages:
-            found = [terminal.quantity(k, one["summary"][k]) if k in one["summary"] else "" for k in keys]
-            rows.append([one["name"], one["kind"], one["state"], *found])
-        terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
+    rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
+    terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
     terminal.say(f"{ended.name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
     terminal.say(f"Files: {ended.directory}")
     raise typer.Exit(EXIT_CODE.get(result.state, 1))

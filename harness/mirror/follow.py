@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """The copy of one record: a run, a pipeline with its stages, or a study with its trials."""
+    """The copy of one record: a run, or a study with its trials."""
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder = runs, folder
@@ -49,7 +49,7 @@ class Mirror:
         else:
             self._member(self.folder).copy(client)
             parent = self._member(self.folder).place.run_id
-        files = sorted(self.folder.glob(f"[ts]*/*/{INFO}"))  # trials/ and stages/
+        files = sorted(self.folder.glob(f"trials/*/{INFO}"))
         for number, file in enumerate(files):
             if time.monotonic() > over:
                 return len(files) - number

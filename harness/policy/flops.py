@@ -55,6 +55,7 @@ class Costs:
     again               of what gradient checkpointing computes again
     adapter             the share of a token in `forward` that is an adapter's
     reference           those of the reference, if it is another model
+    sampler             those of the model that samples, if it is another one
     """
 
     forward: Work
@@ -66,6 +67,7 @@ class Costs:
     can_share: bool
     recomputes: bool
     reference: "Costs | None" = None
+    sampler: "Costs | None" = None
 
     @classmethod
     def of(cls, policy: nn.Module) -> "Costs":
@@ -203,7 +205,7 @@ def stepped(
         learning += scored(costs, trained, share=share, headed=False)
     if algorithm.needs_critic and not algorithm.shares_trunk:
         learning += learned(costs, trained, spec, share=share, headed=False)
-    return {"sampling": sampled(costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}
+    return {"sampling": sampled(costs.sampler or costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}
 
 
 def _read(rows: Lengths, share: bool, headed: bool) -> tuple[Work, Work]:

@@ -49,6 +49,7 @@ class Learner:
     def __init__(self, spec: RunSpec, policy: nn.Module, reference: nn.Module | None = None):
         """`reference` is the model of `kl.reference`, on its device, which the learner freezes."""
         self.spec = spec
+        self.start = 0  # training steps of the run before its own
         self.sampler_is_exact = False  # whether the engine's log-probs are the policy's before the step, to rounding
         self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
         self.policy = policy
@@ -147,6 +148,7 @@ class Learner:
         Returns the ones that vary over the run, as metrics.
         """
         metrics: dict[str, float] = {}
+        step -= self.start
         settings = self.spec.optimizer
         if settings.schedule != "constant" or settings.warmup_steps:
             for name, optimizer in self.optimizers.items():
@@ -179,11 +181,11 @@ class Learner:
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
-        self.warms_critic = step < self.spec.critic.warmup_steps
+        self.warms_critic = step - self.start < self.spec.critic.warmup_steps
         if self.spec.staleness:  # later steps sample from these weights
             self.older.append(self._trained_weights())
         weights = weight_sample(self.policy)
-        self.fits_head = step == 0 and self.spec.critic.head == "fitted"
+        self.fits_head = step == self.start and self.spec.critic.head == "fitted"
         fitted = self._fit_head(batch) if self.fits_head else {}
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
@@ -224,7 +226,8 @@ class Learner:
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
             state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
-        if self.spec.kl.refresh_reference_every and self.reference is not None:
+        has_changed = self.start or self.spec.kl.refresh_reference_every  # else it is the run's first policy
+        if has_changed and self.spec.kl.reference is None and self.reference is not None:
             state["reference"] = self.reference.state_dict()
         if self.spec.staleness:
             state["older"] = list(self.older)

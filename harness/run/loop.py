@@ -22,6 +22,7 @@ from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
+from .fine_tuning import fine_tuning_step
 from .gates import LEARNT, check_gates
 from .grading import sample_rows
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
@@ -51,9 +52,10 @@ def train(
     run: Run | None = None
     with expecting(inputs):
         spec.engine.check(spec.sampling_with_limit())
-        check_length(spec)
-        if spec.kl.reference is not None:
-            check_tokens(spec.model, spec.kl.reference)
+        for stage in spec.staged():
+            check_length(stage.spec)
+            if stage.spec.kl.reference is not None:
+                check_tokens(spec.model, stage.spec.kl.reference)
         log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
         prompts = spec.task.prompts("train") if spec.steps else []
         if spec.control == "shuffled_gold" and len(prompts) == 1:
@@ -71,21 +73,27 @@ def train(
 
 
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
-    spec = run.spec
-    gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
-    agreement = check_agreement(run, prompts, step) if step < spec.steps else {}
+    whole, stages = run.whole, run.whole.staged()
+    agreement = check_agreement(run, prompts, step) if step < whole.steps else {}
     if step == 0:
         if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
-        if spec.evaluation.test_at_start and spec.steps:
+        if whole.evaluation.test_at_start and whole.steps:
             _test(run, 0, "start")
-    while step < spec.steps and not run.is_spent:
+    while step < whole.steps and not run.is_spent:
         run.writer.check()
-        start = run.models.now()
-        metrics, drawn = train_step(run, prompts, step)
+        start, drawn = run.models.now(), Drawn()
+        if step == run.stage.end:
+            run.begin(next(stage for stage in stages if step < stage.end))
+        spec = run.spec
+        if run.stage.rejection is None:
+            metrics, drawn = train_step(run, prompts, step)
+            counts = drawn.lengths(spec.prompts_per_step)
+        else:
+            metrics, counts = fine_tuning_step(run, prompts, step, should_stop)
         step += 1
-        metrics = merged(metrics, charge_step(run, drawn, metrics["seconds/step"]))
+        metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
         run.charge(run.models.now() - start)
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
@@ -93,22 +101,26 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         run.log.metrics(step, metrics)
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
         every = spec.checkpoints.rollouts_every
-        if every and (step - 1) % every == 0 and ranks.rank() == 0:
+        if every and (step - 1) % every == 0 and drawn.groups and ranks.rank() == 0:
             file = run.directory / (name := f"rollouts/step-{step:06d}.jsonl")  # one rollout per line
             file.parent.mkdir(exist_ok=True)
             write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows()))
             sync(file.parent)  # on disk before the event with its hash
             run.log.kept(step, name, sha256(file))
-        run.log.progress("train", step, spec.steps)
-        check_gates(gates, run.gates, metrics, step)  # decided from metrics that all ranks share
-        is_last = step == spec.steps or run.is_spent
-        if step % spec.evaluation.every == 0 or is_last:
+        run.log.progress("train", step, whole.steps)
+        if drawn.groups:  # metrics that all ranks share
+            gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
+            check_gates(gates, run.gates, metrics, step)
+        is_last = step == whole.steps or run.is_spent
+        is_due = is_last or step == run.stage.end
+        if step % whole.evaluation.every == 0 or is_due:
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
             if step in spec.evaluation.test_steps(spec.steps)[:-1]:
                 _evaluate(run, "test", step, "test")
         stop = ranks.same(should_stop)
-        if step % spec.checkpoints.every == 0 or is_last or stop:
+        has_sampled = not drawn.groups and step == run.stage.start + 1  # answers that are not to be sampled again
+        if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
             run.save(step, is_last=is_last)
         if stop and not is_last:
             return RunResult("stopped", None, run.summary())
@@ -116,12 +128,11 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     return RunResult("complete", None, run.summary())
 
 
-def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
-    """Add the costs of a step (everything that it has sampled) to the run's totals, and return those as metrics;
+def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> dict[str, float]:
+    """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Drawn`,
     `seconds` is its time."""
     spec, totals, learner = run.spec, run.totals, run.learner
-    sampled, greedy = flops.lengths(drawn.groups), flops.lengths(drawn.greedy)
-    trained = flops.lengths(drawn.trained_on(spec.prompts_per_step).groups)
+    sampled, trained, greedy = lengths
     counts = [count for _, completions in (*sampled, *greedy) for count in completions]
 
     def operations(costs: flops.Costs) -> Mapping[str, float]:
@@ -139,7 +150,7 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
         "train/rollouts": totals.rollouts,
         "train/generated_tokens": totals.generated_tokens,
         "train/optimizer_steps": totals.optimizer_steps,
-        "throughput/tokens_per_second": sum(counts) / seconds,
+        **({"throughput/tokens_per_second": sum(counts) / seconds} if counts else {}),
         **run.charge_flops(operations),
     }
 
@@ -147,7 +158,7 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
 def _test(run: Run, step: int, area: str) -> None:
     """Evaluate on the run's own test problems and on its other tests."""
     _evaluate(run, "test", step, area)
-    for name, spec in run.spec.tests.items():
+    for name, spec in run.whole.tests.items():
         _evaluate(run, "test", step, f"{area}_{name}", spec)
 
 
@@ -158,7 +169,7 @@ def _evaluate(run: Run, split: Split, step: int, area: str = "", spec: RunSpec |
     def charge(drawn: flops.Lengths) -> Mapping[str, float]:
         return run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
 
-    result = logged_evaluation(spec or run.spec, run.engine, run.directory, run.log, split, step, charge, area)
+    result = logged_evaluation(spec or run.whole, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)
     if area == "test":
         tested = run.spec.evaluation.test_steps(run.spec.steps)

@@ -17,7 +17,7 @@ from torch import nn
 from .. import plugins
 from ..checks.memory import decided, estimate_run, longest, peak_bytes, read_prompts
 from ..checks.preflight import run_inputs
-from ..data import Prompt, Split, TrialState
+from ..data import Demonstration, Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..devices.sharding import assembled, copied
@@ -26,15 +26,16 @@ from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.forward import recomputes
 from ..policy.lora import add_adapter
-from ..policy.model import load_policy, saved_weights
+from ..policy.model import empty_model, load_policy, model_config, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
-from ..spec.run import RunSpec
+from ..spec.run import RunSpec, Stage
 from .checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
+from .supervised import supervised
 from .sync import SpotCheck
 
 DEMONSTRATIONS = 512  # number whose mean length stands for all
@@ -114,17 +115,39 @@ class Run:
     gates: GateState = field(default_factory=GateState)
     spent: dict[str, float] = field(default_factory=dict)
     costs: flops.Costs | None = None  # None where operations are not counted
+    answers: list[Demonstration] | None = None
     pass_rates: dict[str, float] = field(default_factory=dict)  # the history of its prompts, for its sampler
     writer: Writer = field(default_factory=Writer)  # of checkpoints
+    cache: Path = Path()
+    stage: Stage = None  # pyright: ignore  # by default the run as a whole
 
     def __post_init__(self) -> None:
-        with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
-            self.costs = flops.Costs.of(self.learner.policy)
-            if self.spec.kl.reference is not None and self.learner.reference is not None:
-                self.costs = replace(self.costs, reference=flops.Costs.of(self.learner.reference))
         self.tokenizer = deepcopy(self.codec.tokenizer)  # to be saved while the other one encodes
+        self.whole, self.stage = self.spec, self.stage or Stage("", self.spec)
+        self._learns()
+
+    def begin(self, stage: Stage) -> None:
+        """Let a stage begin with the policy as it is: a new learner, whose reference is that policy, and new gates."""
+        self.writer.check(wait=True)  # a checkpoint may still copy what the last learner has
+        policy, shares_prompts = self.learner.policy, self.learner.shares_prompts
+        del self.learner  # its moments and models are not needed beside the next ones
+        self.stage, self.answers, self.gates = stage, None, GateState()
+        self.learner = learner_of(stage, policy, self.models)
+        self.learner.shares_prompts = shares_prompts
+        self._learns()
+
+    def _learns(self) -> None:
+        """Take the settings of the learner, and count what its models cost."""
+        self.spec, rejection, self.costs = self.learner.spec, self.stage.rejection, None
+        with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
+            costs = flops.Costs.of(self.learner.policy)
+            if self.spec.kl.reference is not None and self.learner.reference is not None:
+                costs = replace(costs, reference=flops.Costs.of(self.learner.reference))
+            if rejection is not None and rejection.teacher is not None:
+                costs = replace(costs, sampler=flops.Costs.of(empty_model(model_config(rejection.teacher))))
+            self.costs = costs
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
-        self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
+        self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and rejection is None
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
@@ -144,7 +167,7 @@ class Run:
         weights, state = saved_weights(self.learner.policy), self.learner.state(to_train=not is_last)
         group, on_first = self.writer.group, self.spec.lora is not None
         save = partial(
-            save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.spec.digest(),
+            save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.whole.digest(),
             policy=self.learner.policy, tokenizer=self.tokenizer, progress=deepcopy(progress),
             keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base, is_last=is_last,
             group=group,
@@ -216,9 +239,18 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
     """The settings of the run's engine, complete."""
 
     def row_tokens() -> int:
-        return longest(codec, read_prompts(spec) if prompts is None else prompts) + spec.max_tokens
+        most = max(stage.spec.max_tokens for stage in spec.staged())
+        return longest(codec, read_prompts(spec) if prompts is None else prompts) + max(spec.max_tokens, most)
 
     return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
+
+
+def learner_of(stage: Stage, policy: nn.Module, models: Models) -> Learner:
+    """The learner of a stage that begins with this policy."""
+    spec = stage.spec if stage.rejection is None else supervised(stage.spec)
+    learner = Learner(spec, policy, models.reference(spec))
+    learner.start = stage.start
+    return learner
 
 
 def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
@@ -260,10 +292,13 @@ def prepare(
     policy, codec = models.policy(spec, cache, watch_cold_start)
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
-    learner = Learner(spec, policy, models.reference(spec))
+    stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
+    learner = learner_of(stage, policy, models)
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
-    run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
+    run = Run(
+        spec, engine, learner, log, directory, codec, models, memory_before, inputs, base, stage=stage, cache=cache
+    )
     if checkpoint is None:
         return run, 0
 
@@ -300,7 +335,7 @@ def run_facts(run: Run) -> dict[str, float]:
     recompute = recomputes(run.learner.policy)
     if spec.gradient_checkpointing == "auto" and resolve_device(spec.device).type == "cuda":
         facts["memory/recomputes"] = float(recompute)
-    ran = spec.model_copy(update={"gradient_checkpointing": recompute})
+    ran = run.whole.model_copy(update={"gradient_checkpointing": recompute})
     needed, _ = estimate_run(ran) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(peak_bytes({**needed, "process": run.memory_before}))

@@ -28,6 +28,7 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.tensors import pad_right
 from ..interfaces import Distribution, Sampler
+from ..policy.flops import Lengths, lengths
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import RunSpec
 from .gates import GateState
@@ -141,6 +142,10 @@ class Drawn:
 
         return Drawn(at(self.groups), at(self.graded), at(self.scores), at(self.greedy), at(self.greedy_rewards))
 
+    def lengths(self, count: int) -> list[Lengths]:
+        """Those of all samples, of the `count` groups of the batch, and of the greedy completions."""
+        return [lengths(groups) for groups in (self.groups, self.trained_on(count).groups, self.greedy)]
+
     def metrics(self, spec: RunSpec) -> dict[str, float]:
         """`reward/greedy`, where there are greedy completions; with dynamic sampling its counts: `sampling/batches`,
         `sampling/kept_groups` (unequal rewards), `sampling/filled_groups` (equal, to fill the step)."""
@@ -157,7 +162,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
     same prompts, under the same limits.
     """
     spec, count = run.spec, run.spec.prompts_per_step
-    draw = PromptDraw(count, spec.seed, step, drawn.num_batches, step / spec.steps, run.pass_rates)
+    draw = PromptDraw(count, spec.seed, step, drawn.num_batches, (step - run.stage.start) / spec.steps, run.pass_rates)
     chosen = drawn_prompts(spec.sampler, prompts, draw, {group.prompt.id for group in drawn.groups})
 
     def sampled(group_size: int, sampling: Sampling) -> list[Group]:

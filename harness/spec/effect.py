@@ -16,7 +16,10 @@ _ON_POLICY = (
 
 
 def inert(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Path -> reason, for each setting of a run (as JSON) that cannot change it."""
+    """Path -> reason, for each setting of a run (as JSON) that cannot change it; none with stages, which have their
+    own."""
+    if spec.get("stages"):
+        return {}
     sections = (spec.get(name) for name in ("algorithm", "optimizer", "mismatch"))
     algorithm, updates, mismatch = (section if isinstance(section, Mapping) else {} for section in sections)
     found: dict[str, str] = {}

@@ -62,7 +62,7 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
 
     `whole` names mappings whose keys may contain dots: the rest of a path below them is one key. A plain value with a
     path below it becomes the mapping that it stands for: text names a plugin, a number in `rewards` is a weight. A
-    number for a reward changes only its weight.
+    number for a reward changes only its weight. A stage is the key that its name says.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
@@ -71,9 +71,17 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
         *above, last = keys
         if len(keys) > MAX_DEPTH:
             raise SpecError(f"a path must have at most {MAX_DEPTH} keys, got {len(keys)}: '{dotted[:40]}...'")
-        node = result
+        node: Any = result
         for depth, key in enumerate(above, start=1):
+            if isinstance(node, list):  # of stages or tests, by their names
+                node = next((one for one in node if isinstance(one, dict) and one.get("name") == key), None)
+                if node is None:
+                    raise SpecError(f"'{dotted}': {'.'.join(above[: depth - 1])} has none that is called '{key}'")
+                continue
             child = node.get(key)
+            if isinstance(child, list) and depth < len(above):
+                node = child
+                continue
             if isinstance(child, str):
                 child = {"name": child}
             elif above[0] == "rewards" and depth == 2 and is_number(child):

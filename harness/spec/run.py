@@ -6,7 +6,8 @@ classes that it names.
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -19,6 +20,12 @@ from .raw import MAX_INTEGER, is_number
 
 Scalar = bool | int | float | str | None
 Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"]
+Kind = Literal["train", "rejection_sampling"]  # of a stage
+_OF_A_FIT = {"steps", "rollouts_per_step", "sampling", "optimizer"}  # settings of a run that a stage may change
+_OF_A_STAGE = _OF_A_FIT | {
+    "algorithm", "critic", "dynamic_sampling", "gates", "high_entropy_tokens", "kl", "mismatch", "overlong", "rewards",
+    "sampler",
+}  # fmt: skip
 
 
 class ColdStart(Section):
@@ -196,6 +203,49 @@ class Gates(Section):
     )
 
 
+class Rejection(Section):
+    """The answers that a stage of rejection sampling fine-tunes on: correct ones, not cut by the token limit."""
+
+    num_prompts: int = Field(default=512, ge=1, description="training problems; all when there are fewer")
+    num_samples: int = Field(default=8, ge=1, le=10_000, description="completions of each")
+    keep: int = Field(default=1, ge=1, description="distinct correct completions kept of each, the first ones")
+    restart: bool = Field(default=False, description="fine-tune the policy that the run started from")
+    teacher: str | None = Field(
+        default=None, min_length=1, description="model that answers: a Hub id or a folder; by default the policy"
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run: its training steps `start + 1` to `end`, counted over the whole run, and its settings.
+
+    `rejection` is None for reinforcement learning.
+    """
+
+    name: str
+    spec: "RunSpec"
+    start: int = 0
+    rejection: Rejection | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.spec.steps
+
+    @property
+    def num_rollouts(self) -> int:
+        """Completions that the stage samples, at least."""
+        if self.rejection is not None:
+            return self.rejection.num_prompts * self.rejection.num_samples
+        greedy = self.spec.prompts_per_step if self.spec.algorithm.needs_greedy else 0
+        return self.spec.steps * (self.spec.rollouts_per_step + greedy)
+
+
+def _implied(algorithm: Algorithm | None, overlong: str | None) -> dict[str, Reward]:
+    """The rewards that are paid although nobody names them."""
+    weights = {} if algorithm is None else {name: _reward(name, w) for name, w in algorithm.default_rewards.items()}
+    return weights | ({"overlong": _reward("overlong", {})} if overlong == "penalise" else {})
+
+
 def _reward(name: str, settings: Any) -> Reward:
     """A reward from its weight or a mapping of its settings; reward objects pass unchanged."""
     if isinstance(settings, Reward):
@@ -276,7 +326,14 @@ class RunSpec(Section):
         description="training steps by which the sampling weights lag; old log-probs are "
         "the sampler's, or the learner's with a mismatch.correction",
     )
-    steps: int = Field(default=100, ge=0, description="training steps; 0: only evaluate the start")
+    steps: int = Field(
+        default=100, ge=0, description="training steps; 0: only evaluate the start; with stages, by default all of them"
+    )
+    stages: tuple[dict[str, Any], ...] = Field(
+        default=(),
+        exclude_if=lambda stages: not stages,  # so that a run without any has the digest that it always had
+        description="stages that the run goes through: name, kind, steps and what each changes (docs/pipelines.md)",
+    )
     max_flops: float | None = Field(
         default=None, gt=0, description="training operations, without evaluations and cold start, that end the run"
     )
@@ -316,10 +373,7 @@ class RunSpec(Section):
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
         given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
-        weights = info.data["algorithm"].default_rewards if "algorithm" in info.data else {}
-        own = {name: _reward(name, weight) for name, weight in weights.items()}
-        if info.data.get("overlong") == "penalise":
-            own.setdefault("overlong", _reward("overlong", {}))
+        own = _implied(info.data.get("algorithm"), info.data.get("overlong"))
         return dict(sorted({**own, **given}.items()))
 
     @model_validator(mode="after")
@@ -406,6 +460,90 @@ class RunSpec(Section):
         _must_divide("engine.tensor_parallel_size", self.engine.processes, self.devices, "devices")
         return self
 
+    @model_validator(mode="after")
+    def _stages_agree(self) -> Self:
+        """Completes `stages` with what they leave out, and `steps` with their sum."""
+        if not self.stages:
+            return self
+        names = [str(stage.get("name", "")) for stage in self.stages]
+        if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+            raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
+        for key, off in (("devices", 1), ("staleness", 0), ("lora", None)):
+            if (value := getattr(self, key)) != off:
+                raise ValueError(
+                    f"{key} must be left out with stages, which train all weights in one process, got {value}"
+                )
+        stages = [self._stage(stage) for stage in self.stages]
+        if any(stage.rejection is not None for stage in stages):
+            blind = [s.spec.algorithm.name for s in stages if not s.rejection and not s.spec.algorithm.sees_gold]
+            if blind or self.control not in (None, "frozen"):
+                why = f"{blind[0]} must not see gold answers" if blind else f"control {self.control} replaces them"
+                raise ValueError(f"stages of rejection sampling keep correct answers, and {why}; use one of the two")
+        total = sum(stage.spec.steps for stage in stages)
+        if "steps" in self.model_fields_set and self.steps > total:
+            raise ValueError(f"steps must be at most those of the stages, {total}, got {self.steps}; leave it out")
+        complete = []
+        for stage, raw in zip(stages, self.stages, strict=True):
+            whole, kind = (
+                stage.spec.model_dump(mode="json"),
+                "train" if stage.rejection is None else "rejection_sampling",
+            )
+            own = {key: whole[key] for key in raw if key in whole}
+            own |= {} if stage.rejection is None else {"rejection": stage.rejection.model_dump(mode="json")}
+            complete.append({"name": stage.name, "kind": kind, **own})
+        steps = min(self.steps, total) if "steps" in self.model_fields_set else total
+        for name, value in (("stages", tuple(complete)), ("steps", steps)):
+            object.__setattr__(self, name, value)
+        return self
+
+    def _stage(self, raw: Mapping[str, Any], start: int = 0) -> Stage:
+        """A stage from what it changes; its sections change single settings, and its rewards take the others' place."""
+        name, kind = str(raw["name"]), raw.get("kind", "train")
+        where, is_fit = f"stage '{name}'", kind != "train"
+        if kind not in get_args(Kind):
+            raise ValueError(f"{where}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        own = {key: value for key, value in raw.items() if key not in ("name", "kind", "rejection")}
+        for key in own:
+            if key in type(self).model_fields and key not in (_OF_A_FIT if is_fit else _OF_A_STAGE):
+                whose = (
+                    f"stages of kind train, got kind {kind}" if key in _OF_A_STAGE else "the whole run; set it there"
+                )
+                raise ValueError(f"{where}: {key} belongs to {whose}")
+        if "rejection" in raw and not is_fit:
+            raise ValueError(f"{where}: rejection belongs to kind rejection_sampling, got kind train")
+        if own.get("steps", 0) == 0:
+            raise ValueError(f"{where}: steps must be at least 1, got {own.get('steps', 'none')}")
+        common = self.model_dump(mode="json", exclude={"stages"})
+        implied = _implied(self.algorithm, self.overlong)  # those of another algorithm are others
+        given = {key: common["rewards"][key] for key, reward in self.rewards.items() if reward != implied.get(key)}
+        for key, value in own.items():
+            section = common.get(key)
+            if isinstance(value, Mapping) and isinstance(section, Mapping) and key != "rewards":
+                is_other = value.get("name") not in (None, section.get("name"))  # plugin, which has settings of its own
+                own[key] = value if is_other else {**section, **value}
+        spec = parsed(RunSpec, {**common, "rewards": given, **own}, where)
+        if not is_fit:
+            return Stage(name, spec, start)
+        rejection = parsed(Rejection, raw.get("rejection", {}), f"{where}: rejection")
+        if rejection.teacher and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
+            rule = (
+                f"{where}: rejection.teacher must be left out with engine={self.engine.name}, which keeps its weights"
+            )
+            raise ValueError(f"{rule}, got {rejection.teacher}; use engine=transformers")
+        return Stage(name, spec, start, rejection)
+
+    def staged(self) -> list[Stage]:
+        """The stages in order; without any, the run as the only one."""
+        found: list[Stage] = []
+        for raw in self.stages:
+            found.append(self._stage(raw, found[-1].end if found else 0))
+        return found or [Stage("", self)]
+
+    @property
+    def num_rollouts(self) -> int:
+        """Completions that training samples, at least."""
+        return sum(stage.num_rollouts for stage in self.staged())
+
     @property
     def prompts_per_step(self) -> int:
         return self.rollouts_per_step // self.algorithm.group_size
@@ -456,7 +594,10 @@ def get_path(spec: Section | Mapping[str, Any], dotted: str) -> Scalar:
     """The value at a dotted path of a RunSpec or its JSON (a reward's weight for a reward); None if there is none."""
     value: Any = spec
     for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        if isinstance(value, list | tuple):  # of stages, by their names
+            value = next((item for item in value if get_path(item, "name") == key), None)
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
     if isinstance(value, Reward):
         return value.weight
     return value.name if isinstance(value, Section) and hasattr(value, "name") else value  # pyright: ignore

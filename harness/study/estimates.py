@@ -21,7 +21,7 @@ from ..ground.inputs import digest
 from ..ground.machine import default_workers, usable_cores
 from ..policy.sources import is_here
 from ..record.status import StudyStatus
-from ..spec.run import RunSpec, parse_run
+from ..spec.run import RunSpec, Stage, parse_run
 from ..spec.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 
@@ -61,18 +61,27 @@ def passes(spec: RunSpec, step: int | None = None) -> float:
     One that is read counts 1, sampled 2 (one at a time is slow), learnt from 3 in each pass over the batch. Every
     completion counts with its full limit, prompts do not count.
     """
-    algorithm, evaluation, done = spec.algorithm, spec.evaluation, spec.steps if step is None else step
+    evaluation, done = spec.evaluation, spec.steps if step is None else step
+    work = sum(_passes(stage, min(done, stage.end) - stage.start) for stage in spec.staged() if done > stage.start)
+    validation = 2 * evaluation.num_prompts * (1 + evaluation.num_samples)
+    test = 2 * evaluation.num_test_prompts * (1 + evaluation.samples_of("test")) * (1 + len(evaluation.tests))
+    validations = 1 + (math.ceil(done / evaluation.every) if step is None else max(0, done - 1) // evaluation.every)
+    tests = (evaluation.test_at_start and spec.steps > 0) + (step is None) * evaluation.test_last
+    return float(spec.max_tokens * (work + validations * validation + tests * test))
+
+
+def _passes(stage: Stage, done: int) -> float:
+    """Completions that pass through the model in so many steps of a stage, counted in the same way."""
+    spec, algorithm = stage.spec, stage.spec.algorithm
+    if stage.rejection is not None:
+        return 2 * stage.num_rollouts + 3 * done * spec.rollouts_per_step * spec.optimizer.num_inner_epochs
     own_critic = algorithm.needs_critic and not algorithm.shares_trunk
     read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
     read += algorithm.needs_collision + len({reward.distribution for reward in spec.rewards.values()} - {None})
     learnt = 3 * spec.optimizer.num_inner_epochs * (2 if own_critic else 1)
     each = spec.rollouts_per_step * (1 + spec.dynamic_sampling + read + learnt)  # half of the batches that it may draw
     each += 2 * spec.prompts_per_step if algorithm.needs_greedy else 0
-    validation = 2 * evaluation.num_prompts * (1 + evaluation.num_samples)
-    test = 2 * evaluation.num_test_prompts * (1 + evaluation.samples_of("test")) * (1 + len(evaluation.tests))
-    validations = 1 + (math.ceil(done / evaluation.every) if step is None else max(0, done - 1) // evaluation.every)
-    tests = (evaluation.test_at_start and spec.steps > 0) + (step is None) * evaluation.test_last
-    return float(spec.max_tokens * (done * each + validations * validation + tests * test))
+    return done * each
 
 
 class Clock:
@@ -240,8 +249,7 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     arms = []
     for arm, count in listed.values():
         spec = arm.spec
-        greedy = spec.prompts_per_step if spec.algorithm.needs_greedy else 0
-        rollouts = spec.steps * (spec.rollouts_per_step + greedy)
+        rollouts = spec.num_rollouts
         arms.append({
             "arm": arm.label, "overrides": dict(arm.overrides), "trials": count, "steps": spec.steps,
             "rollouts": rollouts, "generated_tokens_bound": rollouts * spec.max_tokens, "seconds": clock.left(arm),

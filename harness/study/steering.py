@@ -30,7 +30,7 @@ from .queue import Queue, open_queue
 from .worker import EXECUTE
 
 NO_CHECKPOINT = "--warm starts from a checkpoint, and '{}' has none for seed {}; {}, or leave --warm out"
-START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
+START = ("model", "prompt", "dtype", "lora", "cold_start", "stages")  # settings that decide the start of a run
 
 
 def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:

@@ -1,0 +1,142 @@
+"""A stage of rejection sampling: a model answers training problems, and the policy learns the correct answers.
+
+The model is the policy as the stage starts (DeepSeek-R1, arXiv:2501.12948, section 2.3.3) or a teacher. Departures: the
+task decides which answers are correct, and no model filters them; the fine-tuning starts from the sampling policy, or
+with `restart` from the run's first one, as in the paper.
+
+All answers are in `rollouts/`, in the file of the stage's first step: a killed stage goes on from there.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data import Demonstration, GradedGroup, Group, InvalidRun, Prompt, Rollout, Score
+from ..devices.device import mixed_precision, resolve_device
+from ..ground.files import sha256, sync, write_text
+from ..ground.streams import generator
+from ..interfaces import Codec, RolloutEngine
+from ..policy import flops
+from ..policy.model import load_policy
+from ..policy.text import load_codec
+from .cold_start import start_policy
+from .evaluate import PROMPTS_AT_ONCE
+from .grading import grade, sample_rows
+from .state import Run, StoppedEarly, build_engine, placed
+from .step import Clock, annotated, rollout_metrics
+
+
+def fine_tuning_step(
+    run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]
+) -> tuple[dict[str, float], list[flops.Lengths]]:
+    """The metrics of one step, and its lengths as those of `Drawn`.
+
+    The stage's first step samples first. InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.
+    """
+    stage, learner, clock = run.stage, run.learner, Clock(run.models.now)
+    found, sampled = {}, []
+    if step == stage.start:
+        found, sampled = _sampled(run, prompts, should_stop)
+        if stage.rejection is not None and stage.rejection.restart:
+            first, _ = start_policy(run.whole, run.cache)
+            learner.policy.load_state_dict(first.state_dict())
+        clock.lap("generate")
+    if run.answers is None:
+        assert stage.rejection is not None
+        lines = _file(run).read_text(encoding="utf-8").splitlines()
+        run.answers = kept_answers(list(map(json.loads, lines)), stage.rejection.keep)
+    if not run.answers:
+        raise InvalidRun(
+            f"stage '{stage.name}' has kept none of {found.get('rejection/samples', 0):.0f} answers, because none is "
+            "correct; sample more (rejection.num_samples) or train longer before"
+        )
+    chosen = drawn(len(run.answers), run.spec.rollouts_per_step, run.spec.seed, stage.start, step)
+    groups = [as_group(run.answers[i], run.codec) for i in chosen]
+    batch, scheduled = annotated(run, groups, step)
+    clock.lap("annotate")
+    updated = learner.update(batch, step)
+    clock.lap("update")
+    run.engine.load_weights(learner.weights(), step + 1)
+    clock.lap("sync")
+    updated = {name: value for name, value in updated.items() if not name.startswith("mismatch/")}  # nothing to match
+    return {**found, **scheduled, **updated, **clock.metrics}, [sampled, flops.lengths(groups), []]
+
+
+def _file(run: Run) -> Path:
+    return run.directory / f"rollouts/step-{run.stage.start + 1:06d}.jsonl"
+
+
+def _sampled(
+    run: Run, prompts: Sequence[Prompt], should_stop: Callable[[], bool]
+) -> tuple[dict[str, float], flops.Lengths]:
+    """Sample the answers of the stage and write them to its file: their metrics and lengths."""
+    stage, settings, task = run.stage, run.stage.rejection, run.spec.task
+    assert settings is not None
+    prompts = prompts[: settings.num_prompts]
+    groups: list[Group] = []
+    graded: list[GradedGroup] = []
+    with _sampler(run) as engine, mixed_precision(resolve_device(run.spec.device), run.spec.autocast):
+        for first in range(0, len(prompts), PROMPTS_AT_ONCE):
+            part, sampling = prompts[first : first + PROMPTS_AT_ONCE], stage.spec.sampling_with_limit()
+            new = engine.sample(part, settings.num_samples, sampling, seed=run.spec.seed, step=stage.start)
+            groups, graded = groups + new, graded + grade(task, new, run.spec.max_tokens)
+            run.log.progress("sample", len(groups), len(prompts))
+            if should_stop():
+                raise StoppedEarly
+    run.engine.sleep()
+    scores = [Score(paid, paid, None, {}) for paid in ([float(right) for right in g.correct or ()] for g in graded)]
+    rows = [asdict(row) for row in sample_rows(groups, graded, scores, step=stage.start + 1, split="train")]
+    file = _file(run)
+    file.parent.mkdir(exist_ok=True)
+    write_text(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+    sync(file.parent)  # on disk before the event with its hash
+    run.log.kept(stage.start + 1, file.relative_to(run.directory).as_posix(), sha256(file))
+    run.answers = kept = kept_answers(rows, settings.keep)
+    counts = {
+        "samples": len(rows), "correct": sum(row["correct"] for row in rows), "kept": len(kept),
+        "acceptance": len(kept) / len(rows), "covered": len({one.prompt for one in kept}) / len(prompts),
+    }  # fmt: skip
+    metrics = {f"rejection/{name}": float(value) for name, value in counts.items()}
+    return rollout_metrics(graded, [score.totals for score in scores]) | metrics, flops.lengths(groups)
+
+
+@contextmanager
+def _sampler(run: Run) -> Iterator[RolloutEngine]:
+    """The engine of the policy, or one of the teacher for as long as the context lasts."""
+    teacher = run.stage.rejection and run.stage.rejection.teacher
+    if not teacher:
+        yield run.engine
+        return
+    run.engine.sleep()
+    model = placed(load_policy(teacher, seed=0), run.spec)
+    with closing(build_engine(run.spec, model, load_codec(teacher, run.spec.prompt))) as engine:
+        yield engine
+
+
+def kept_answers(rows: Sequence[Mapping[str, Any]], keep: int) -> list[Demonstration]:
+    """Of each problem the first `keep` distinct completions that are correct and not cut by the token limit."""
+    right: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row["correct"] and row["finish_reason"] == "stop":
+            right.setdefault(row["prompt"], {})[row["completion"]] = None
+    return [Demonstration(prompt, text) for prompt, texts in right.items() for text in list(texts)[:keep]]
+
+
+def drawn(count: int, size: int, seed: int, start: int, step: int) -> list[int]:
+    """The places of a step's answers: each pass over all of them has an order of its own."""
+    first = (step - start) * size
+    passes = range(first // count, (first + size - 1) // count + 1)
+    orders = [generator("fine-tuning", seed, start, number).permutation(count) for number in passes]
+    return np.concatenate(orders)[first - passes[0] * count :][:size].tolist()
+
+
+def as_group(answer: Demonstration, codec: Codec) -> Group:
+    """A group of one answer in the policy's own tokens."""
+    tokens = tuple(codec.encode_completion(answer.completion))
+    rollout = Rollout(answer.completion, tokens, (0.0,) * len(tokens), "stop")
+    return Group(Prompt("", answer.prompt, ""), codec.encode(answer.prompt), (rollout,))
