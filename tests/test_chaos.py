@@ -138,6 +138,57 @@ def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_a
     assert values(runs) == values(quiet)
 
 
+def a_study_of_stages() -> StudySpec:
+    """The real training loop: reinforcement learning with a reference, answers, a critic and a reference again, against
+    one that has no stages. Three seeds, 15 steps each."""
+    answers = {"kind": "rejection_sampling", "steps": 4, "rejection": {"num_prompts": 64, "num_samples": 4, "keep": 2}}
+    stages = [
+        {"name": "reason", "steps": 4},
+        {"name": "distil", **answers, "optimizer": {"learning_rate": 1e-3, "schedule": "linear"}},
+        {"name": "value", "steps": 4, "algorithm": {"name": "ppo"}},
+        {"name": "polish", "steps": 3, "kl": {"schedule": "adaptive", "target": 1e-4}},
+    ]
+    run = {
+        **a_trained_grid().run, "algorithm": {"name": "grpo", "kl_beta": 0.02}, "cold_start": {"steps": 100},
+        "steps": 15, "checkpoints": {"every": 3}, "evaluation": {**a_trained_grid().run["evaluation"], "every": 5},
+    }  # fmt: skip
+    arms = {"four stages": {"stages": stages}, "one": {}}
+    return a_study(name="chaos", run=run, factors={}, arms=arms, seeds=[0, 1, 2])
+
+
+@pytest.mark.long
+@pytest.mark.attack("A kill in every stage of a run")
+def test_a_study_with_an_arm_of_four_stages_that_is_killed_twenty_times_ends_as_an_undisturbed_one(
+    tmp_path: Path,
+    new_runs: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+):
+    """Bit for bit, as the runs above. A trial of stages is killed when it is seen at or after each of its steps."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    study, quiet, runs = a_study_of_stages(), new_runs(tmp_path / "quiet"), new_runs(tmp_path / "runs")
+    run(study, quiet, workers=1, execute=worker.EXECUTE)
+    draw, killed = random.Random(0), set[int]()
+    due = {seed: sorted(draw.sample(range(15), 7)) for seed in (0, 1, 2)}
+    due[2].pop()
+
+    def kill(status: StudyStatus) -> None:
+        for trial in status.trials:
+            if trial.arm == "four stages" and trial.state == "running" and due[trial.seed]:
+                lease, late = trial.directory / "lease", trial.phase in ("train", "sample", "validation")
+                pid = read_json(lease)["pid"] if late and lease.exists() else None
+                if pid is not None and pid not in killed and trial.step >= due[trial.seed][0]:
+                    due[trial.seed].pop(0)
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+
+    status = run(study, runs, kill, workers=1, execute=worker.EXECUTE)
+    record_property("tried", len(killed))
+    assert (status.finished, status.all_valid, len(killed)) == (True, True, 20)
+    check_once_each(open_queue(study, runs))
+    assert values(runs) == values(quiet)
+
+
 @pytest.mark.long
 @postgres_server.needed
 @pytest.mark.attack("Crash of the PostgreSQL server")

@@ -32,6 +32,7 @@ from cohort.harness.spec.raw import with_overrides
 from cohort.harness.spec.run import ColdStart, get_path, parse_run
 from cohort.harness.study.checks import check_claimed
 from cohort.harness.study.estimates import passes
+from cohort.reports.prose.notes import _clip_note, budget_note
 from factories import FEW, make_spec, make_study
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
 from transformers import LlamaForCausalLM
@@ -131,7 +132,11 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     check_claimed(SimpleNamespace(claim=[SimpleNamespace(metric=one) for one in names]), [spec])  # pyright: ignore
 
 
-def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(spec, undisturbed, tmp_path, cache):
+@pytest.mark.attack("A kill in every stage of a run")
+def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
+    spec, undisturbed, tmp_path, cache, record_property
+):
+    record_property("tried", 4)
     folder, whole, _ = undisturbed
     parts, resumed = MemoryLog(), []
     # Stops in the first stage and in the sampling of answers; kills, which save nothing, in the next stages.
@@ -331,6 +336,16 @@ def test_an_arm_has_stages_of_its_own_or_none():
     varied = make_study(run={**FEW, "stages": [{"name": "a", "steps": 2}], "steps": 2},
                         factors={"stages.a.steps": [2, 3]})  # fmt: skip
     assert [arm.levels for arm in varied.design_arms()] == [{"stages.a.steps": 2}, {"stages.a.steps": 3}]
+
+
+def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_optimiser_step():
+    plain = make_spec(**{**FEW, "steps": 2}).model_dump(mode="json")
+    several = {"name": "a", "steps": 2, "optimizer": {"num_minibatches": 2}}
+    specs = {"alone": plain, "stages": a_run(several).model_dump(mode="json")}
+    assert budget_note(None, specs) == (  # pyright: ignore
+        "Budgets differ", "Arms differ in stages: read the curves against rollouts or tokens, not against steps."
+    )  # fmt: skip
+    assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
 
 
 @pytest.mark.parametrize(

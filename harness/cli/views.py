@@ -129,7 +129,9 @@ def _range(least: int, most: int) -> str:
 
 
 def _changes(arm: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in arm["overrides"].items()) or "the base run"
+    names = {"stages": [stage["name"] for stage in arm["overrides"].get("stages", ())]}
+    shown = {key: ", ".join(names[key]) or "none" if key in names else v for key, v in arm["overrides"].items()}
+    return ", ".join(f"{key}={value}" for key, value in shown.items()) or "the base run"
 
 
 def _values(dimension: Dimension) -> str:

@@ -36,7 +36,8 @@ def fine_tuning_step(
 ) -> tuple[dict[str, float], list[flops.Lengths]]:
     """The metrics of one step, and its lengths as those of `Drawn`.
 
-    The stage's first step samples first. InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.
+    The stage's first step samples first. The engine then sleeps: it has other weights until it is given the policy's.
+    InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.
     """
     stage, learner, clock = run.stage, run.learner, Clock(run.models.now)
     found, sampled = {}, []
@@ -46,6 +47,7 @@ def fine_tuning_step(
             first, _ = start_policy(run.whole, run.cache)
             learner.policy.load_state_dict(first.state_dict())
         clock.lap("generate")
+    run.engine.sleep()
     if run.answers is None:
         assert stage.rejection is not None
         lines = _file(run).read_text(encoding="utf-8").splitlines()
@@ -61,8 +63,6 @@ def fine_tuning_step(
     clock.lap("annotate")
     updated = learner.update(batch, step)
     clock.lap("update")
-    run.engine.load_weights(learner.weights(), step + 1)
-    clock.lap("sync")
     updated = {name: value for name, value in updated.items() if not name.startswith("mismatch/")}  # nothing to match
     return {**found, **scheduled, **updated, **clock.metrics}, [sampled, flops.lengths(groups), []]
 
@@ -88,7 +88,6 @@ def _sampled(
             run.log.progress("sample", len(groups), len(prompts))
             if should_stop():
                 raise StoppedEarly
-    run.engine.sleep()
     scores = [Score(paid, paid, None, {}) for paid in ([float(right) for right in g.correct or ()] for g in graded)]
     rows = [asdict(row) for row in sample_rows(groups, graded, scores, step=stage.start + 1, split="train")]
     file = _file(run)

@@ -86,12 +86,12 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         start, drawn = run.models.now(), Drawn()
         if step == run.stage.end:
             run.begin(next(stage for stage in stages if step < stage.end))
-        spec = run.spec
-        if run.stage.rejection is None:
+        spec, has_answers = run.spec, run.stage.rejection is not None  # to learn, instead of rewards
+        if has_answers:
+            metrics, counts = fine_tuning_step(run, prompts, step, should_stop)
+        else:
             metrics, drawn = train_step(run, prompts, step)
             counts = drawn.lengths(spec.prompts_per_step)
-        else:
-            metrics, counts = fine_tuning_step(run, prompts, step, should_stop)
         step += 1
         metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
         run.charge(run.models.now() - start)
@@ -101,25 +101,27 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         run.log.metrics(step, metrics)
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
         every = spec.checkpoints.rollouts_every
-        if every and (step - 1) % every == 0 and drawn.groups and ranks.rank() == 0:
+        if every and (step - 1) % every == 0 and not has_answers and ranks.rank() == 0:
             file = run.directory / (name := f"rollouts/step-{step:06d}.jsonl")  # one rollout per line
             file.parent.mkdir(exist_ok=True)
             write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows()))
             sync(file.parent)  # on disk before the event with its hash
             run.log.kept(step, name, sha256(file))
         run.log.progress("train", step, whole.steps)
-        if drawn.groups:  # metrics that all ranks share
+        if not has_answers:  # gates are for metrics of rollouts, which all ranks share
             gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
         if step % whole.evaluation.every == 0 or is_due:
+            if has_answers:
+                run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
             if step in spec.evaluation.test_steps(spec.steps)[:-1]:
                 _evaluate(run, "test", step, "test")
         stop = ranks.same(should_stop)
-        has_sampled = not drawn.groups and step == run.stage.start + 1  # answers that are not to be sampled again
+        has_sampled = has_answers and step == run.stage.start + 1  # none is sampled again
         if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
             run.save(step, is_last=is_last)
         if stop and not is_last:

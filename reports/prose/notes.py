@@ -288,7 +288,9 @@ def _invalid_note(analysis: Analysis) -> _Note | None:
 def _clip_note(specs: _Specs) -> _Note:
     epochs, minibatches = (_values(specs, f"optimizer.{key}", 1) for key in ("num_inner_epochs", "num_minibatches"))
     stale = _values(specs, "staleness", 0)
-    single = [arm for arm in specs if int(epochs[arm]) * int(minibatches[arm]) == 1 and not stale[arm]]
+    stages = {arm: [one for one in spec.get("stages", ()) if one["kind"] == "train"] for arm, spec in specs.items()}
+    others = [arm for arm, ones in stages.items() if any("optimizer" in one for one in ones)]
+    single = [a for a in specs if int(epochs[a]) * int(minibatches[a]) == 1 and not stale[a] and a not in others]
     if not single:
         why = "Each batch is sampled by older weights or receives several optimiser steps, so ratios leave 1 and"
         return "Clipping is active", f"{why} clipping can bind; see the clip fraction under training dynamics."
@@ -377,7 +379,8 @@ def budget_note(analysis: Analysis, specs: _Specs) -> _Note:
     rollouts, steps, groups = (
         set(_values(specs, path).values()) for path in ("rollouts_per_step", "steps", "algorithm.group_size")
     )
-    if len(rollouts) == len(steps) == 1:
+    staged = any(spec.get("stages") for spec in specs.values())
+    if len(rollouts) == len(steps) == 1 and not staged:
         each, length = wording.plural(rollouts.pop(), "rollout"), wording.plural(steps.pop(), "step")
         text = f"All arms draw {each} per step for {length}."
         if len(groups - {None}) > 1:
@@ -387,6 +390,7 @@ def budget_note(analysis: Analysis, specs: _Specs) -> _Note:
             text += f" Greedy answers and dynamic sampling are extra: {least} completions per run, {most}."
         return "Equal budgets", text
     differing = [name for name, values in (("rollouts_per_step", rollouts), ("steps", steps)) if len(values) > 1]
+    differing += ["stages"] if staged else []
     text = f"Arms differ in {' and '.join(differing)}: read the curves against rollouts or tokens, not against steps."
     return "Budgets differ", text
 
