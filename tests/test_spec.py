@@ -76,6 +76,8 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["evaluation.test_last must be at most the number of evaluations after the first step (3), got 4; lower it or"]),
     ({"max_flops": 1e12, "evaluation": {"test_last": 2}},
      ["evaluation.test_last must be 1 with max_flops, whose last step is not known, got 2"]),
+    ({"stages": [{"name": "rl", "steps": 40}], "evaluation": {"test_last": 2}},
+     ["evaluation.test_last must be 1 with stages, got 2"]),
     ({"critic": {"head": "fitted"}},
      ["critic.head must be zero for grpo, which has no critic, got fitted; use ppo"]),
     ({"algorithm": "ppo", "critic": {"head": "fitted"}, "devices": 2},

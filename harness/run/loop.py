@@ -118,7 +118,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
                 run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
-            if step in spec.evaluation.test_steps(spec.steps)[:-1]:
+            if step in whole.evaluation.test_steps(whole.steps)[:-1]:
                 _evaluate(run, "test", step, "test")
         stop = ranks.same(should_stop)
         has_sampled = has_answers and step == run.stage.start + 1  # none is sampled again
@@ -174,7 +174,7 @@ def _evaluate(run: Run, split: Split, step: int, area: str = "", spec: RunSpec |
     result = logged_evaluation(spec or run.whole, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)
     if area == "test":
-        tested = run.spec.evaluation.test_steps(run.spec.steps)
+        tested = run.whole.evaluation.test_steps(run.whole.steps)
         before, number = run.accuracies.get("test_accuracy", 0.0), 1 + sum(one < step for one in tested)
         run.accuracies["test_accuracy"] = before + (result.metrics["accuracy"] - before) / number  # the mean so far
     elif split == "validation":

@@ -410,8 +410,9 @@ class RunSpec(Section):
         if self.sampler.sees_gold and not self.algorithm.sees_gold:
             rule = f"sampler must not see gold answers with {algorithm}, which must not"
             raise ValueError(f"{rule}, got {self.sampler.name}; use uniform or easy_to_hard")
-        if (last := self.evaluation.test_last) > 1 and self.max_flops is not None:
-            raise ValueError(f"evaluation.test_last must be 1 with max_flops, whose last step is not known, got {last}")
+        if (last := self.evaluation.test_last) > 1 and (self.max_flops is not None or self.stages):
+            why = "stages" if self.stages else "max_flops, whose last step is not known"
+            raise ValueError(f"evaluation.test_last must be 1 with {why}, got {last}")
         if last > (most := len(self.evaluation.test_steps(self.steps))):
             rule = f"evaluation.test_last must be at most the number of evaluations after the first step ({most})"
             raise ValueError(f"{rule}, got {last}; lower it or evaluation.every")
