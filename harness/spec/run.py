@@ -164,7 +164,8 @@ class Evaluation(Section):
 
         Fewer than `test_last` if the run has no more evaluations after its first step.
         """
-        return [*range(self.every, steps, self.every), steps][-self.test_last :]
+        before = max(0, (steps - 1) // self.every)  # evaluations between the start and the end
+        return [*(self.every * k for k in range(max(1, before - self.test_last + 2), before + 1)), steps]
 
     def samples_of(self, split: str) -> int:
         """Samples per problem of a split."""
@@ -413,7 +414,7 @@ class RunSpec(Section):
         if (last := self.evaluation.test_last) > 1 and (self.max_flops is not None or self.stages):
             why = "stages" if self.stages else "max_flops, whose last step is not known"
             raise ValueError(f"evaluation.test_last must be 1 with {why}, got {last}")
-        if last > (most := len(self.evaluation.test_steps(self.steps))):
+        if last > (most := 1 + max(0, self.steps - 1) // self.evaluation.every):
             rule = f"evaluation.test_last must be at most the number of evaluations after the first step ({most})"
             raise ValueError(f"{rule}, got {last}; lower it or evaluation.every")
         warmup = self.critic.warmup_steps
