@@ -119,12 +119,13 @@ class Run:
     pass_rates: dict[str, float] = field(default_factory=dict)  # the history of its prompts, for its sampler
     writer: Writer = field(default_factory=Writer)  # of checkpoints
     cache: Path = Path()
-    stage: Stage = None  # pyright: ignore  # by default the run as a whole
+    whole: RunSpec = None  # pyright: ignore  # by default that of its only stage
+    stage: Stage = None  # pyright: ignore
 
     def __post_init__(self) -> None:
         self.tokenizer = deepcopy(self.codec.tokenizer)  # to be saved while the other one encodes
-        self.whole, self.stage = self.spec, self.stage or Stage("", self.spec)
-        self._learns()
+        self.whole, self.stage = self.whole or self.spec, self.stage or Stage("", self.spec)
+        self._count()
 
     def begin(self, stage: Stage) -> None:
         """Let a stage begin with the policy as it is: a new learner, whose reference is that policy, and new gates."""
@@ -134,11 +135,12 @@ class Run:
         self.stage, self.answers, self.gates = stage, None, GateState()
         self.learner = learner_of(stage, policy, self.models)
         self.learner.shares_prompts = shares_prompts
-        self._learns()
+        self.spec = self.learner.spec
+        self._count()
 
-    def _learns(self) -> None:
-        """Take the settings of the learner, and count what its models cost."""
-        self.spec, rejection, self.costs = self.learner.spec, self.stage.rejection, None
+    def _count(self) -> None:
+        """Count what the models of the stage cost, and say whether the engine's log-probs are the policy's."""
+        rejection, self.costs = self.stage.rejection, None
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)
             if self.spec.kl.reference is not None and self.learner.reference is not None:
@@ -297,8 +299,9 @@ def prepare(
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(
-        spec, engine, learner, log, directory, codec, models, memory_before, inputs, base, stage=stage, cache=cache
-    )
+        learner.spec, engine, learner, log, directory, codec, models, memory_before, inputs, base, cache=cache,
+        whole=spec, stage=stage,
+    )  # fmt: skip
     if checkpoint is None:
         return run, 0
 
