@@ -136,22 +136,23 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
 def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     spec, undisturbed, tmp_path, cache, record_property
 ):
-    record_property("tried", 4)
+    record_property("tried", 5)
     folder, whole, _ = undisturbed
     parts, resumed = MemoryLog(), []
-    # Stops in the first stage and in the sampling of answers; kills, which save nothing, in the next stages.
-    for stop in (StopAfter(2), StopAfter(2), None, None):
-        kill_at = {0: 99, 1: 99, 2: 6, 3: 11}[len(resumed)]
-        log = Killed(parts, kill_at)
+    # Stops in the first stage, in the sampling of answers and in the third stage; kills, which save nothing, in the
+    # fine-tuning and in the last stage: (stop, step whose metrics are not written).
+    for stop, kill_at in ((StopAfter(2), 99), (StopAfter(2), 99), (None, 6), (StopAfter(4), 99), (None, 11)):
         try:
-            state = train(spec, tmp_path, log, cache=cache, should_stop=stop or (lambda: False)).state
+            state = train(
+                spec, tmp_path, Killed(parts, kill_at), cache=cache, should_stop=stop or (lambda: False)
+            ).state  # pyright: ignore
             assert state == "stopped"
         except Killed.Death:
             pass
         resumed.append(parts.resumed_at[-1])
     assert train(spec, tmp_path, parts, cache=cache).state == "complete"
-    # ... from the checkpoint of step 2, of a stage's end, of the sampled answers, of the third stage's end.
-    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 3, 4, 9]
+    # ... from the checkpoint of step 2, of a stage's end, of the sampled answers, of step 8 and of a stage's end.
+    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 3, 4, 8, 9]
     assert parts.without_clocks() == whole.without_clocks()
     assert parts.files == whole.files
     assert_same_weights(final_weights(folder), final_weights(tmp_path))
