@@ -2,8 +2,9 @@
 
     python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--short]
 
-A first run of all tests notes which lines each of them reaches. A mutant is a process of its own that compiles the
-changed file, so the checkout stays as it is; it is killed once a test fails or runs forty times as long as it should.
+A first run of all tests notes which lines each of them reaches. A mutant is a process of its own, so the checkout stays
+as it is: it gives the loaded functions of the file their changed code, or, where a change is outside of functions,
+loads the changed file. It is killed once a test fails or runs forty times as long as it should.
 Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with its reason: they
 count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
 
@@ -14,8 +15,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import gc
+import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -29,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -241,28 +246,35 @@ class Reached:
             self.failed.append(report.nodeid)
 
 
-def run_tests(names: Sequence[str], *plugins: Any) -> int:
+def run_tests(names: Sequence[str], *plugins: Any, stop: str = "-x") -> int:
     os.chdir(ROOT)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=no"]
-    return int(pytest.main([*(options if not plugins else options[1:]), *names], plugins=list(plugins)))
+    options = [stop, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=no"]
+    return int(pytest.main([*options, *names], plugins=list(plugins)))
 
 
 def survey(files: Sequence[str], names: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, set[int]]]]:
-    """(test -> seconds, test -> file -> lines), each test file in a process of its own."""
+    """(test -> seconds, test -> file -> lines), each test file in a process of its own. What one reached is kept until
+    it or one of these files changes."""
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, set[int]]] = {}
 
     def one(name: str) -> Any:
         plugin = Reached(files)
-        run_tests([name], plugin)
+        run_tests([name], plugin, stop="--maxfail=99")
         reached = {test: {f: sorted(ls) for f, ls in by.items()} for test, by in plugin.lines.items()}
         return plugin.seconds, reached, plugin.failed
 
     for name in names:
-        answer = in_child(lambda name=name: one(name), 1200)
+        kept = ROOT / ".cache/mutants" / f"{name.replace('/', '-')}.json"
+        found = json.loads(kept.read_text()) if kept.exists() else {}
+        is_same = found and all(_digest(file) == digest for file, digest in found["sources"].items())
+        answer = found["answer"] if is_same else in_child(lambda name=name: one(name), 1200)
         if not answer:
             print(f"left out, because it cannot be run: {name}")
             continue
+        reached = {file for by in answer[1].values() for file in by}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"sources": {file: _digest(file) for file in (name, *reached)}, "answer": answer}))
         if answer[2]:
             print(f"left out, because they fail without a mutant: {', '.join(answer[2])}")
         for test, took in answer[0].items():
@@ -272,6 +284,10 @@ def survey(files: Sequence[str], names: Sequence[str]) -> tuple[dict[str, float]
     return seconds, lines
 
 
+def _digest(file: str) -> str:
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest() if (ROOT / file).exists() else ""
+
+
 def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: float) -> bool:
     if not tests:
         return True
@@ -279,9 +295,15 @@ def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: fl
 
     def work() -> int:
         mutant.swap()
+        if replace_code(tree, path):
+            return run_tests(tests)
+        for name, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None) or ""
+            if name.partition(".")[0] == "cohort" or Path(file).is_relative_to(ROOT / "tests"):
+                del sys.modules[name]
 
         def get_code(loader: SourceFileLoader, name: str) -> Any:
-            return compile(tree, path, "exec") if loader.path == path else original(loader, name)
+            return compile(tree, path, "exec", dont_inherit=True) if loader.path == path else original(loader, name)
 
         SourceFileLoader.get_code = get_code  # pyright: ignore
         return run_tests(tests)
@@ -289,14 +311,42 @@ def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: fl
     return in_child(work, 60 + 40 * seconds) == 0
 
 
+def replace_code(tree: ast.Module, path: str) -> bool:
+    """Give the loaded functions of a file the code of its changed tree. Whether that makes the change: not if it is
+    outside of functions, if the file is not loaded, or if two functions cannot be told apart."""
+    found: dict[tuple[str, int], CodeType] = {}
+    left = [compile(tree, path, "exec", dont_inherit=True)]
+    while left:
+        code = left.pop()
+        place = code.co_qualname, code.co_firstlineno
+        if place in found and found[place] != code:
+            return False
+        found[place] = code
+        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+    gc.unfreeze()
+    changed = False
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == path:
+            code = found.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+            if code is not None and code != function.__code__:
+                if code.co_freevars != function.__code__.co_freevars:
+                    return False
+                function.__code__, changed = code, True
+    return changed
+
+
+def is_inside(mutant: Mutant, tree: ast.Module) -> bool:
+    """Whether a mutant is in the body of a function."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    return any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
+
+
 def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[int]]]) -> list[str]:
     """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file or are of
     the plugin by name, for they may read its fields alone."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    inside = any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
     spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
     own = set(min((span for span in spans if mutant.line in span), key=len))
-    if inside:
+    if is_inside(mutant, tree):
         return [test for test, by in lines.items() if own & by.get(mutant.file, set())]
     named = re.compile(rf"\[(.*-)?{Path(mutant.file).stem}(-.*)?\]")
     return [test for test, by in lines.items() if by.get(mutant.file) or named.search(test)]
@@ -335,7 +385,12 @@ def main() -> int:
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
     by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
-    for number, mutant in enumerate(drawn, 1):
+    is_loaded = False
+    for number, mutant in enumerate(sorted(drawn, key=lambda one: is_inside(one, trees[one.file])), 1):
+        if not is_loaded and is_inside(mutant, trees[mutant.file]):  # from here on no mutant loads its tests anew
+            with contextlib.redirect_stdout(io.StringIO()):
+                run_tests([*dict.fromkeys(test.partition("::")[0] for test in seconds)], stop="--collect-only")
+            is_loaded = True
         reached = sorted(tests_of(mutant, trees[mutant.file], lines), key=seconds.__getitem__)
         tests = [test for test in reached if seconds[test] <= SLOW] or reached
         room = by_room[mutant.file.rpartition("/")[0]]

@@ -1,9 +1,11 @@
 """The script behind `make mutants`: what it changes, what it leaves alone, and that the names it goes by are there."""
 
 import ast
+import importlib
+from pathlib import Path
 
 import pytest
-from mutants import FILES, KNOWN, ROOT, SHIPPED_TESTS, SHORT, known, mutants
+from mutants import FILES, KNOWN, ROOT, SHIPPED_TESTS, SHORT, known, mutants, replace_code
 
 
 def changed(source: str) -> set[str]:
@@ -43,6 +45,24 @@ def changed(source: str) -> set[str]:
 )
 def test_a_mutant_is_one_change_of_one_expression(source: str, expected: set[str]) -> None:
     assert changed(source) == expected
+
+
+def test_a_loaded_function_gets_the_code_of_a_mutant_and_a_change_outside_of_functions_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "loaded_and_changed.py"
+    file.write_text("SIZE = 4\n\n\ndef two():\n    return 2\n\n\nHELD = [lambda: two() + SIZE]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module, tree, seen = importlib.import_module(file.stem), ast.parse(file.read_text()), {}
+    for mutant in mutants(file.name, tree):
+        key = mutant.key.partition(" | ")[2]
+        mutant.swap()
+        is_changed = replace_code(tree, str(file))
+        seen[key] = module.HELD[0]() if is_changed else None
+        mutant.swap()
+        replace_code(tree, str(file))
+    assert module.HELD[0]() == 6
+    assert seen == {"module | 4 -> 5": None, "two | 2 -> 3": 7, "module | two() + SIZE -> two() - SIZE": -2}
 
 
 def test_all_files_and_tests_that_mutants_go_by_exist() -> None:

@@ -1,0 +1,148 @@
+"""A run or an evaluation outside a study: its folder is its own, and its record says what it is."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cohort.harness.checks import disk
+from cohort.harness.devices import group
+from cohort.harness.ground.inputs import InputsChanged
+from cohort.harness.record.events import read_events
+from cohort.harness.record.run import RunInfo, read_result
+from cohort.harness.record.status import StudyStatus, TrialStatus
+from cohort.harness.run.single import evaluate_once, own_folder, recorded_inputs, run_logged, train_once
+from cohort.harness.run.state import RunResult, first_prompt
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from filelock import FileLock
+from test_finished import Usage
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FEW = {"num_prompts": 3, "num_test_prompts": 3, "num_samples": 1}
+INPUTS = {"data of a task": {"train.jsonl": "0" * 64}}
+
+
+def a_spec(**changes: Any) -> RunSpec:
+    run = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8, "steps": 2}
+    return parse_run({**run, "seed": 3, "evaluation": FEW, "sampling": {"max_tokens": 8}, **changes}, "test")
+
+
+class Loop:
+    """Stands for the training loop: notes its call, reports progress and leaves a checkpoint."""
+
+    def __init__(self, state: str = "complete") -> None:
+        self.result, self.calls = RunResult(state, "why", {"seconds": 2.0}), []  # pyright: ignore
+
+    def __call__(self, spec: RunSpec, directory: Path, log: Any, **keywords: Any) -> RunResult:
+        self.calls.append((spec, directory, keywords))
+        log.inputs(INPUTS)
+        log.progress("", 0, 4)
+        log.progress("train", 1, 4)
+        log.metrics(1, {"validation/accuracy": 0.5, "throughput/tokens_per_second": 9.0, "seconds/total": 2.0})
+        leave_checkpoint(directory)
+        return self.result
+
+
+def leave_checkpoint(directory: Path) -> None:
+    folder = directory / "checkpoints" / "step-00000002"
+    for file in ("policy/config.json", "learner.pt"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(file)
+
+
+def left(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("checkpoints/step-*/*")}
+
+
+@pytest.fixture(autouse=True)
+def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COHORT_MIRROR", "none")
+
+
+@pytest.mark.parametrize(
+    ("state", "finished", "stays"),
+    [("complete", None, {"policy"}), ("complete", "nothing", set()), ("stopped", None, {"policy", "learner.pt"})],
+)
+def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(
+    state: str, finished: str | None, stays: set[str], tmp_path: Path
+) -> None:
+    spec, directory, seen = a_spec(checkpoints={"finished": finished}), tmp_path / "train" / "one", []
+    loop, tags = Loop(state), {"cohort.arm": "a"}
+    assert recorded_inputs(directory) == {}
+    found = run_logged(loop, spec, tmp_path, directory, "one", lambda: True, seen.append, tags=tags)
+    assert found == loop.result and left(directory) == stays
+    ((given, at, keywords),) = loop.calls
+    assert (given, at, keywords["cache"], keywords["should_stop"]()) == (spec, directory, tmp_path / "cache", True)
+
+    def shown(phase: str, done: int, *measured: float) -> StudyStatus:
+        numbers = measured or (None, None, None)
+        trial = TrialStatus("one", 3, "running", None, phase, done, 4, *numbers, directory)
+        return StudyStatus("one", "", (trial,))
+
+    assert seen == [shown("loading", 0), shown("train", 1), shown("train", 1, 0.5, 9.0, 2.0)]
+    info, ended = RunInfo.load(directory), read_result(directory)
+    assert info is not None and (info.experiment, info.name, info.tags) == ("train", "one", tags)
+    assert ended is not None and (ended["state"], ended["reason"], ended["summary"]) == (state, "why", {"seconds": 2.0})
+    assert recorded_inputs(directory) == INPUTS
+
+
+def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, spec = Loop(), a_spec()
+    monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
+    with monkeypatch.context() as small:
+        small.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**5))
+        with pytest.raises(SpecError, match="the run must fit on the disk"):
+            train_once(spec, tmp_path, "one")
+    with pytest.raises(SpecError, match="devices must be at most"):
+        train_once(a_spec(devices=512, rollouts_per_step=512), tmp_path, "one")
+    assert not loop.calls and not (tmp_path / "train").exists()
+    assert train_once(spec, tmp_path, "one") == loop.result
+    directory = tmp_path / "train" / "one"
+    assert [at for _, at, _ in loop.calls] == [directory] and left(directory) == {"policy"}
+    leave_checkpoint(directory)  # as a kill does before the files are deleted
+    assert train_once(spec, tmp_path, "one") == loop.result
+    assert len(loop.calls) == 1 and left(directory) == {"policy"}
+    with pytest.raises(SpecError, match="holds a run with other settings"), own_folder(directory, a_spec(seed=4)):
+        pass
+    with own_folder(directory, spec.model_copy(update={"devices": 2})):  # any number of devices may continue it
+        pass
+    with FileLock(directory / "lock"), pytest.raises(SpecError, match="another process trains in"):
+        train_once(spec, tmp_path, "one")
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path: Path) -> None:
+    data = shutil.copytree(FIXTURES / "aime24", tmp_path / "aime24")
+    tests, seen = [{"name": "aime24", "path": str(data)}], []
+    # 512 devices: of training, which an evaluation does not do
+    spec = a_spec(engine="scripted", devices=512, rollouts_per_step=512, evaluation={**FEW, "tests": tests})
+    directory = tmp_path / "evaluate" / "one"
+
+    def show(*progress: Any) -> None:
+        seen.append(progress)
+        assert {e["type"] for e in read_events(directory / "events.jsonl")} <= {"start", "metrics"}
+
+    for attempt in range(1, 3):
+        found = evaluate_once(spec, "test", tmp_path, "one", show)
+        assert [one.metrics["num_prompts"] for one in found.values()] == [3, 3]
+        info, ended = RunInfo.load(directory), read_result(directory)
+        assert info is not None and (info.experiment, info.name) == ("evaluate", "one")
+        assert info.prompt == first_prompt(spec, "test") and len(info.inputs) == 1
+        assert ended is not None and (ended["state"], ended["summary"]) == ("complete", {"test_accuracy": 0.0})
+        *starts, metrics, other, samples, finish = read_events(directory / "events.jsonl")
+        assert [event["type"] for event in starts] == ["start"] * attempt
+        assert (metrics["step"], other["step"], finish["type"]) == (0, 0, "finish")
+        assert metrics["values"]["test/num_prompts"] == other["values"]["test_aime24/num_prompts"] == 3
+        assert [(row["step"], row["split"]) for row in samples["rows"]] == [(0, "test")] * 3
+    assert seen == [("test", 3, 3), ("test_aime24", 3, 3)]  # the second time all completions were there
+    assert list(evaluate_once(spec, "validation", tmp_path, "two")) == ["validation"]
+    (file,) = data.iterdir()
+    file.write_bytes(file.read_bytes() + b"\n")
+    with pytest.raises(InputsChanged, match=file.name):
+        evaluate_once(spec, "test", tmp_path, "one")
+    (directory / "test.jsonl").unlink()
+    evaluate_once(spec, "test", tmp_path, "one")
+    with pytest.raises(SpecError, match="has no problems in its validation split"):
+        evaluate_once(a_spec(task={"name": "fake", "empty_split": "validation"}), "validation", tmp_path, "none")
+    assert not (tmp_path / "evaluate" / "none").exists()
