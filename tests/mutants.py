@@ -1,10 +1,10 @@
 """Which changes of the product does no test see? Changes one node of a file at a time and runs the tests that reach it.
 
-    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--short]
+    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--tests FILE ...] [--short]
 
 A first run of all tests notes which lines each of them reaches. A mutant is a process of its own, so the checkout stays
 as it is: it gives the loaded functions of the file their changed code, or, where a change is outside of functions,
-loads the changed file. It is killed once a test fails or runs forty times as long as it should.
+loads the changed file. It is killed once a test fails, hangs, or takes three times as long as it should.
 Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with its reason: they
 count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
 
@@ -37,11 +37,13 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = Path(__file__).with_suffix(".txt")
 MOST_LEFT = 0.03
+STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that no quicker one reaches
 SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
@@ -185,7 +187,8 @@ def _only_for_checkers(node: ast.AST) -> bool:
 
 
 def in_child(work: Any, seconds: float) -> Any:
-    """What `work()` returns in a process of its own, as JSON has it; None if it takes longer or dies."""
+    """What `work()` returns in a process of its own, as JSON has it; None if it dies, hangs or takes more than so many
+    seconds of processor."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -199,16 +202,30 @@ def in_child(work: Any, seconds: float) -> Any:
         finally:
             os._exit(0)
     os.close(writing)
-    timer = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
-    timer.start()
+    ended = threading.Event()
+    threading.Thread(target=_watched, args=(pid, seconds, ended), daemon=True).start()
     with os.fdopen(reading) as file:
         answer = file.read()
-    timer.cancel()
+    ended.set()
     os.waitpid(pid, 0)
     try:
         return json.loads(answer)
     except ValueError:
         return None
+
+
+def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
+    """Kill a process that has taken so many seconds of processor, or none for `STALLED` seconds."""
+    spent, since = 0.0, time.monotonic()
+    while not ended.wait(1.0):
+        with contextlib.suppress(psutil.Error):
+            tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            now = sum(sum(process.cpu_times()[:4]) for process in tree)
+            if now > spent + 0.02:
+                spent, since = now, time.monotonic()
+            if spent > seconds or time.monotonic() > since + STALLED:
+                os.killpg(pid, signal.SIGKILL)
+                return
 
 
 class Reached:
@@ -308,7 +325,7 @@ def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: fl
         SourceFileLoader.get_code = get_code  # pyright: ignore
         return run_tests(tests)
 
-    return in_child(work, 60 + 40 * seconds) == 0
+    return in_child(work, 20 + 3 * seconds) == 0
 
 
 def replace_code(tree: ast.Module, path: str) -> bool:
@@ -335,18 +352,14 @@ def replace_code(tree: ast.Module, path: str) -> bool:
     return changed
 
 
-def is_inside(mutant: Mutant, tree: ast.Module) -> bool:
-    """Whether a mutant is in the body of a function."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    return any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
-
-
 def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[int]]]) -> list[str]:
     """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file or are of
     the plugin by name, for they may read its fields alone."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    is_inside = any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
     spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
     own = set(min((span for span in spans if mutant.line in span), key=len))
-    if is_inside(mutant, tree):
+    if is_inside:
         return [test for test, by in lines.items() if own & by.get(mutant.file, set())]
     named = re.compile(rf"\[(.*-)?{Path(mutant.file).stem}(-.*)?\]")
     return [test for test, by in lines.items() if by.get(mutant.file) or named.search(test)]
@@ -368,6 +381,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", default=FILES, help="product files or folders")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
+    parser.add_argument("--tests", nargs="*", metavar="FILE", help="these files of tests alone, which may see fewer")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {SHORT[0]} alone")
     chosen = parser.parse_args()
     chosen_files, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
@@ -381,16 +395,14 @@ def main() -> int:
     for name in HEAVY:  # once, and not in every child
         importlib.import_module(name)
     whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    seconds, lines = survey(files, SHORT[2] if chosen.short else whole)
+    asked = SHORT[2] if chosen.short else chosen.tests or whole
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_tests(asked, stop="--collect-only")  # loads them, once
+    seconds, lines = survey(files, asked)
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
     by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
-    is_loaded = False
-    for number, mutant in enumerate(sorted(drawn, key=lambda one: is_inside(one, trees[one.file])), 1):
-        if not is_loaded and is_inside(mutant, trees[mutant.file]):  # from here on no mutant loads its tests anew
-            with contextlib.redirect_stdout(io.StringIO()):
-                run_tests([*dict.fromkeys(test.partition("::")[0] for test in seconds)], stop="--collect-only")
-            is_loaded = True
+    for number, mutant in enumerate(drawn, 1):
         reached = sorted(tests_of(mutant, trees[mutant.file], lines), key=seconds.__getitem__)
         tests = [test for test in reached if seconds[test] <= SLOW] or reached
         room = by_room[mutant.file.rpartition("/")[0]]

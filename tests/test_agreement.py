@@ -60,13 +60,16 @@ def small_spec(**changes):
      {"autocast": True}, {"sampling": {"top_p": 0.5, "stop": ["1"]}}],
 )  # fmt: skip
 def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
-    run = make_run(**changes)
+    run, noise = make_run(**changes), []
+    sample = run.engine.sample
+    run.engine.sample = lambda *args, **keywords: noise.append(keywords) or sample(*args, **keywords)
     before = torch.random.get_rng_state()
     (difference,) = check_agreement(run, PROMPTS, 0).values()
     assert difference < (1.0 if "autocast" in changes else 1e-4)
     assert torch.equal(before, torch.random.get_rng_state())
     assert run.learner.shares_prompts
     assert not run.learner.policy.training
+    assert [(one["seed"], one["step"] >= 2**32) for one in noise] == [(run.spec.seed, True)]  # of no step of a run
 
 
 @pytest.mark.parametrize("size", [0.01, -0.01, float("nan")])

@@ -2,8 +2,10 @@
 
 import io
 import pickle
+import shutil
 import threading
 from copy import deepcopy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,18 +14,19 @@ from cohort.harness.devices.sharding import copied
 from cohort.harness.policy.model import write_safetensors
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.record.events import EVENTS, event_line, read_events
 from cohort.harness.record.run import CHECKPOINTS, LEARNER
 from cohort.harness.run import state
-from cohort.harness.run.checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import Checkpoint, Writer, fork_run, latest_checkpoint, save_checkpoint
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from factories import make_spec
 from fakes import MemoryLog, assert_same_weights
-from safetensors.torch import load
+from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def save(folder, step, seed=0, keep=2, digest="abc"):
+def save(folder, step, seed=0, keep=2, digest="abc", **facts):
     save_checkpoint(
         folder,
         step,
@@ -33,6 +36,7 @@ def save(folder, step, seed=0, keep=2, digest="abc"):
         learner_state={"policy": {"step": torch.tensor(step)}},
         progress={"totals": {"rollouts": step}},
         keep=keep,
+        **facts,
     )
 
 
@@ -49,6 +53,10 @@ def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
     folder = tmp_path / "step-00000007" / "policy"  # which transformers loads
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).lm_head.weight, tiny_model(3).lm_head.weight)
     assert AutoTokenizer.from_pretrained(folder)("1+1=")["input_ids"] == tiny_tokenizer()("1+1=")["input_ids"]
+    saved = load((folder / "model.safetensors").read_bytes())
+    for name, part in (("model", dict([saved.popitem()])), ("more", saved)):  # a large one is in several files
+        save_file(part, folder / f"{name}.safetensors")
+    assert_same_weights(policy.state_dict(), checkpoint.policy_weights(policy))
 
 
 @pytest.mark.attack("A torn or altered checkpoint")
@@ -108,6 +116,44 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="other settings"):
         latest_checkpoint(tmp_path, "def")
+
+
+def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_until_then(tmp_path, monkeypatch):
+    source, target = tmp_path / "source", tmp_path / "target"
+    parent, spec = (make_spec(algorithm={"name": "grpo", "kl_beta": beta}) for beta in (0.1, 0.2))
+    assert fork_run(source, target, spec, parent) == (0, [])
+    for step in (1, 2, 3):
+        save(source / CHECKPOINTS, step, keep=3, is_last=step == 3)  # the last is without optimisers
+    files = [
+        {"type": "kept", "step": n, "file": f"rollouts/{x}.jsonl", "sha256": x}
+        for n, x in ((2, "a"), (2, "b"), (3, "c"))
+    ]
+    past = [{"type": "metrics", "step": 1, "values": {}}, *files[:2]]
+    events = [{"type": "start"}, *past, files[2]]
+    (source / EVENTS).write_text("".join(map(event_line, events)))
+    (source / "rollouts").mkdir()
+    for name in ("a", "b", "c"):
+        (source / f"rollouts/{name}.jsonl").write_text(name)
+    assert fork_run(source, target, spec, parent) == (2, [])
+    checkpoint = latest_checkpoint(target / CHECKPOINTS, spec.digest())
+    assert checkpoint and checkpoint.learner_state()["policy"]["step"].item() == 2
+    assert checkpoint.progress == {"totals": {"rollouts": 2}, "kl_beta": 0.2}
+    assert read_events(target / EVENTS) == past
+    assert {file.name: file.read_text() for file in (target / "rollouts").iterdir()} == {"a.jsonl": "a", "b.jsonl": "b"}
+
+    def removed(folder, *_, **__):
+        shutil.rmtree(folder)
+        raise FileNotFoundError(folder)
+
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copytree", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            fork_run(source, tmp_path / "full", parent, parent)
+    copies, copytree = iter([removed]), shutil.copytree
+    monkeypatch.setattr(shutil, "copytree", lambda *args, **keywords: next(copies, copytree)(*args, **keywords))
+    assert fork_run(source, tmp_path / "other", parent, parent) == (1, [])  # its run removes the oldest meanwhile
+    checkpoint = latest_checkpoint(tmp_path / "other" / CHECKPOINTS, parent.digest())
+    assert checkpoint and checkpoint.progress == {"totals": {"rollouts": 1}}
 
 
 def test_tensors_are_written_as_safetensors_reads_them():

@@ -83,7 +83,8 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert [s for s, _ in log.history("validation/accuracy")] == [0, 2, 4, 5]
     assert [s for s, _ in log.history("test/accuracy")] == [5]
     assert result.summary["test_accuracy"] == log.history("test/accuracy")[0][1]
-    assert result.summary["accuracy_initial"] == log.history("validation/accuracy")[0][1]
+    validated = [value for _, value in log.history("validation/accuracy")]
+    assert (result.summary["accuracy_initial"], result.summary["accuracy_final"]) == (validated[0], validated[-1])
     assert len(log.fractions) == 16
     assert sum(log.fractions.values()) / 16 == pytest.approx(result.summary["test_accuracy"])
     assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
@@ -106,6 +107,7 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert set(asked.start_fractions) == set(asked.fractions)
     assert asked.start_fractions != asked.fractions
     assert result.summary["test_accuracy"] == asked.history("test/accuracy")[0][1]
+    assert result.summary["accuracy_initial"] == asked.history("validation/accuracy")[0][1]
     assert_same_weights(final_weights(tmp_path), final_weights(folder))  # training has not noticed
     assert not plain.history("start/accuracy")
 

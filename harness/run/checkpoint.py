@@ -191,7 +191,7 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tupl
                 progress["kl_beta"] = spec.algorithm.kl_beta
             try:
                 with publish_folder(target / CHECKPOINTS / folder.name) as copy:
-                    shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(STATE))
+                    shutil.copytree(folder, copy, dirs_exist_ok=True)
                     facts = {"step": state["step"], "inputs": state["inputs"], "progress": progress}
                     write_manifest(copy, STATE, known=state["files"], spec_digest=spec.digest(), **facts)
             except OSError:
@@ -200,10 +200,8 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tupl
                 continue
             kept = [e for e in read_events(source / EVENTS) if e.get("step", math.inf) <= state["step"]]
             for name in [event["file"] for event in kept if event["type"] == "kept"]:
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (target / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, target / name)
             write_text(target / EVENTS, "".join(map(event_line, kept)))
             return state["step"], passed
-        if not any((source / CHECKPOINTS).glob("step-*")):
-            break
     return 0, passed
