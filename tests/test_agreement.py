@@ -1,6 +1,7 @@
 """Before the first step engine and learner give the model's own log-probs, or the run ends; lengths that end refuse."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,12 +65,14 @@ def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
     sample = run.engine.sample
     run.engine.sample = lambda *args, **keywords: noise.append(keywords) or sample(*args, **keywords)
     before = torch.random.get_rng_state()
-    (difference,) = check_agreement(run, PROMPTS, 0).values()
+    (difference,) = check_agreement(run, PROMPTS, 1).values()
     assert difference < (1.0 if "autocast" in changes else 1e-4)
     assert torch.equal(before, torch.random.get_rng_state())
     assert run.learner.shares_prompts
     assert not run.learner.policy.training
-    assert [(one["seed"], one["step"] >= 2**32) for one in noise] == [(run.spec.seed, True)]  # of no step of a run
+    (call,) = noise
+    assert call["seed"] == run.spec.seed and call["step"] >= 2**32  # of no step of a run
+    assert call["sampling"].max_tokens == min(16, run.spec.max_tokens)
 
 
 @pytest.mark.parametrize("size", [0.01, -0.01, float("nan")])
@@ -89,6 +92,26 @@ def test_shared_prompts_that_alone_are_off_are_given_up(size, caplog):
     assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
     assert not run.learner.shares_prompts
     assert "sharing them is 0.01 nats off" in caplog.text
+
+
+def test_an_engine_may_differ_by_the_rounding_of_the_coarser_precision_unless_its_logprobs_are_exact(monkeypatch):
+    run = make_run()
+    sample = run.engine.sample
+
+    def off(*args, **keywords):
+        groups = sample(*args, **keywords)
+        return [replace(g, rollouts=tuple(replace(r, logprobs=tuple(x - 0.05 for x in r.logprobs)) for r in g.rollouts))
+                for g in groups]  # fmt: skip
+
+    monkeypatch.setattr(run.engine, "sample", off)
+    words = r"engine transformers .* differ by 0.05 nats \(at most {}\).*; use engine=vllm or another model"
+    for changes, bound in (({}, "0.0001"), ({"exact_logprobs": False, "precision": None}, "0.001")):
+        for name, value in changes.items():
+            monkeypatch.setattr(run.engine, name, value)
+        with pytest.raises(InvalidRun, match=words.format(bound)):
+            check_agreement(run, PROMPTS, 0)
+    monkeypatch.setattr(run.engine, "precision", "tf32")
+    assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] == pytest.approx(0.05, abs=1e-4)
 
 
 def test_a_run_with_an_engine_that_is_off_is_invalid_before_its_first_evaluation(tmp_path, monkeypatch):
