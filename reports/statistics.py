@@ -410,7 +410,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(optimize.root_scalar(function, bracket=(low, high)).root)
 
 
-def _t_interval(estimate: float, error: float, df: float, share: float = 1.0) -> Interval:
+def _t_interval(estimate: float, error: float, df: float, share: float) -> Interval:
     half = _t_quantile((1 - LEVEL) * share / 2, df) * error
     return Interval(estimate, estimate - half, estimate + half, error, df, share)
 

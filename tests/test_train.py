@@ -88,6 +88,7 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert len(log.fractions) == 16
     assert sum(log.fractions.values()) / 16 == pytest.approx(result.summary["test_accuracy"])
     assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
+    assert [value for _, value in log.history("mismatch/max_ratio")] == pytest.approx([1] * 5, abs=1e-4)
     assert all(value == 1 for _, value in log.history("policy/ratio_max"))
     assert bool(log.history("critic/explained_variance")) == (algorithm == "ppo")
     assert result.summary["peak_memory_bytes"] == log.history("memory/peak_bytes")[-1][1] > 1e7
