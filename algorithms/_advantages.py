@@ -19,7 +19,7 @@ def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
     rewards count, and the rest is 0.
     """
     mask = counted(rewards_PG, mask_PG)
-    mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)  # NaN of none, left out below
     lowest = rewards_PG.masked_fill(~mask, inf).amin(dim=1, keepdim=True)
     highest = rewards_PG.masked_fill(~mask, -inf).amax(dim=1, keepdim=True)
     return (rewards_PG - mean).where(mask & (highest > lowest), 0.0)

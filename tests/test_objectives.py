@@ -37,6 +37,14 @@ def test_equal_rewards_give_exact_zeros(value, size):
         assert torch.equal(credit, torch.zeros(3, size))
 
 
+def test_the_mean_of_the_other_groups_counts_by_their_noise_and_their_spread():
+    # group 1: the others' means 1/3 and 0 have mean 1/6 and spread 1/36, their noise is (2/3 / 6 + 0) / 2 = 1/18, so
+    # the weight is 2/3 * (1/18) / (1/18 + 1/36) = 4/9; group 2: mean 2/3, spread 1/9, weight 2/3 * (1/18) / (1/6) = 2/9
+    found = shrunk_leave_one_out(torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0]]))
+    assert found[1].tolist() == pytest.approx([4 / 9 * (1 - 1 / 6)] * 3)
+    assert found[2].tolist() == pytest.approx([2 / 9 * (0 - 2 / 3)] * 3)
+
+
 def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
     steps = torch.tensor([[0.3, 0.0], [0.3, 0.3], [0.0, 0.0], [0.0, 0.0]])
     batch = batch_of([[1, 1]] * 4, [0.3] * 4, 2, step_rewards_BT=steps, step_ends_BT=steps > 0)
