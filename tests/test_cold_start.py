@@ -36,22 +36,21 @@ def test_a_step_is_adamws_on_the_clipped_gradient_of_the_mean_over_all_completio
     # 32 are one batch, in whatever order; completions differ in length, so that a mean of rows would be another number
     demonstrations = [Demonstration(f"{a}+1=", "#" * (a % 3) + f"{a + 1}") for a in range(32)]
     policy, plain, codec = tiny_model(0).double(), tiny_model(0).double(), tiny_codec()
-    losses, done = {}, []
+    done = []
     settings = ColdStart(steps=3, learning_rate=0.01)
     fit_demonstrations(
-        policy, codec, demonstrations, settings, device=torch.device("cpu"), on_loss=losses.__setitem__,
+        policy, codec, demonstrations, settings, device=torch.device("cpu"),
         on_progress=lambda *said: done.append(said),
     )  # fmt: skip
-    assert list(losses) == [1, 2, 3] and done == [(1, 3), (2, 3), (3, 3)]
+    assert done == [(1, 3), (2, 3), (3, 3)]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
-    for step in (1, 2, 3):
+    for _ in range(3):
         nats = []
         for one in demonstrations:
             prompt, completion = list(codec.encode(one.prompt)), codec.encode_completion(one.completion)
             logits = plain(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             nats.append(torch.nn.functional.cross_entropy(logits, torch.tensor(completion), reduction="none"))
         loss = torch.cat(nats).mean()
-        assert losses[step] == pytest.approx(loss.item(), abs=1e-6)
         optimizer.zero_grad()
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 2  # so that the bound matters

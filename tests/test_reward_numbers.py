@@ -47,6 +47,9 @@ def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
     }
     tie = MajorityVote().metrics(graded_group([0, 1], [True, False]), [])
     assert (tie["vote/label_accuracy"], tie["vote/margin"], tie["vote/false_positive_rate"]) == (0.5, 0.0, 1.0)
+    for classes, margin in (([0, 0], 1.0), ([0, None], 0.5), ([None, None], 0.0)):  # without a second class
+        alone = MajorityVote().metrics(graded_group(classes, [False, False]), [])
+        assert alone["vote/margin"] == margin
     silent = MajorityVote().metrics(graded_group([None, None], [False, False]), [])
     assert math.isnan(silent["vote/label_accuracy"])
     assert silent["vote/false_positive_rate"] == 0.0

@@ -95,6 +95,8 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     total, own = ([0.0, *(v for _, v in log.history(f"seconds/{kind}"))] for kind in ("total", "step"))
     assert all(total[i] - total[i - 1] >= 0.99 * own[i] > 0 for i in range(1, 6))
     assert result.summary["seconds"] > total[5]  # the test came after
+    parts = [log.history(f"seconds/{phase}") for phase in ("generate", "grade", "annotate", "update", "sync")]
+    assert all(0 < sum(v for _, v in step) <= own[i] for i, step in enumerate(zip(*parts, strict=True), start=1))
 
 
 def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cache, undisturbed):

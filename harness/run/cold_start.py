@@ -77,7 +77,6 @@ def fit_demonstrations(
     *,
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_loss: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
     """Train `policy` in place: mean cross-entropy over a batch's completion tokens, AdamW, gradient clipping at 1.
 
@@ -105,7 +104,6 @@ def fit_demonstrations(
             raise InvalidRun(f"the cold start's loss is {loss} at step {step}; lower cold_start.learning_rate")
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        on_loss(step + 1, loss)
         on_progress(step + 1, settings.steps)
 
 

@@ -289,7 +289,7 @@ def prepare(
 
     recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
-        recompute |= checkpoint.progress.get("recomputes", False)
+        recompute |= checkpoint.progress["recomputes"]
     recompute = ranks.most(recompute, resolve_device(spec.device))
     policy, codec = models.policy(spec, cache, watch_cold_start)
     if recompute:
