@@ -169,8 +169,7 @@ def test_a_study_with_an_arm_of_four_stages_that_is_killed_twenty_times_ends_as_
     study, quiet, runs = a_study_of_stages(), new_runs(tmp_path / "quiet"), new_runs(tmp_path / "runs")
     run(study, quiet, workers=1, execute=worker.EXECUTE)
     draw, killed = random.Random(0), set[int]()
-    due = {seed: sorted(draw.sample(range(15), 7)) for seed in (0, 1, 2)}
-    due[2].pop()
+    due = {seed: sorted(draw.sample(range(13), 8)) for seed in (0, 1, 2)}  # one near the end may come too late
 
     def kill(status: StudyStatus) -> None:
         for trial in status.trials:
@@ -184,7 +183,8 @@ def test_a_study_with_an_arm_of_four_stages_that_is_killed_twenty_times_ends_as_
 
     status = run(study, runs, kill, workers=1, execute=worker.EXECUTE)
     record_property("tried", len(killed))
-    assert (status.finished, status.all_valid, len(killed)) == (True, True, 20)
+    assert (status.finished, status.all_valid) == (True, True)
+    assert len(killed) >= 20
     check_once_each(open_queue(study, runs))
     assert values(runs) == values(quiet)
 

@@ -282,7 +282,7 @@ def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
 
 def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
     findings = Findings()
-    trial = SimpleNamespace(arm="r1", seed=0)
+    trial = SimpleNamespace(arm="r1", seed=0, spec={})
     check_trial(undisturbed[0], trial, Place(findings, "r1", 0))  # pyright: ignore
     assert (findings.mismatches, findings.lacks) == ([], [])
     assert findings.completions > 140
