@@ -32,7 +32,7 @@ quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
 
 test: $(BIN)/.gym
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; writes docs/attacks.md. `.ci/chaos` calls it.
 chaos: $(BIN)/.gym

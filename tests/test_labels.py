@@ -27,7 +27,7 @@ from rich.console import Console
 
 LONG = "group_size=16, kl_beta=0.04, learning_rate=1e-05, without the clip of dapo"
 LABELS = {
-    "short": ["a", "b", "c"],
+    "short": ["a", "b", "optimal_token_baseline"],
     "similar": [f"clip_higher_than_the_others_{n}" for n in (1, 11, 111)],
     "long": [f"{LONG} {n}" for n in range(7)],
     "wide": ["W" * 100, "x" * 100, "_".join(["w"] * 50)],
@@ -72,6 +72,7 @@ def test_no_text_leaves_its_figure_and_no_label_is_cut(labels: list[str]) -> Non
     expected = {"final", "differences", "learning_steps", "difficulty_0"}
     assert expected | (set() if labels else {"heat_0", "interaction_0"}) == {one.name for one in drawings}
     for drawing in drawings:
+        drawing.figure.set_dpi(600)  # where letters have their true widths, as in an SVG
         drawing.figure.draw_without_rendering()
         width, height = drawing.figure.bbox.size
         shown = [text for text in texts(drawing) if text.get_visible() and text.get_text()]

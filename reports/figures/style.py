@@ -36,6 +36,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FORMATS = ("svg", "png", "pdf")
 SHADE, EMPTY = "#08519c", "#f3f4f6"  # of a value, its strength as opacity; of no value
 WIDE, NARROW = 4.1, 3.7  # inches; 72 SVG units each, so that 8.5 pt text stays legible on a phone
+DPI = 150  # of PNG files, and of the layout, because letters have other widths at each resolution
 
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -55,6 +56,7 @@ _STYLE: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "text.color": INK,
     "text.parse_math": False,
+    "text.hinting": "none",  # so that a label is as wide in every format as where the layout made room for it
     "axes.unicode_minus": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "cohort",
@@ -94,7 +96,7 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
     """
     with matplotlib.rc_context(_FRESH_STYLE):
         layout = ConstrainedLayoutEngine()
-        figure = Picture(figsize=(width, height), layout=layout)
+        figure = Picture(figsize=(width, height), layout=layout, dpi=DPI)
         FigureCanvasAgg(figure)
         head = figure.suptitle("", x=0, ha="left", weight="bold", size=9.5, linespacing=1.15)
         for letters in range(int(13.2 * width), 1, -1):
@@ -220,7 +222,7 @@ def _saved(figure: Figure, suffix: str) -> bytes:
     look: dict[str, Any] = {"transparent": True} if suffix == "svg" else {"facecolor": "white"}
     content = io.BytesIO()
     with matplotlib.rc_context(_FRESH_STYLE):
-        figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **look)
+        figure.savefig(content, format=suffix, dpi=DPI, metadata=dict.fromkeys(unwanted[suffix]), **look)
     return content.getvalue()
 
 
