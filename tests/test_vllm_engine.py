@@ -185,7 +185,9 @@ def test_the_spot_check_passes_a_sync_and_notices_a_missing_one_and_a_partial_on
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4, alpha=6.0)])
 def test_one_stale_tensor_of_vllms_own_is_found_whichever_it_is(monkeypatch, dtype, lora):
-    monkeypatch.setattr(import_module("vllm._custom_ops"), "_supports_onednn", False)  # as on a GPU: weights stay
+    # As on a GPU, weights stay: a CPU repacks them for oneDNN, and small ones in bfloat16 for AMX.
+    monkeypatch.setattr(import_module("vllm._custom_ops"), "_supports_onednn", False)
+    monkeypatch.setattr(import_module("vllm.model_executor.layers.utils"), "check_cpu_sgl_kernel", lambda *_: False)
     policy, steps = tiny_model(0), iter(range(100))
     if lora is not None:
         add_adapter(policy, lora, 0)
