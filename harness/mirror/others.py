@@ -144,7 +144,7 @@ def follow(name: str, runs: Path, folder: Path, seconds: float) -> int:
     while True:
         with suppress(Timeout):  # another process copies the record
             lock.acquire(timeout=0)
-            for file in (folder / EVENTS, *sorted(folder.glob(f"[ts]*/*/{EVENTS}"))):  # trials/ and stages/
+            for file in (folder / EVENTS, *sorted(folder.glob(f"trials/*/{EVENTS}"))):
                 one = file.parent
                 if one in failed or not file.is_file():
                     continue
