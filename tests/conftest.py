@@ -17,6 +17,7 @@ import fake_trials
 import postgres_server
 import pytest
 from cohort.harness import engines
+from cohort.reports.figures import curves
 
 TABLE = Path(__file__).resolve().parents[1] / "docs/attacks.md"
 HEAD = """# Attacks
@@ -45,6 +46,15 @@ ROWS: defaultdict[str, Row] = defaultdict(Row)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_NOTIFY"):
         monkeypatch.setenv(name, "")  # which a command sets
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Reports draw two of the figures on the inside of runs, all of them in a file marked `every_figure`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("every_figure") is None:
+            patch.setattr(curves, "DYNAMICS", curves.DYNAMICS[:2])
+        yield
 
 
 @pytest.fixture
@@ -108,7 +118,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    whole = config.getoption("markexpr") == "attack" and config.args == config.getini("testpaths")
+    whole = config.getoption("markexpr") == "attack or long" and config.args == config.getini("testpaths")
     if whole and os.environ.get("COHORT_CHAOS") and not hasattr(config, "workerinput"):
         TABLE.write_text(HEAD + "".join(f"{_line(words, ROWS[words])}\n" for words in sorted(ROWS)))
 

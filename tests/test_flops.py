@@ -81,7 +81,7 @@ def counted(work):
 
 
 def a_spec(**changes) -> RunSpec:
-    return make_spec(**{"rollouts_per_step": 8, "sampling": {"max_tokens": 12}, **changes})
+    return make_spec(**{"rollouts_per_step": 8, "sampling": {"max_tokens": 6}, **changes})
 
 
 def a_step(spec: RunSpec, policy):

@@ -31,6 +31,8 @@ from cohort.reports.trials import choose_outcome
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms, with_trials
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.every_figure
+
 
 def two_arms(first: float, second: float) -> list[FakeArm]:
     return [FakeArm(name, "grpo", accuracy, {}, {}) for name, accuracy in (("a", first), ("b", second))]

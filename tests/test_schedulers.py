@@ -310,6 +310,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
 
 
 @needs_submitit
+@pytest.mark.long
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: Path, cluster: Path):
     study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"

@@ -38,6 +38,8 @@ from test_memory import cohort
 
 from cohort import open_result
 
+pytestmark = pytest.mark.every_figure  # a command of its own draws them too
+
 
 def a_study() -> StudySpec:
     longer = {"name": "arithmetic", "min_operands": 4, "max_operands": 4}
