@@ -200,9 +200,14 @@ class Reward(Section, ABC):
         """The files that it reads, as in `Task.inputs`."""
         return {}
 
-    def model_bytes(self) -> int:
-        """Bytes of the device that a model of its own takes. Reads no weights."""
-        return 0
+    def placed(self, folder: Callable[[str], str]) -> Self:
+        """The same reward; if it reads the model that a stage of the run fits, it reads the one at `folder(stage)`."""
+        return self
+
+    @property
+    def scorer(self) -> str | None:
+        """The name of a sequence classifier of its own that reads every completion: it takes memory and operations."""
+        return None
 
 
 class StepReward(Reward):

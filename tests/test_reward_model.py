@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cohort.harness.checks.memory import _scorer_bytes
 from cohort.harness.policy import bradley_terry
 from cohort.harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -82,7 +83,7 @@ def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     reward = RewardModel(path=str(tmp_path / "rm"))
     reward.check()
     numbers = load_file(tmp_path / "rm" / "model.safetensors").values()
-    assert reward.model_bytes() == 4 * sum(value.numel() for value in numbers)  # float32
+    assert _scorer_bytes(reward.scorer) == 4 * sum(value.numel() for value in numbers)  # float32
     right, wrong = reward.score(graded_group([0, 1], prompt="77+1=", completions=("y", "n")))
     assert right > wrong
 

@@ -289,13 +289,13 @@ def _check_result(trial: TrialRecord, history: RunHistory, result: Mapping[str, 
 def _group_size(spec: Mapping[str, Any], step: int) -> int:
     """Completions of each prompt in a step of a run, or of one of its stages."""
     for stage in spec.get("stages", ()):
-        if step <= stage["steps"]:
+        if step <= (steps := stage.get("steps", 1)):
             return int(
                 stage["rejection"]["num_samples"]
                 if "rejection" in stage
                 else {**spec, **stage}["algorithm"]["group_size"]
             )
-        step -= stage["steps"]
+        step -= steps
     return int(spec["algorithm"]["group_size"])
 
 

@@ -46,11 +46,12 @@ def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     later = any(stage.spec.kl.refresh_reference_every or stage.start for stage in stages)  # policies than the first
     reference = total_bytes(model) if later and spec.lora is None else 0
     checkpoint = saved * (1 + spec.staleness) + learner + reference
+    fitted = sum(stage.kind == "reward_model" for stage in stages) * 4 * sum(p.numel() for p in model)  # in float32
     settings = spec.checkpoints
     written = min(settings.keep + 1, -(-spec.steps // settings.every) + 2 * len(spec.stages))
     kept = saved if spec.steps and (settings.finished or finished) == "weights" else 0
     cold_start = 4 * sum(p.numel() for p in model) if spec.cold_start.steps else 0  # in float32
-    return Disk(checkpoint, written * checkpoint, kept, cold_start)
+    return Disk(checkpoint, written * checkpoint + fitted, kept, cold_start)
 
 
 def check_disk(

@@ -4,8 +4,8 @@ Parameters, the bytes that a pass keeps for its backward pass and a sampler's ca
 worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
 peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
-passes of a reward model, intermediates of the prefill, and unused bytes that the allocator holds, with glibc up to 60 %
-of the rest; on a GPU `gpu_reserve_gib` stands for them, and for the libraries that `process` has elsewhere.
+passes of a reward model or its fit, intermediates of the prefill, and unused bytes that the allocator holds, with glibc
+up to 60 % of the rest; on a GPU `gpu_reserve_gib` stands for them, and for the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -167,7 +167,10 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def _estimate_stage(stage: Stage, together: int) -> tuple[dict[str, int] | None, str | None]:
-    found, why = estimate_run(stage.spec, together)
+    model = stage.spec.model
+    found, why = estimate_run(stage.placed(lambda _: model), together)
+    if found is not None and stage.fit:  # weights, gradients and AdamW's moments in float32
+        found["rewards"] += 4 * _scorer_bytes(model)
     if found is None or stage.rejection is None or stage.rejection.teacher is None:
         return found, why
     other, why = estimate_run(stage.spec.model_copy(update={"model": stage.rejection.teacher}))
@@ -175,6 +178,10 @@ def _estimate_stage(stage: Stage, together: int) -> tuple[dict[str, int] | None,
         return None, why
     larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
     return {**found, **larger, "teacher": other["policy"]}, None
+
+
+def _scorer_bytes(model: str) -> int:
+    return 4 * empty_model(model_config(model), scores=True).num_parameters()  # float32
 
 
 def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
@@ -253,7 +260,9 @@ def estimate(
         + stale * min(counts.policy, counts.trainable),
         "reference": part(_reference_bytes(spec, counts) * together) if needs_copy or spec.kl.reference else 0,
         "critic": part(counts.critic * (copies if own_trunk else 1)),
-        "rewards": sum(reward.model_bytes() for reward in spec.rewards.values()),  # whole on each device
+        "rewards": sum(
+            _scorer_bytes(reward.scorer) for reward in spec.rewards.values() if reward.scorer
+        ),  # whole on each
         "gradients": part(together * counts.trainable),
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments

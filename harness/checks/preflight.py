@@ -157,11 +157,11 @@ def check_countable(spec: RunSpec) -> None:
     if spec.max_flops is None:
         return
     from ..policy.flops import Costs
-    from ..policy.model import empty_model, model_config
 
-    for model in (spec.model, *_teachers([spec])):
+    rewards = [r for stage in spec.staged() for r in stage.placed(lambda _: spec.model).rewards.values()]
+    for model in {spec.model, *_teachers([spec]), *(r.scorer for r in rewards if r.scorer)}:
         try:
-            Costs.of(empty_model(model_config(model)))
+            Costs.named(model)
         except Exception as error:
             raise SpecError(f"max_flops must be left out for model '{model}': {error}; use steps") from None
 

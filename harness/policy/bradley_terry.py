@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,15 @@ from ..ground.files import publish_folder
 from ..ground.inputs import digest, expected
 from ..ground.streams import generator
 from ..ground.tensors import pad_right
+from ..spec.run import RewardFit
 from .library import import_generation
 from .model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
 from .sources import source_name, verify_model
 from .text import TextCodec
 from .tiny import TINY
 
+Parts = tuple[list["Ranked"], list["Ranked"]]  # to fit, and held out
+Progress = Callable[[int, int], None]  # optimiser steps done, all of them
 HELD_OUT = 0.1  # share of prompts that the fit never sees
 
 
@@ -143,7 +146,7 @@ def train_reward_model(
     prompts_per_batch: int = 16,
     learning_rate: float = 1e-4,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Progress = lambda done, total: None,
 ) -> RewardModelFit:
     """Fit a reward model on the rollouts in `sources` (files, or run folders) and save it as the folder `out`.
 
@@ -154,31 +157,44 @@ def train_reward_model(
         raise ValueError(f"--out must be a new folder, got '{out}', which exists")
     check_model(model)
     ranked, dropped = read_ranked(sources, by)
-    train, held_out = [], []
-    for one in ranked:
-        fraction = int.from_bytes(hashlib.sha256(b"reward-model:" + one.prompt.encode()).digest()[:6]) / 2**48
-        (held_out if fraction < HELD_OUT else train).append(one)
-    if not train:
+    parts = split(ranked)
+    if not parts[0]:
         raise ValueError(
             f"rollouts must hold a prompt whose completions differ in '{by}', got {dropped} prompts without; "
             "rank by another value, or keep rollouts of more steps (checkpoints.rollouts_every)"
         )
+    how = RewardFit(epochs=epochs, prompts_per_batch=prompts_per_batch, learning_rate=learning_rate)
+    return replace(fit_ranked(parts, model, out, how, seed, on_progress), dropped_prompts=dropped)
+
+
+def split(ranked: Sequence[Ranked]) -> Parts:
+    """Those to fit and the held-out ones. A prompt is held out in every fit, or in none."""
+    parts: Parts = ([], [])
+    for one in ranked:
+        fraction = int.from_bytes(hashlib.sha256(b"reward-model:" + one.prompt.encode()).digest()[:6]) / 2**48
+        parts[fraction < HELD_OUT].append(one)
+    return parts
+
+
+def fit_ranked(parts: Parts, model: str, out: Path, how: RewardFit, seed: int, on_progress: Progress) -> RewardModelFit:
+    """Fit a reward model on the first part, which is not empty; it becomes the folder `out`, or takes its place."""
+    train, held_out = parts
     network, tokenizer = load_classifier(model, seed)
     device = resolve_device("auto")
     scorer = Scorer(network.to(device).train(), tokenizer)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=how.learning_rate, weight_decay=0.0)
     losses: list[float] = []
-    total = epochs * -(-len(train) // prompts_per_batch)
+    total = how.epochs * -(-len(train) // how.prompts_per_batch)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(generator("reward model dropout", seed).integers(2**63)))
-        for epoch in range(epochs):
+        for epoch in range(how.epochs):
             order = generator("reward model order", seed, epoch).permutation(len(train))
-            for start in range(0, len(train), prompts_per_batch):
-                batch = [train[i] for i in order[start : start + prompts_per_batch]]
+            for start in range(0, len(train), how.prompts_per_batch):
+                batch = [train[i] for i in order[start : start + how.prompts_per_batch]]
                 optimizer.zero_grad()
                 sizes = [len(item.ranks) for item in batch]
-                parts = scorer([row for item in batch for row in item.rows()]).split(sizes)
-                loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(parts, batch, strict=True)]).mean()
+                scores = scorer([row for item in batch for row in item.rows()]).split(sizes)
+                loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(scores, batch, strict=True)]).mean()
                 if not torch.isfinite(loss):
                     raise InvalidRun(f"the loss is {float(loss)} at step {len(losses)}; lower --learning-rate")
                 loss.backward()
@@ -191,9 +207,10 @@ def train_reward_model(
     held_right, held_pairs = count_right(scorer, held_out)
     with publish_folder(out) as partial:
         save_model(partial, network.cpu(), tokenizer)
+    _load_scorer.cache_clear()  # it may hold what the folder had
     accuracy = held_right / held_pairs if held_pairs else None
-    last = float(np.mean(losses[-total // epochs :]))
-    return RewardModelFit(len(train), pairs, len(held_out), held_pairs, dropped, last, right / pairs, accuracy)
+    last = float(np.mean(losses[-total // how.epochs :]))
+    return RewardModelFit(len(train), pairs, len(held_out), held_pairs, 0, last, right / pairs, accuracy)
 
 
 def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:

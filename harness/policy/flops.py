@@ -23,6 +23,7 @@ from ..devices.sharding import layers
 from ..spec.run import RunSpec
 from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes
 from .fused_llama import recognised
+from .model import empty_model, model_config
 
 Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
@@ -56,6 +57,7 @@ class Costs:
     adapter             the share of a token in `forward` that is an adapter's
     reference           those of the reference, if it is another model
     sampler             those of the model that samples, if it is another one
+    scorers             those of the rewards' own models
     """
 
     forward: Work
@@ -68,6 +70,7 @@ class Costs:
     recomputes: bool
     reference: "Costs | None" = None
     sampler: "Costs | None" = None
+    scorers: "tuple[Costs, ...]" = ()
 
     @classmethod
     def of(cls, policy: nn.Module) -> "Costs":
@@ -108,6 +111,11 @@ class Costs:
             can_share=can_share_prompts(policy),
             recomputes=recomputes(policy),
         )
+
+    @classmethod
+    def named(cls, model: str) -> "Costs":
+        """Those of a model by its name in a spec; reads no weights."""
+        return cls.of(empty_model(model_config(model)))
 
     @property
     def frozen(self) -> "Costs":
@@ -152,6 +160,8 @@ def learned(
     Several minibatches are drawn at random: P prompts of G rows each, B in all, leave m rows P (1 - C(B - G, m) / C(B,
     m)) prompts on average.
     """
+    if not rows:
+        return 0.0
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
     group, part = size // len(rows), size // parts
@@ -171,9 +181,9 @@ def learned(
     return epochs * total
 
 
-def fitted(costs: Costs, rows: Lengths) -> float:
-    """Operations of one pass over these demonstrations in a cold start, which trains all weights."""
-    return 3 * _read(rows, False, True)[1].at(costs.frozen.forward)
+def fitted(costs: Costs, rows: Lengths, *, headed: bool = True) -> float:
+    """Operations of one pass over these rows in a cold start or in a fit of a reward model, which train all weights."""
+    return 3 * _read(rows, False, headed)[1].at(costs.frozen.forward)
 
 
 def stepped(
@@ -190,8 +200,8 @@ def stepped(
     fits_head: bool = False,
 ) -> dict[str, float]:
     """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
-    values, entropies, collisions, and the passes that rewards ask of the policy; `reads_old` says whether the learner
-    computes the old log-probs.
+    values, entropies, collisions, and those that rewards ask of the policy and of their own models; `reads_old` says
+    whether the learner computes the old log-probs.
     """
     algorithm = spec.algorithm
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
@@ -200,6 +210,8 @@ def stepped(
     scoring += scored(costs, trained, share=share) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
+    for scorer in costs.scorers:
+        scoring += sum(scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
     learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens, has_gradient=trains_policy)
     if fits_head:
         learning += scored(costs, trained, share=share, headed=False)

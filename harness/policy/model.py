@@ -228,13 +228,14 @@ def model_config(name: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
 
 
-def empty_model(config: PretrainedConfig) -> Any:
-    """A causal language model of that shape with parameters that have no storage."""
+def empty_model(config: PretrainedConfig, *, scores: bool = False) -> Any:
+    """A causal language model of that shape, or a sequence classifier, with parameters that have no storage."""
     import_generation()
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+        return kind.from_config(config, trust_remote_code=False).eval()
 
 
 def local_or_hub(name: str) -> dict[str, str]:

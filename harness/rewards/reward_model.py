@@ -1,9 +1,13 @@
 """A learned reward: the scalar head of any sequence classifier, read after the last token of prompt and completion.
 
 RLHF's reward model (Ouyang et al. 2022, arXiv:2203.02155, section 3.5). `cohort reward-model train` fits one on ranked
-rollouts. A process loads the model once, frozen. It reads text through its own tokenizer, with its chat template if it
-has one, so it need not share the policy's vocabulary.
+rollouts; `path: stage:NAME` is the one that an earlier stage of the run fits. A process loads it once, frozen. It reads
+text through its own tokenizer, with its chat template if it has one, so it need not share the policy's
+vocabulary.
 """
+
+from collections.abc import Callable
+from typing import Self
 
 from pydantic import Field
 
@@ -11,11 +15,13 @@ from ..data import GradedGroup
 from ..ground.inputs import Sources
 from ..interfaces import Reward
 
+STAGE = "stage:"
+
 
 class RewardModel(Reward):
     """The score of an `AutoModelForSequenceClassification` with one label."""
 
-    path: str = Field(min_length=1, description="Hub id, or a local folder")
+    path: str = Field(min_length=1, description="Hub id, a local folder, or stage:NAME of an earlier stage")
 
     def score(self, group: GradedGroup) -> list[float]:
         from ..policy.bradley_terry import load_scorer
@@ -26,19 +32,18 @@ class RewardModel(Reward):
     def check(self) -> None:
         from ..policy.model import check_model
 
-        check_model(self.path, "rewards.reward_model.path")
+        if not self.path.startswith(STAGE):
+            check_model(self.path, "rewards.reward_model.path")
 
     def inputs(self) -> Sources:
         from ..policy.sources import model_sources
 
-        return model_sources(self.path)
+        return {} if self.path.startswith(STAGE) else model_sources(self.path)
 
-    def model_bytes(self) -> int:
-        import torch
-        from transformers import AutoModelForSequenceClassification
+    def placed(self, folder: Callable[[str], str]) -> Self:
+        fitted = self.path.startswith(STAGE)
+        return self.model_copy(update={"path": folder(self.path.removeprefix(STAGE))}) if fitted else self
 
-        from ..policy.model import model_config
-
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(model_config(self.path))
-        return 4 * model.num_parameters()  # it is loaded in float32
+    @property
+    def scorer(self) -> str:
+        return self.path

@@ -11,14 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..data import Demonstration, GradedGroup, Group, InvalidRun, Prompt, Rollout, Score
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.files import sha256, sync, write_text
 from ..ground.streams import generator
 from ..interfaces import Codec, RolloutEngine
 from ..policy import flops
@@ -27,7 +25,7 @@ from ..policy.text import load_codec
 from .cold_start import start_policy
 from .evaluate import PROMPTS_AT_ONCE
 from .grading import grade, sample_rows
-from .state import Run, StoppedEarly, build_engine, placed
+from .state import Run, build_engine, placed, watch
 from .step import Clock, annotated, rollout_metrics
 
 
@@ -50,7 +48,7 @@ def fine_tuning_step(
     run.engine.sleep()
     if run.answers is None:
         assert stage.rejection is not None
-        lines = _file(run).read_text(encoding="utf-8").splitlines()
+        lines = run.rollouts(stage.start + 1).read_text(encoding="utf-8").splitlines()
         run.answers = kept_answers(list(map(json.loads, lines)), stage.rejection.keep)
     if not run.answers:
         raise InvalidRun(
@@ -67,10 +65,6 @@ def fine_tuning_step(
     return {**found, **scheduled, **updated, **clock.metrics}, [sampled, flops.lengths(groups), []]
 
 
-def _file(run: Run) -> Path:
-    return run.directory / f"rollouts/step-{run.stage.start + 1:06d}.jsonl"
-
-
 def _sampled(
     run: Run, prompts: Sequence[Prompt], should_stop: Callable[[], bool]
 ) -> tuple[dict[str, float], flops.Lengths]:
@@ -85,16 +79,10 @@ def _sampled(
             part, sampling = prompts[first : first + PROMPTS_AT_ONCE], stage.spec.sampling_with_limit()
             new = engine.sample(part, settings.num_samples, sampling, seed=run.spec.seed, step=stage.start)
             groups, graded = groups + new, graded + grade(task, new, run.spec.max_tokens)
-            run.log.progress("sample", len(groups), len(prompts))
-            if should_stop():
-                raise StoppedEarly
+            watch(run.log, should_stop, "sample", len(groups), len(prompts))
     scores = [Score(paid, paid, None, {}) for paid in ([float(right) for right in g.correct or ()] for g in graded)]
     rows = [asdict(row) for row in sample_rows(groups, graded, scores, step=stage.start + 1, split="train")]
-    file = _file(run)
-    file.parent.mkdir(exist_ok=True)
-    write_text(file, "".join(f"{json.dumps(row)}\n" for row in rows))
-    sync(file.parent)  # on disk before the event with its hash
-    run.log.kept(stage.start + 1, file.relative_to(run.directory).as_posix(), sha256(file))
+    run.keep(stage.start + 1, rows)
     run.answers = kept = kept_answers(rows, settings.keep)
     counts = {
         "samples": len(rows), "correct": sum(row["correct"] for row in rows), "kept": len(kept),

@@ -4,7 +4,6 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +13,6 @@ from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.device import peak_memory, resolve_device
-from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import expecting
 from ..policy import flops
 from ..policy.forward import microbatch_tokens
@@ -25,8 +23,11 @@ from .evaluate import logged_evaluation
 from .fine_tuning import fine_tuning_step
 from .gates import LEARNT, check_gates
 from .grading import sample_rows
+from .reward_fit import reward_fit_step
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import Drawn, merged, train_step
+
+FITS = {"rejection_sampling": fine_tuning_step, "reward_model": reward_fit_step}  # steps of the other kinds of stages
 
 
 def train(
@@ -86,9 +87,9 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         start, drawn = run.models.now(), Drawn()
         if step == run.stage.end:
             run.begin(next(stage for stage in stages if step < stage.end))
-        spec, has_answers = run.spec, run.stage.rejection is not None  # to learn, instead of rewards
-        if has_answers:
-            metrics, counts = fine_tuning_step(run, prompts, step, should_stop)
+        spec, is_fit = run.spec, run.stage.kind != "train"
+        if is_fit:
+            metrics, counts = FITS[run.stage.kind](run, prompts, step, should_stop)
         else:
             metrics, drawn = train_step(run, prompts, step)
             counts = drawn.lengths(spec.prompts_per_step)
@@ -100,28 +101,23 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
-        every = spec.checkpoints.rollouts_every
-        if every and (step - 1) % every == 0 and not has_answers and ranks.rank() == 0:
-            file = run.directory / (name := f"rollouts/step-{step:06d}.jsonl")  # one rollout per line
-            file.parent.mkdir(exist_ok=True)
-            write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows()))
-            sync(file.parent)  # on disk before the event with its hash
-            run.log.kept(step, name, sha256(file))
+        if step in run.stage.kept and not is_fit and ranks.rank() == 0:
+            run.keep(step, [asdict(row) for row in rows()])
         run.log.progress("train", step, whole.steps)
-        if not has_answers:  # gates are for metrics of rollouts, which all ranks share
+        if not is_fit:  # gates are for metrics of rollouts, which all ranks share
             gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
         if step % whole.evaluation.every == 0 or is_due:
-            if has_answers:
+            if is_fit:
                 run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
             if step in whole.evaluation.test_steps(whole.steps)[:-1]:
                 _evaluate(run, "test", step, "test")
         stop = ranks.same(should_stop)
-        has_sampled = has_answers and step == run.stage.start + 1  # none is sampled again
+        has_sampled = is_fit and step == run.stage.start + 1  # none is sampled again
         if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
             run.save(step, is_last=is_last)
         if stop and not is_last:
@@ -147,7 +143,7 @@ def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> d
 
     totals.rollouts += len(counts)
     totals.generated_tokens += sum(counts)
-    totals.optimizer_steps += spec.updates_per_step
+    totals.optimizer_steps += spec.updates_per_step if trained else 0
     return {
         "train/rollouts": totals.rollouts,
         "train/generated_tokens": totals.generated_tokens,

@@ -1,5 +1,6 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,13 @@ from ..data import Demonstration, Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..devices.sharding import assembled, copied
+from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.forward import recomputes
 from ..policy.lora import add_adapter
-from ..policy.model import empty_model, load_policy, model_config, saved_weights
+from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
@@ -133,7 +135,7 @@ class Run:
         policy, shares_prompts = self.learner.policy, self.learner.shares_prompts
         del self.learner  # its moments and models are not needed beside the next ones
         self.stage, self.answers, self.gates = stage, None, GateState()
-        self.learner = learner_of(stage, policy, self.models)
+        self.learner = learner_of(stage, policy, self.models, self.directory)
         self.learner.shares_prompts = shares_prompts
         self.spec = self.learner.spec
         self._count()
@@ -146,8 +148,9 @@ class Run:
             if self.spec.kl.reference is not None and self.learner.reference is not None:
                 costs = replace(costs, reference=flops.Costs.of(self.learner.reference))
             if rejection is not None and rejection.teacher is not None:
-                costs = replace(costs, sampler=flops.Costs.of(empty_model(model_config(rejection.teacher))))
-            self.costs = costs
+                costs = replace(costs, sampler=flops.Costs.named(rejection.teacher))
+            scorers = [reward.scorer for reward in self.spec.rewards.values() if reward.scorer]
+            self.costs = replace(costs, scorers=tuple(map(flops.Costs.named, scorers)))
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and rejection is None
 
@@ -187,6 +190,18 @@ class Run:
                 self.writer.check(wait=True)
         finally:
             self.engine.close()
+
+    def rollouts(self, step: int) -> Path:
+        """The file of a step's rollouts, one a line."""
+        return self.directory / f"rollouts/step-{step:06d}.jsonl"
+
+    def keep(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a step's rollouts to their file, and log its hash."""
+        file = self.rollouts(step)
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+        sync(file.parent)  # on disk before the event with its hash
+        self.log.kept(step, file.relative_to(self.directory).as_posix(), sha256(file))
 
     def charge(self, seconds: float) -> None:
         """Add time of the run, on all its devices."""
@@ -229,6 +244,13 @@ class StoppedEarly(Exception):
     """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
 
 
+def watch(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:
+    """Report the progress of such work; StoppedEarly if asked to stop."""
+    log.progress(phase, done, total)
+    if should_stop():
+        raise StoppedEarly
+
+
 def build_engine(
     spec: RunSpec, policy: nn.Module, codec: TextCodec, prompts: Sequence[Prompt] | None = None
 ) -> RolloutEngine:
@@ -247,9 +269,18 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
     return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
 
 
-def learner_of(stage: Stage, policy: nn.Module, models: Models) -> Learner:
-    """The learner of a stage that begins with this policy."""
-    spec = stage.spec if stage.rejection is None else supervised(stage.spec)
+def reward_model(directory: Path, stage: str) -> Path:
+    """The folder, in that of a run, of the reward model that a stage fits."""
+    return directory / CHECKPOINTS / f"reward-model-{stage}"
+
+
+def learner_of(stage: Stage, policy: nn.Module, models: Models, directory: Path) -> Learner:
+    """The learner of a stage that begins with this policy. ValueError if a reward model that it reads is torn."""
+    spec = stage.placed(lambda name: str(reward_model(directory, name)))
+    for reward in spec.rewards.values():
+        reward.check()
+        reward.inputs()
+    spec = spec if stage.kind == "train" else supervised(spec)
     learner = Learner(spec, policy, models.reference(spec))
     learner.start = stage.start
     return learner
@@ -282,20 +313,15 @@ def prepare(
     threads = ranks.shared(range(ranks.world_size()), lambda own: [torch.get_num_threads()] * len(own))
     log.resume(checkpoint.step if checkpoint else -1, threads)
 
-    def watch_cold_start(phase: str, done: int, total: int) -> None:
-        log.progress(phase, done, total)
-        if should_stop():
-            raise StoppedEarly
-
     recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = ranks.most(recompute, resolve_device(spec.device))
-    policy, codec = models.policy(spec, cache, watch_cold_start)
+    policy, codec = models.policy(spec, cache, partial(watch, log, should_stop))
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
-    learner = learner_of(stage, policy, models)
+    learner = learner_of(stage, policy, models, directory)
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(

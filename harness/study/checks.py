@@ -42,6 +42,7 @@ _LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<na
     "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",
     "verifier": "true_positive_rate false_positive_rate", "flops": "sampling scoring learning evaluation cold_start",
     "memory": "estimate_bytes recomputes", "rejection": "samples correct kept acceptance covered",
+    "reward_model": "prompts pairs replayed loss accuracy held_out_pairs held_out_accuracy",
 }  # fmt: skip
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",

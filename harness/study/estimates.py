@@ -75,9 +75,13 @@ def _passes(stage: Stage, done: int) -> float:
     spec, algorithm = stage.spec, stage.spec.algorithm
     if stage.rejection is not None:
         return 2 * stage.num_rollouts + 3 * done * spec.rollouts_per_step * spec.optimizer.num_inner_epochs
+    if stage.fit is not None:
+        new, older = (len(steps) for steps in stage.sources)
+        return 3 * stage.fit.epochs * spec.rollouts_per_step * (new + stage.fit.replay * older)
     own_critic = algorithm.needs_critic and not algorithm.shares_trunk
     read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
-    read += algorithm.needs_collision + len({reward.distribution for reward in spec.rewards.values()} - {None})
+    read += algorithm.needs_collision + sum(bool(reward.scorer) for reward in spec.rewards.values())
+    read += len({reward.distribution for reward in spec.rewards.values()} - {None})
     learnt = 3 * spec.optimizer.num_inner_epochs * (2 if own_critic else 1)
     each = spec.rollouts_per_step * (1 + spec.dynamic_sampling + read + learnt)  # half of the batches that it may draw
     each += 2 * spec.prompts_per_step if algorithm.needs_greedy else 0
