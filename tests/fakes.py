@@ -81,6 +81,24 @@ class StopAfter:
         return self.n <= 0
 
 
+class Killed:
+    """A log whose process dies as it writes the metrics of a step."""
+
+    class Death(BaseException):
+        pass
+
+    def __init__(self, log, step):
+        self._log, self._step = log, step
+
+    def __getattr__(self, name):
+        return getattr(self._log, name)
+
+    def metrics(self, step, values):
+        if step == self._step:
+            raise self.Death
+        self._log.metrics(step, values)
+
+
 def final_weights(directory):
     return load_file(sorted((directory / "checkpoints").glob("step-*"))[-1] / "policy" / "model.safetensors")
 

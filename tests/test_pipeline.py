@@ -34,7 +34,7 @@ from cohort.harness.study.checks import check_claimed
 from cohort.harness.study.estimates import passes
 from cohort.reports.prose.notes import _clip_note, budget_note
 from factories import FEW, make_spec, make_study
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
+from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
 from transformers import LlamaForCausalLM
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
@@ -52,7 +52,7 @@ FIT = {"name": "distil", "kind": "rejection_sampling", "steps": 2, "rejection": 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    (block,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)
+    block, _ = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)
     raw = yaml.safe_load(block)
     file = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
     file.write_text(yaml.safe_dump({**raw, "stages": [*raw["stages"], VALUED]}))
@@ -156,24 +156,6 @@ def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     assert parts.without_clocks() == whole.without_clocks()
     assert parts.files == whole.files
     assert_same_weights(final_weights(folder), final_weights(tmp_path))
-
-
-class Killed:
-    """A log whose process dies as it writes the metrics of a step."""
-
-    class Death(BaseException):
-        pass
-
-    def __init__(self, log, step):
-        self._log, self._step = log, step
-
-    def __getattr__(self, name):
-        return getattr(self._log, name)
-
-    def metrics(self, step, values):
-        if step == self._step:
-            raise self.Death
-        self._log.metrics(step, values)
 
 
 # What is kept and learnt ----------------------------------------------------------------------------------------------
@@ -355,7 +337,10 @@ def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_o
         ([{"steps": 3}], "stages must have distinct words as names, got $"),
         ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
         ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
-        ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train, rejection_sampling, reward_model, got 'sft'"),
+        (
+            [{"name": "a", "kind": "sft"}],
+            "stage 'a': kind must be one of train, rejection_sampling, reward_model, got 'sft'",
+        ),
         ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
         ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
         ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),

@@ -260,9 +260,7 @@ def estimate(
         + stale * min(counts.policy, counts.trainable),
         "reference": part(_reference_bytes(spec, counts) * together) if needs_copy or spec.kl.reference else 0,
         "critic": part(counts.critic * (copies if own_trunk else 1)),
-        "rewards": sum(
-            _scorer_bytes(reward.scorer) for reward in spec.rewards.values() if reward.scorer
-        ),  # whole on each
+        "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each
         "gradients": part(together * counts.trainable),
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments

@@ -1,0 +1,256 @@
+"""Stages that fit a reward model on the run's own rollouts: what they fit, what is paid, costs, kills, refusals."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from cohort.harness.checks.disk import estimate_disk
+from cohort.harness.checks.memory import _scorer_bytes, estimate_run
+from cohort.harness.checks.preflight import check_countable, check_runs
+from cohort.harness.ground.streams import generator
+from cohort.harness.policy import bradley_terry, flops
+from cohort.harness.policy.bradley_terry import fit_ranked, load_scorer, split
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import reward_fit
+from cohort.harness.run.checkpoint import fork_run
+from cohort.harness.run.loop import train
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_run
+from cohort.harness.spec.run import RewardFit, parse_run
+from cohort.harness.study.estimates import passes
+from factories import FEW, make_spec
+from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
+from safetensors.torch import load_file
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
+# The documented rounds without a cold start: 2 steps, a fit, 1 step, a fit, 2 steps.
+SHORT = [
+    "task.min_operands=2", "task.max_operands=2", "task.num_train=64", "cold_start.steps=0", "rollouts_per_step=32",
+    "evaluation.num_prompts=2", "evaluation.num_test_prompts=2", "evaluation.num_samples=1", "sampling.max_tokens=16",
+    "evaluation.every=9", "stages.explore.steps=2", "stages.first.steps=1", "stages.second.steps=2",
+    "stages.again.fit.replay=0.5", "stages.again.fit.epochs=2", "gates.answered=null", "gates.stuck_groups=null",
+]  # fmt: skip
+STAGES = [{"name": "explore", "steps": 2}, {"name": "judge", "kind": "reward_model"}]
+
+
+@pytest.fixture(autouse=True)
+def lengths_rank(monkeypatch):
+    """No answer of an untrained model is right: the longer one counts as better."""
+
+    def read_ranked(sources, by):
+        assert by == "correct"
+        return bradley_terry.read_ranked(sources, "num_tokens")
+
+    monkeypatch.setattr(reward_fit, "read_ranked", read_ranked)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    _, block = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)
+    file = tmp_path_factory.mktemp("documented") / "iterative_grpo.yaml"
+    file.write_text(block)
+    return load_run(str(file), SHORT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spec, tmp_path_factory, cache):
+    folder, log = tmp_path_factory.mktemp("undisturbed"), MemoryLog()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_fit, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
+        result = train(spec, folder, log, cache=cache)
+    assert result.state == "complete"
+    return folder, log, result
+
+
+def rows_of(folder, step):
+    return [json.loads(line) for line in (folder / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def ranked_of(folder, *steps):
+    return bradley_terry.read_ranked([folder / f"rollouts/step-{step:06d}.jsonl" for step in steps], "num_tokens")[0]
+
+
+def model_of(folder, stage):
+    return folder / "checkpoints" / f"reward-model-{stage}"
+
+
+def a_run(*stages, **changes):
+    steps = sum(stage.get("steps", 1) for stage in stages)
+    fixed = {"steps": steps, "checkpoints": {"rollouts_every": 1}, "stages": [*stages]}
+    return parse_run({**FEW, **fixed, **changes}, "f")
+
+
+def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the_old_ones(spec, undisturbed, tmp_path):
+    folder, log, _ = undisturbed
+    assert [(s.name, s.start, s.end, s.kind) for s in spec.staged()] == [
+        ("explore", 0, 2, "train"), ("judge", 2, 3, "reward_model"), ("first", 3, 4, "train"),
+        ("again", 4, 5, "reward_model"), ("second", 5, 7, "train"),
+    ]  # fmt: skip
+    assert sorted(file.name[5:11] for file in (folder / "rollouts").iterdir()) == [f"{n:06d}" for n in (1, 2, 4, 6, 7)]
+    old, new = ranked_of(folder, 1, 2), ranked_of(folder, 4)
+    drawn = sorted(generator("reward model replay", 0, 4).permutation(len(old))[: round(0.5 * len(old))])
+    rounds = (("judge", old, "tiny", 3, 0), ("again", [*new, *(old[i] for i in drawn)], model_of(folder, "judge"), 2,
+              len(drawn)))  # fmt: skip
+    for (name, ranked, start, epochs, replayed), step in zip(rounds, (3, 5), strict=True):
+        how = RewardFit(epochs=epochs, learning_rate=1e-3)
+        fit = fit_ranked(split(ranked), str(start), tmp_path / name, how, 0, lambda *_: None)
+        assert_same_weights(
+            load_file(tmp_path / name / "model.safetensors"), load_file(model_of(folder, name) / "model.safetensors")
+        )
+        logged = {n: dict(log.history(f"reward_model/{n}")).get(step) for n in ("prompts", "pairs", "replayed", "loss")}
+        assert logged == {"prompts": fit.num_prompts, "pairs": fit.num_pairs, "replayed": replayed, "loss": fit.loss}
+        held = [dict(log.history(f"reward_model/held_out_{n}")).get(step) for n in ("pairs", "accuracy")]
+        assert held == [fit.held_out_pairs, fit.held_out_accuracy]
+    assert drawn and fit.num_pairs > 10
+
+
+def test_a_stage_is_paid_by_the_fit_that_it_names_and_its_reference_is_the_policy_as_it_starts(undisturbed):
+    folder, log, _ = undisturbed
+    for step, name in ((4, "judge"), (6, "again"), (7, "again")):
+        rows = rows_of(folder, step)
+        scores = load_scorer(str(model_of(folder, name))).score([(row["prompt"], row["completion"]) for row in rows])
+        assert [row["rewards"]["reward_model"] for row in rows] == pytest.approx(scores, abs=1e-5)
+        assert [row["reward"] for row in rows] == [row["rewards"]["reward_model"] for row in rows]
+    assert "reward_model" not in rows_of(folder, 2)[0]["rewards"]
+    # Algorithm 1 of DeepSeekMath: the KL to the reference is 0 at a stage's first step (at 2 nothing was right before).
+    assert [step for step, value in log.history("kl/reference") if value == 0] == [1, 2, 4, 6]
+    assert [step for step, _ in log.history("kl/reference")] == [1, 2, 4, 6, 7]
+
+
+def test_fits_and_passes_of_reward_models_are_operations_of_training_and_no_steps_of_the_policy(undisturbed):
+    folder, log, result = undisturbed
+    assert (result.summary["rollouts"], result.summary["optimizer_steps"]) == (5 * 32, 5)
+    codec, costs = tiny_codec(), flops.Costs.of(tiny_model(0))
+    spent = {n: {0: 0.0, **dict(log.history(f"flops/{n}"))} for n in ("sampling", "scoring", "learning")}
+    cost = {name: (so_far[3] - so_far[2], so_far[4] - so_far[3]) for name, so_far in spent.items()}
+    # The fit at step 3: 3 passes with gradient (3 times a forward pass), and one over all pairs for the accuracies. A
+    # row of n tokens takes n times the weights' operations and n^2 of attention; the score's head is left out.
+    rows = [
+        [len(codec.encode(one.prompt)) + len(codec.encode_completion(text)) for one in part for text in one.ranks]
+        for part in split(ranked_of(folder, 1, 2))
+    ]
+    fitted, held = (sum(n * costs.forward.tokens + n * n * costs.forward.pairs for n in part) for part in rows)
+    assert cost["sampling"][0] == 0
+    assert cost["learning"][0] == pytest.approx(3 * 3 * fitted)
+    assert cost["scoring"][0] == pytest.approx(fitted + held)
+    # Step 4 scores all rollouts with the reference, and with the reward model.
+    paid = rows_of(folder, 4)
+    length = [len(codec.encode(row["prompt"])) + row["num_tokens"] for row in paid]
+    judged = sum(n * costs.forward.tokens + n * n * costs.forward.pairs for n in length)
+    prompts = [paid[start : start + 8] for start in range(0, 32, 8)]
+    lengths = [(len(codec.encode(group[0]["prompt"])), [row["num_tokens"] for row in group]) for group in prompts]
+    reference = flops.scored(costs, lengths, share=True)
+    assert cost["scoring"][1] - judged == pytest.approx(reference, rel=1e-6)
+
+
+@pytest.mark.attack("A kill in every stage of a run")
+def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed_one(
+    spec, undisturbed, tmp_path, cache, record_property
+):
+    record_property("tried", 5)
+    folder, whole, _ = undisturbed
+    parts, resumed = MemoryLog(), []
+    # Stopped in the first fit; killed when it has written its model and logged nothing; killed in the second fit, in
+    # which its model's folder is half written; stopped after it; killed in the last stage.
+    for stop, kill_at in ((StopAfter(4), 99), (None, 3), (None, 5), (StopAfter(3), 99), (None, 7)):
+        try:
+            log, should_stop = Killed(parts, kill_at), stop or (lambda: False)
+            assert train(spec, tmp_path, log, cache=cache, should_stop=should_stop).state == "stopped"  # pyright: ignore
+        except Killed.Death:
+            pass
+        resumed.append(parts.resumed_at[-1])
+        if kill_at == 5:
+            shutil.rmtree(model_of(tmp_path, "again"))
+            shutil.copytree(model_of(tmp_path, "judge"), model_of(tmp_path, ".partial-again").with_name(
+                ".partial-reward-model-again"))  # fmt: skip
+    assert train(spec, tmp_path, parts, cache=cache).state == "complete"  # pyright: ignore
+    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 2, 4, 5, 5]
+    assert parts.without_clocks() == whole.without_clocks()
+    assert parts.files == whole.files
+    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+    assert not list((tmp_path / "checkpoints").glob(".partial*"))
+
+
+def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_along(spec, undisturbed, tmp_path, cache):
+    folder, _, _ = undisturbed
+    run = shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-00000007")
+    (run / "events.jsonl").write_text("")
+    assert fork_run(run, tmp_path / "fork", spec, spec)[0] == 5
+    assert (model_of(tmp_path / "fork", "again") / "model.safetensors").exists()
+    weights = model_of(run, "again") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    log = MemoryLog()
+    log.holds = lambda *_: True
+    with pytest.raises(ValueError, match=r"reward-model-again' is torn or altered"):
+        train(spec, run, log, cache=cache)
+    shutil.rmtree(weights.parent)
+    with pytest.raises(
+        ValueError, match=r"rewards.reward_model.path must be .*reward-model-again', which is no folder"
+    ):
+        train(spec, run, log, cache=cache)
+
+
+def test_rollouts_that_rank_nothing_make_the_run_invalid(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_fit, "read_ranked", bradley_terry.read_ranked)
+    result = train(a_run(*STAGES, engine="scripted"), tmp_path, MemoryLog(), cache=tmp_path)
+    assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
+
+
+def test_fits_are_part_of_the_settings_and_are_counted_before_the_start(spec):
+    assert parse_run(spec.model_dump(mode="json"), "run.json") == spec
+    assert spec.num_rollouts == 5 * 32
+    alone, fitted = a_run(STAGES[0]), a_run(*STAGES)
+    assert passes(fitted) - passes(alone) == 8 * 3 * 3 * 2 * 8  # 3 epochs on 2 batches of 8
+    (before, _), (after, _) = estimate_run(alone), estimate_run(fitted)
+    assert before and after and after["rewards"] == 4 * _scorer_bytes("tiny") > before["rewards"] == 0
+    (judged, _) = estimate_run(a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED}))
+    assert judged and judged["rewards"] in (_scorer_bytes("tiny"), after["rewards"])
+    disks = [estimate_disk(run, "nothing") for run in (alone, fitted)]
+    assert (
+        disks[0]
+        and disks[1]
+        and disks[1].running - disks[0].running >= 4 * sum(p.numel() for p in tiny_model(0).parameters())
+    )
+    check_countable(a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED}, max_flops=1e9))
+
+
+JUDGED = {"accuracy": 0, "reward_model": {"path": "stage:judge"}}
+PAID = {"name": "paid", "steps": 1, "rewards": JUDGED}
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "message"),
+    [
+        ([PAID, *STAGES], {}, r"stage 'paid': rewards must read an earlier .* \(there is none\), got 'judge'; add it"),
+        ([*STAGES, {**PAID, "rewards": {"reward_model": {"path": "stage:jury"}}}], {}, r"\(judge\), got 'jury'"),
+        (STAGES, {"rewards": JUDGED}, r"stage 'explore': rewards must read .*got 'judge'"),
+        (STAGES, {"checkpoints": {"rollouts_every": 0}}, "stage 'judge' must have rollouts.*rollouts_every=0; set it"),
+        ([*STAGES, {"name": "b", "kind": "reward_model"}], {}, "stage 'b' must have rollouts to fit"),
+        ([{**STAGES[0], "steps": 3}, STAGES[1], {"name": "b", "steps": 2}, {"name": "c", "kind": "reward_model"}],
+         {"checkpoints": {"rollouts_every": 9}}, "stage 'c' must have rollouts.*rollouts_every=9"),
+        ([STAGES[0], {**STAGES[1], "steps": 2}], {}, "stage 'judge': steps belongs to stages of kind train"),
+        ([STAGES[0], {**STAGES[1], "fit": {"replay": 2}}], {}, "replay.*got 2"),
+        ([{**STAGES[0], "fit": {}}], {}, "fit belongs to kind reward_model, got kind train"),
+        (STAGES, {"control": "random"}, "know the correct answers, and control random replaces them"),
+        (STAGES, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold"),
+    ],
+)  # fmt: skip
+def test_fits_that_cannot_be_are_refused_with_the_rule(stages, changes, message):
+    with pytest.raises(SpecError, match=message):
+        a_run(*stages, **changes)
+
+
+def test_a_run_without_stages_cannot_read_a_stage(tmp_path):
+    alone = make_spec(**{**FEW, "rewards": JUDGED})
+    with pytest.raises(ValueError, match=r"^rewards must read an earlier stage .*\(there is none\), got 'judge'"):
+        check_runs([alone], tmp_path)
+
+
+def test_the_step_of_a_fit_may_follow_a_warm_up_of_the_critic():
+    value = {"algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 1}}
+    fitted = a_run({**STAGES[0], "steps": 2}, STAGES[1], {"name": "b", "steps": 2}, **value)
+    assert math.isclose(fitted.staged()[2].spec.critic.warmup_steps, 1)
