@@ -364,7 +364,7 @@ def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, 
         ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
         ({"devices": 2}, "devices must be left out with stages"),
         ({"staleness": 1}, "staleness must be left out with stages"),
-        ({"control": "random"}, "know the correct answers, and control random replaces them"),
+        ({"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
         ({"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "grpo_self_consistency must not see gold"),
     ],
 )

@@ -196,7 +196,7 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
 
 def test_rollouts_that_rank_nothing_make_the_run_invalid(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_fit, "read_ranked", bradley_terry.read_ranked)
-    result = train(a_run(*STAGES, engine="scripted"), tmp_path, MemoryLog(), cache=tmp_path)
+    result = train(a_run(*STAGES), tmp_path, MemoryLog(), cache=tmp_path)
     assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
 
 
@@ -235,7 +235,7 @@ PAID = {"name": "paid", "steps": 1, "rewards": JUDGED}
         ([STAGES[0], {**STAGES[1], "steps": 2}], {}, "stage 'judge': steps belongs to stages of kind train"),
         ([STAGES[0], {**STAGES[1], "fit": {"replay": 2}}], {}, "replay.*got 2"),
         ([{**STAGES[0], "fit": {}}], {}, "fit belongs to kind reward_model, got kind train"),
-        (STAGES, {"control": "random"}, "know the correct answers, and control random replaces them"),
+        (STAGES, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
         (STAGES, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold"),
     ],
 )  # fmt: skip

@@ -529,7 +529,7 @@ class RunSpec(Section):
             blind = [s.spec.algorithm.name for s in stages if s.kind == "train" and not s.spec.algorithm.sees_gold]
             if blind or self.control not in (None, "frozen"):
                 why = f"{blind[0]} must not see gold answers" if blind else f"control {self.control} replaces them"
-                raise ValueError(f"stages that are no training know the correct answers, and {why}; use one of the two")
+                raise ValueError(f"stages that keep or rank correct answers need them, and {why}; use one of the two")
         total = sum(stage.spec.steps for stage in stages)
         if "steps" in self.model_fields_set and self.steps > total:
             raise ValueError(f"steps must be at most those of the stages, {total}, got {self.steps}; leave it out")
