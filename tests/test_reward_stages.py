@@ -103,7 +103,8 @@ def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the
         assert logged == {"prompts": fit.num_prompts, "pairs": fit.num_pairs, "replayed": replayed, "loss": fit.loss}
         held = [dict(log.history(f"reward_model/held_out_{n}")).get(step) for n in ("pairs", "accuracy")]
         assert held == [fit.held_out_pairs, fit.held_out_accuracy]
-    assert drawn and fit.num_pairs > 10
+        assert fit.num_pairs > 10
+    assert drawn
 
 
 def test_a_stage_is_paid_by_the_fit_that_it_names_and_its_reference_is_the_policy_as_it_starts(undisturbed):
