@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
-from cohort.harness.devices.sharding import layers, shard, total_bytes
+from cohort.harness.devices.sharding import full, layers, shard, total_bytes
 from cohort.harness.policy import model
 from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import checkpoint, state
 from cohort.harness.run.checkpoint import Checkpoint
+from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
+from cohort.harness.spec.run import LoRA, parse_run
 from fakes import MemoryLog, StopAfter
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -184,6 +187,39 @@ def gathers(rank: int, folder: Path) -> None:
     if rank == 0:
         different = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
         (folder / "gathers.json").write_text(json.dumps([*counted, size, different]))
+
+
+def gradients(rank: int, size: int, folder: Path) -> None:
+    """One of `size` processes that find the gradients of PPO on rows of 3 prompts in float64: of all weights or of
+    adapters, activations computed again or not; a process alone reads rows whole. FOLDER/SIZE.pt gets for each case
+    all gradients in one vector, and of each process the tokens that the policy's last layer reads in an update."""
+    from test_learner import make_spec, shared_prompts
+
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{folder}/meeting-{size}", rank=rank, world_size=size)
+    found: dict[str, Any] = {}
+    for name in ("all", "all, again", "adapter, again"):
+        policy, read = tiny_model(0).double(), []
+        if "adapter" in name:
+            add_adapter(policy, LoRA(rank=2), seed=1)
+            torch.manual_seed(0)
+            for parameter in policy.double().parameters():
+                parameter.data += 0.01 * torch.randn(parameter.shape)
+        if "again" in name and size > 1:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers(policy)[1].register_forward_pre_hook(lambda _, given, read=read: read.append(given[0].shape[:2].numel()))
+        spec, batch = make_spec("ppo", tokens_per_microbatch=20), shared_prompts()
+        learner = Learner(spec, policy)
+        learner.optimizers, learner.shares_prompts = {}, size > 1
+        credited = spec.algorithm.advantages(learner.annotate(batch))
+        read.clear()
+        weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
+        learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
+        assert learner.critic is not None
+        trained = [p for part in (policy, learner.critic.backbone) for p in part.parameters() if p.requires_grad]
+        found[name] = (torch.cat([full(p.grad).flatten() for p in trained]), ranks.gathered(read, ranks.apart()))
+    if rank == 0:
+        torch.save(found, folder / f"{size}.pt")
 
 
 # A group whose trials end in several ways -----------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class LateWriter:
 
     late = 0
 
-    def begin(self, copy, write, *, at_once):
+    def begin(self, copy, write):
         self.check(wait=True)
         copies = copy()
         self.work = lambda: write(copies)

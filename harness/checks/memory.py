@@ -232,18 +232,19 @@ def estimate(
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
     counts, recompute = count(shape), spec.gradient_checkpointing is True
     trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
-    if alone and counts.can_share and spec.algorithm.group_size > 1:
-        # Prompts are read once, and completions each with its prompt's keys (which are kept, or made again from the
-        # prompt's own, its leaves and their gradient); or sharing is given up.
+    if counts.can_share and spec.algorithm.group_size > 1:
+        # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
+        # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.
         before, tokens = prompt_tokens - 1, shape.rows * (prompt_tokens + spec.max_tokens)
-        prompts = min(rows, spec.prompts_per_step)
-        once = trunk * (prompts * before + shape.rows * spec.max_tokens)
-        once += sum(counts.trunk.cache) * (3 * prompts if recompute else shape.rows) * before
-        trunk, longest_pass = max(trunk, once // tokens), max(1.0, prompts * before / tokens)
+        prompts = min(rows * spec.devices, spec.prompts_per_step)
+        own = -(-prompts // spec.devices)
+        keys = own if recompute else shape.rows
+        once = trunk * (own * before + shape.rows * spec.max_tokens)
+        once += sum(counts.trunk.cache) * (keys + (2 * prompts if recompute or not alone else 0)) * before
+        trunk, longest_pass = max(trunk, once // tokens), max(1.0, own * before / tokens)
     overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
-    stale = spec.staleness + 1 if spec.staleness else 0  # copies of trained weights: older ones, and its own meanwhile
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
     gathered = 0
     if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
@@ -257,7 +258,7 @@ def estimate(
     return {
         "policy": part(counts.policy * copies)
         + (together - 1) * counts.trainable
-        + stale * min(counts.policy, counts.trainable),
+        + spec.staleness * min(counts.policy, counts.trainable),  # older weights
         "reference": part(_reference_bytes(spec, counts) * together) if needs_copy or spec.kl.reference else 0,
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each

@@ -57,6 +57,30 @@ def own_part(items: Sequence[T], together: int = 1) -> Sequence[T]:
     return items[first:last]
 
 
+def dealt(rows: Tensor) -> Tensor:
+    """This rank's part of the rows, in their order; each has as many, for the last row may be there again."""
+    if world_size() == 1:
+        return rows
+    each = -(-len(rows) // world_size())
+    return rows[torch.arange(rank() * each, (rank() + 1) * each, device=rows.device).clamp(max=len(rows) - 1)]
+
+
+def all_dealt(part: Tensor, count: int) -> Tensor:
+    """The `count` rows of which each rank has its `dealt` part."""
+    if world_size() == 1:
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts)[:count]
+
+
+def own_sum(rows: Tensor) -> Tensor:
+    """This rank's `dealt` part of the sum of all ranks' rows; 0 for a row that is there again."""
+    if world_size() == 1:
+        return rows
+    return dealt(summed(torch.cat([rows, rows.new_zeros(-len(rows) % world_size(), *rows.shape[1:])])))
+
+
 def apart() -> Any:
     """A group of all ranks for messages from another thread (`gathered`); None for a single process."""
     return dist.new_group(backend="gloo") if world_size() > 1 else None

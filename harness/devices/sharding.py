@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -49,7 +49,7 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
         part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
     vars(module)["needs_autocast"] = autocast
-    run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
+    run: Any = types.MethodType(lambda self, function: function(), module)
     module.run = run
     register_fsdp_forward_method(module, "run")
 
@@ -84,7 +84,8 @@ def under_hooks(function: F) -> F:
     def inside(model: Any, *args: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return function(model, *args, **named)
-        result = model.run(function, model, *args, **named)
+        # Not as arguments, whose tensors FSDP would join to the model's own backward pass.
+        result = model.run(partial(function, model, *args, **named))
         if not torch.is_grad_enabled():
             model.reshard()
         return result

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..data import Group
-from ..devices.sharding import layers
+from ..devices.sharding import is_sharded, layers
 from ..spec.run import RunSpec
 from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes
 from .fused_llama import recognised
@@ -52,7 +52,8 @@ class Costs:
     """Operations of a model's passes.
 
     forward, backward   of a pass and of its gradient
-    keys                of the gradient of a pass over prompts, which begins at the keys and values of the last layer
+    keys                of the gradient of a pass over prompts, which begins at the keys and values of the last layer,
+                        or where a model is sharded at its last hidden states
     again               of what gradient checkpointing computes again
     adapter             the share of a token in `forward` that is an adapter's
     reference           those of the reference, if it is another model
@@ -104,7 +105,9 @@ class Costs:
         return cls(
             forward=Work(token, pair, 2 * head.numel()),
             backward=Work(gradient, 2 * pair, (2 if adapted else 4) * head.numel()),
-            keys=Work(keys_gradient, 2 * pair * (1 - 1 / len(every))),
+            keys=Work(gradient, 2 * pair)
+            if is_sharded(policy)
+            else Work(keys_gradient, 2 * pair - 2 * pair / len(every)),
             again=Work(again, pair),
             adapter=adapter,
             vocabulary=len(head),

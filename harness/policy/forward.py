@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..devices.sharding import under_hooks
+from ..devices import ranks
+from ..devices.sharding import is_sharded, under_hooks
 from ..spec.run import Optimizer
 from . import fused_llama
 from .lora import around_frozen
@@ -313,6 +314,9 @@ class PromptStates:
     `backward` sends the sum through the prompts once. `computed` pairs each leaf with the tensor that it stands for.
     Models that `harness.policy.fused_llama` recognises have `lean`, whose weights are leaves in the same way: the
     second list of `computed`, because the prompts add to their gradients.
+    Each process of a trial reads a part of the prompts and gets the states of all; the leaves' gradients are summed.
+    The backward pass of a sharded model's prompts begins at `hidden`, their last hidden states, with a gradient of 0,
+    because its hooks gather a layer when the gradient of that layer's output comes.
     """
 
     states: list[tuple[Tensor, Tensor]]
@@ -320,14 +324,16 @@ class PromptStates:
     lengths_U: Tensor
     prompt_B: Tensor
     lean: Fused | None = None
+    hidden: Tensor | None = None
 
     def rows(self, index: Tensor) -> PromptStates:
         return replace(self, prompt_B=self.prompt_B[index])
 
     def backward(self) -> None:
         for computed in self.computed:
-            reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
+            reached = [(x, ranks.own_sum(leaf.grad)) for x, leaf in computed if leaf.grad is not None]
             if reached:
+                reached += [] if self.hidden is None else [(self.hidden, torch.zeros_like(self.hidden))]
                 torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
 
@@ -347,20 +353,31 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     if len(prompts_UT) == len(tokens_BT):
         return None
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
-    inputs, lean, weights = prompts_UT[:, :-1].clamp(min=0), None, []
+    inputs, lean, weights, hidden = ranks.dealt(prompts_UT[:, :-1].clamp(min=0)), None, [], None
     if not fused_llama.recognised(model):
-        cache = _cache(model)
-        backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
+        hidden, cache = _prompt_pass(model, inputs)
         states = [layer.first for layer in cache.layers if layer.first is not None]
         if len(states) < len(cache.layers):
             return None  # it drops the cache where it recomputes activations
     else:
         lean, weights = fused_llama.fuse(model, tokens_BT.shape[1]).leaves()
         _, states = fused_llama.hidden_states(lean, inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
-    computed = [(x, x.detach().requires_grad_(x.requires_grad)) for pair in states for x in pair]
+    computed = [
+        (x, ranks.all_dealt(x.detach(), len(prompts_UT)).requires_grad_(x.requires_grad))
+        for pair in states
+        for x in pair
+    ]
     leaves = [leaf for _, leaf in computed]
     pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
-    return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean)
+    return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean, hidden if is_sharded(model) else None)
+
+
+@under_hooks
+def _prompt_pass(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
+    """The last hidden states, and the cache with what it has kept."""
+    cache = _cache(model)
+    read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
+    return read.last_hidden_state, cache
 
 
 @under_hooks

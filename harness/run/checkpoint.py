@@ -68,9 +68,9 @@ class Writer:
         self.copied = threading.Event()  # nothing of the run's own state is still to be copied
         self.copied.set()
 
-    def begin(self, copy: Callable[[], T], write: Callable[[T], None], *, at_once: bool) -> None:
+    def begin(self, copy: Callable[[], T], write: Callable[[T], None]) -> None:
         """Have the thread write what `copy` returns there when the one before is written. What it copies must not
-        change before `copied` is set, which is so when this returns if it is to be `at_once`."""
+        change before `copied` is set."""
         self.check(wait=True)
         self.copied.clear()
 
@@ -86,8 +86,6 @@ class Writer:
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
-        if at_once:
-            self.copied.wait()
 
     def check(self, *, wait: bool = False) -> None:
         """Raise the error of the work if it has ended with one; `wait` for its end."""

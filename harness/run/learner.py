@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..devices.sharding import full, is_sharded, local, shard, spread, spread_like
+from ..devices.sharding import full, local, shard, spread, spread_like
 from ..ground.streams import generator
 from ..ground.tensors import kl_k3
 from ..interfaces import Distribution
@@ -127,20 +127,17 @@ class Learner:
 
     @contextmanager
     def older_weights(self) -> Iterator[None]:
-        """Inside the context the policy has the weights of `staleness` training steps ago (at most back to the
-        start)."""
-        if not self.older:
-            yield
-            return
-        now = self._trained_weights()
-        self.policy.load_state_dict(self.older[0], strict=False)
+        """Inside the context the policy has the weights of `staleness` training steps ago (at most back to the start).
+        Its own stay as they are, for a checkpoint that copies them meanwhile."""
+        parameters, older = dict(self.policy.named_parameters()), self.older[0] if self.older else {}
+        own = {name: parameters[name].data for name in older}
+        for name, value in older.items():
+            parameters[name].data = value
         try:
             yield
         finally:
-            self.policy.load_state_dict(now, strict=False)
-
-    def _trained_weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
+            for name, value in own.items():
+                parameters[name].data = value
 
     def begin_step(self, step: int) -> dict[str, float]:
         """Set rates, KL weight and reference for training step `step`.
@@ -183,7 +180,8 @@ class Learner:
         steps: list[dict[str, float]] = []
         self.warms_critic = step - self.start < self.spec.critic.warmup_steps
         if self.spec.staleness:  # later steps sample from these weights
-            self.older.append(self._trained_weights())
+            trained = ((name, p) for name, p in self.policy.named_parameters() if p.requires_grad)
+            self.older.append({name: p.detach().clone() for name, p in trained})
         weights = weight_sample(self.policy)
         self.fits_head = step == self.start and self.spec.critic.head == "fitted"
         fitted = self._fit_head(batch) if self.fits_head else {}
@@ -270,7 +268,7 @@ class Learner:
         with torch.set_grad_enabled(not self.warms_critic):
             prompts = [self._prompt_states(self.policy, minibatch)]
         prompts += [self._prompt_states(trunk, minibatch) for trunk in self._trunks()[1:]]
-        for rows in self._rows_by_length(minibatch):
+        for rows in self._rows_by_length(minibatch, prompts[0]):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
                 output = self._output(micro, [states and states.rows(rows) for states in prompts])
@@ -355,7 +353,7 @@ class Learner:
         trunk, head = self._trunks()[-1], self.critic.head
         prompts, halves = self._prompt_states(trunk, batch), [Moments.of(head.weight[:0], head.bias[:0])] * 2
         half_B = torch.arange(len(batch), device=batch.tokens_BT.device) // batch.group_size % 2
-        for rows in self._rows_by_length(batch):
+        for rows in self._rows_by_length(batch, prompts):
             part = batch.rows(rows)
             mask = part.completion_mask_BT
             with mixed_precision(mask.device, self.spec.autocast):
@@ -389,7 +387,7 @@ class Learner:
         """[B, T] in the batch's row order, from a function of a micro-batch with the arguments of `token_logprobs`."""
         prompts, temperature = self._prompt_states(model, batch), self.spec.sampling.temperature
         result = torch.empty(0)
-        for rows in self._rows_by_length(batch):
+        for rows in self._rows_by_length(batch, prompts):
             part = batch.rows(rows)
             with mixed_precision(part.tokens_BT.device, self.spec.autocast):
                 own = prompts and prompts.rows(rows)
@@ -400,7 +398,7 @@ class Learner:
         return ranks.summed(result)
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
-        if not self.shares_prompts or is_sharded(model):  # their backward pass begins outside a model's hooks
+        if not self.shares_prompts:
             return None
         with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
             return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
@@ -417,11 +415,15 @@ class Learner:
             weights = self.algorithm.loss_weights(mask[kept_B])
             yield part.replace(loss_weight_BT=weights.new_zeros(mask.shape).masked_scatter(kept_B[:, None], weights))
 
-    def _rows_by_length(self, batch: Batch) -> list[Tensor]:
-        """Indices of this rank's rows, longest first, in micro-batches of one pass each."""
-        budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
-        order = torch.argsort(batch.lengths_B, descending=True, stable=True)
-        sizes = packed(batch.lengths_B[order].tolist(), budget, ranks.world_size())
+    def _rows_by_length(self, batch: Batch, prompts: PromptStates | None) -> list[Tensor]:
+        """Indices of this rank's rows, longest first, in micro-batches of one pass each. With shared `prompts` a pass
+        reads completions alone, whose lengths then count, each beside the longest prompt."""
+        budget, lengths_B = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device), batch.lengths_B
+        if prompts is not None:
+            counts_B = batch.completion_mask_BT.sum(dim=1)
+            lengths_B = counts_B + (lengths_B - counts_B).max()
+        order = torch.argsort(lengths_B, descending=True, stable=True)
+        sizes = packed(lengths_B[order].tolist(), budget, ranks.world_size())
         return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
 
 

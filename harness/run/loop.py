@@ -137,8 +137,7 @@ def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> d
         return flops.stepped(
             costs, spec, sampled, greedy, trained, reads_old=learner.reads_old and not learner.sampler_is_exact,
             trains_policy=not learner.warms_critic, fits_head=learner.fits_head,
-            share=learner.shares_prompts and spec.devices == 1,  # sharded models read every row whole
-            batch_tokens=microbatch_tokens(spec.optimizer, resolve_device(spec.device)),
+            share=learner.shares_prompts, batch_tokens=microbatch_tokens(spec.optimizer, resolve_device(spec.device)),
         )  # fmt: skip
 
     totals.rollouts += len(counts)

@@ -157,7 +157,7 @@ class Run:
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
         devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. It is copied
-        while the run samples, unless older weights then take the policy's place; `annotated` waits for the copies."""
+        while the run samples; `annotated` waits for the copies."""
         self.writer.check(wait=True)  # one copy at a time
         progress = {
             "totals": vars(self.totals),
@@ -180,7 +180,6 @@ class Run:
         self.writer.begin(
             lambda: (copied(weights, on_first=on_first), copied(state)),
             lambda copies: save(weights=assembled(copies[0], group), learner_state=assembled(copies[1], group)),
-            at_once=self.spec.staleness > 0,
         )
 
     def close(self) -> None:
