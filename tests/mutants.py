@@ -30,19 +30,22 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import psutil
 import pytest
 
+Survey = tuple[dict[str, float], dict[str, dict[str, set[int]]]]
+
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = Path(__file__).with_suffix(".txt")
 MOST_LEFT = 0.03
+NOTES = "_reached_lines"  # the global name by which functions know where to note
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that no quicker one reaches
 SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
@@ -228,35 +231,72 @@ def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
                 return
 
 
-class Reached:
-    """Notes the seconds and the lines of product files that each test takes."""
+class Killed(Exception):
+    """A test sees the mutant: nobody reads a report of how."""
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self.names = {str(ROOT / file): file for file in files}
-        self.lines: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+
+class Collected:
+    """Does `work` instead of the tests that pytest has collected."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()
+        self.functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+        gc.freeze()  # so that what a child does not change it shares with this process
+        self.work()
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
+            raise Killed
+
+    def run(self, tests: Sequence[str]) -> int:
+        """1 once one of these tests fails, else 0."""
+        items = [self.items[test] for test in tests]
+        try:
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        except Killed:
+            return 1
+        return 0
+
+
+class Reached:
+    """Notes the seconds and the lines of product files that each test takes: the loaded functions of `trees` note the
+    first line of each of their statements."""
+
+    def __init__(self, trees: Mapping[str, ast.Module], loaded: Sequence[FunctionType]) -> None:
+        self.now: dict[str, set[int]] = {file: set() for file in trees}
+        self.lines: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
+        for file, tree in trees.items():
+            noting = copy.deepcopy(tree)
+            for node in ast.walk(noting):
+                for field in ("body", "orelse", "finalbody"):
+                    within = getattr(node, field, None)
+                    if isinstance(within, list) and not isinstance(node, ast.Module | ast.ClassDef):
+                        notes = [ast.parse(f"{NOTES}.add({one.lineno})").body[0] for one in within]
+                        setattr(node, field, [one for pair in zip(notes, within, strict=True) for one in pair])
+            own = [one for one in loaded if one.__code__.co_filename == str(ROOT / file)]
+            for function in own:
+                function.__globals__[NOTES] = self.now[file]
+            replace_code(noting, str(ROOT / file), own)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        at = self.lines[item.nodeid]
-
-        def trace(frame: FrameType, event: str, argument: Any) -> Any:
-            name = self.names.get(frame.f_code.co_filename)
-            if name is None:
-                return None
-            at[name].add(frame.f_lineno)
-            return trace
-
+        for lines in self.now.values():
+            lines.clear()
         since = time.process_time()
-        threading.settrace(trace)
-        sys.settrace(trace)
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # pyright: ignore
             self.seconds[item.nodeid] = time.process_time() - since
+            self.lines[item.nodeid] = {file: sorted(lines) for file, lines in self.now.items() if lines}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -265,33 +305,36 @@ class Reached:
 
 def run_tests(names: Sequence[str], *plugins: Any, stop: str = "-x") -> int:
     os.chdir(ROOT)
-    options = [stop, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=no"]
+    options = [stop, "-qs", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=no"]
     return int(pytest.main([*options, *names], plugins=list(plugins)))
 
 
-def survey(files: Sequence[str], names: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, set[int]]]]:
+def survey(trees: Mapping[str, ast.Module], names: Sequence[str], loaded: Sequence[FunctionType]) -> Survey:
     """(test -> seconds, test -> file -> lines), each test file in a process of its own. What one reached is kept until
     it or one of these files changes."""
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, set[int]]] = {}
 
     def one(name: str) -> Any:
-        plugin = Reached(files)
+        plugin = Reached(trees, loaded)
         run_tests([name], plugin, stop="--maxfail=99")
-        reached = {test: {f: sorted(ls) for f, ls in by.items()} for test, by in plugin.lines.items()}
-        return plugin.seconds, reached, plugin.failed
+        return plugin.seconds, plugin.lines, plugin.failed
 
     for name in names:
         kept = ROOT / ".cache/mutants" / f"{name.replace('/', '-')}.json"
         found = json.loads(kept.read_text()) if kept.exists() else {}
-        is_same = found and all(_digest(file) == digest for file, digest in found["sources"].items())
+        is_same = set(trees) <= set(found.get("files", ())) and all(
+            _digest(file) == digest for file, digest in found["sources"].items()
+        )
         answer = found["answer"] if is_same else in_child(lambda name=name: one(name), 1200)
         if not answer:
             print(f"left out, because it cannot be run: {name}")
             continue
-        reached = {file for by in answer[1].values() for file in by}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"sources": {file: _digest(file) for file in (name, *reached)}, "answer": answer}))
+        if not is_same:
+            reached = {file for by in answer[1].values() for file in by}
+            sources = {file: _digest(file) for file in (name, *reached)}
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps({"files": [*trees], "sources": sources, "answer": answer}))
         if answer[2]:
             print(f"left out, because they fail without a mutant: {', '.join(answer[2])}")
         for test, took in answer[0].items():
@@ -305,15 +348,15 @@ def _digest(file: str) -> str:
     return hashlib.sha256((ROOT / file).read_bytes()).hexdigest() if (ROOT / file).exists() else ""
 
 
-def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: float) -> bool:
+def survives(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Sequence[str], seconds: float) -> bool:
     if not tests:
         return True
     path, original = str(ROOT / mutant.file), SourceFileLoader.get_code
 
     def work() -> int:
         mutant.swap()
-        if replace_code(tree, path):
-            return run_tests(tests)
+        if replace_code(tree, path, collected.functions):
+            return collected.run(tests)
         for name, module in [*sys.modules.items()]:
             file = getattr(module, "__file__", None) or ""
             if name.partition(".")[0] == "cohort" or Path(file).is_relative_to(ROOT / "tests"):
@@ -328,27 +371,25 @@ def survives(mutant: Mutant, tree: ast.Module, tests: Sequence[str], seconds: fl
     return in_child(work, 20 + 3 * seconds) == 0
 
 
-def replace_code(tree: ast.Module, path: str) -> bool:
+def replace_code(tree: ast.Module, path: str, loaded: Sequence[FunctionType]) -> bool:
     """Give the loaded functions of a file the code of its changed tree. Whether that makes the change: not if it is
     outside of functions, if the file is not loaded, or if two functions cannot be told apart."""
-    found: dict[tuple[str, int], CodeType] = {}
+    found: dict[tuple[str, int], CodeType | None] = {}
     left = [compile(tree, path, "exec", dont_inherit=True)]
     while left:
         code = left.pop()
         place = code.co_qualname, code.co_firstlineno
-        if place in found and found[place] != code:
-            return False
-        found[place] = code
+        found[place] = None if found.get(place, code) != code else code
         left += [one for one in code.co_consts if isinstance(one, CodeType)]
-    gc.unfreeze()
     changed = False
-    for function in gc.get_objects():
-        if type(function) is FunctionType and function.__code__.co_filename == path:
-            code = found.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
-            if code is not None and code != function.__code__:
-                if code.co_freevars != function.__code__.co_freevars:
-                    return False
-                function.__code__, changed = code, True
+    for function in loaded:
+        place = function.__code__.co_qualname, function.__code__.co_firstlineno
+        if function.__code__.co_filename == path and place in found:
+            code = found[place]
+            if code is None or code.co_freevars != function.__code__.co_freevars:
+                return False
+            changed |= code != function.__code__
+            function.__code__ = code
     return changed
 
 
@@ -392,34 +433,48 @@ def main() -> int:
     trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
     every = [mutant for file, tree in trees.items() for mutant in mutants(file, tree)]
     drawn = every if sample is None else random.Random(chosen.seed).sample(every, min(sample, len(every)))
-    for name in HEAVY:  # once, and not in every child
+    for name in (*HEAVY, *(f"cohort.{file[:-3].replace('/', '.')}" for file in files)):  # once, not in every child
         importlib.import_module(name)
     whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     asked = SHORT[2] if chosen.short else chosen.tests or whole
-    with contextlib.redirect_stdout(io.StringIO()):
-        run_tests(asked, stop="--collect-only")  # loads them, once
-    seconds, lines = survey(files, asked)
-    print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
     by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
-    for number, mutant in enumerate(drawn, 1):
-        reached = sorted(tests_of(mutant, trees[mutant.file], lines), key=seconds.__getitem__)
-        tests = [test for test in reached if seconds[test] <= SLOW] or reached
-        room = by_room[mutant.file.rpartition("/")[0]]
-        room[0] += 1
-        if number % 20 == 0:
-            took = time.perf_counter() - since
-            print(
-                f"# {number} mutants, {took:.0f} s; tried, listed, left: {dict(by_room)}", file=sys.stderr, flush=True
+    out = sys.stdout
+
+    @Collected
+    def collected() -> None:
+        with contextlib.redirect_stdout(out):
+            try_all()
+
+    def try_all() -> None:
+        nonlocal listed, left
+        seconds, lines = survey(trees, asked, collected.functions)
+        print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
+        for number, mutant in enumerate(drawn, 1):
+            # one module after the other as long as they are quick, so that their fixtures are made once
+            reached = sorted(
+                tests_of(mutant, trees[mutant.file], lines),
+                key=lambda test: (round(seconds[test], 1), test.partition("::")[0], seconds[test]),
             )
-        is_listed = mutant.key in reasons
-        listed += is_listed
-        room[1] += is_listed
-        if is_listed or not survives(mutant, trees[mutant.file], tests, sum(seconds[test] for test in tests)):
-            continue
-        left += 1
-        room[2] += 1
-        print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+            tests = [test for test in reached if seconds[test] <= SLOW] or reached
+            room = by_room[mutant.file.rpartition("/")[0]]
+            room[0] += 1
+            if number % 20 == 0:
+                took = time.perf_counter() - since
+                state = f"# {number} mutants, {took:.0f} s; tried, listed, left: {dict(by_room)}"
+                print(state, file=sys.stderr, flush=True)
+            is_listed = mutant.key in reasons
+            listed += is_listed
+            room[1] += is_listed
+            took = sum(seconds[test] for test in tests)
+            if is_listed or not survives(mutant, trees[mutant.file], collected, tests, took):
+                continue
+            left += 1
+            room[2] += 1
+            print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_tests(asked, collected)
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")

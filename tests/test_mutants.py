@@ -54,13 +54,14 @@ def test_a_loaded_function_gets_the_code_of_a_mutant_and_a_change_outside_of_fun
     file.write_text("SIZE = 4\n\n\ndef two():\n    return 2\n\n\nHELD = [lambda: two() + SIZE]\n")
     monkeypatch.syspath_prepend(tmp_path)
     module, tree, seen = importlib.import_module(file.stem), ast.parse(file.read_text()), {}
+    loaded = [module.two, *module.HELD]
     for mutant in mutants(file.name, tree):
         key = mutant.key.partition(" | ")[2]
         mutant.swap()
-        is_changed = replace_code(tree, str(file))
+        is_changed = replace_code(tree, str(file), loaded)
         seen[key] = module.HELD[0]() if is_changed else None
         mutant.swap()
-        replace_code(tree, str(file))
+        replace_code(tree, str(file), loaded)
     assert module.HELD[0]() == 6
     assert seen == {"module | 4 -> 5": None, "two | 2 -> 3": 7, "module | two() + SIZE -> two() - SIZE": -2}
 
