@@ -272,16 +272,15 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
 
 
 def region_test(tests: Sequence[Interval], low: float, high: float, resolution: float = 0.0) -> tuple[float, float]:
-    """(p of a mean that is not between `low` and `high`, p of one that is): a small one shows the opposite.
+    """(p of a mean that is not between `low` and `high`, one of them finite, p of one that is): a small one shows the
+    opposite.
 
     A mean is shown to be above (below) an end by the largest p of `tests`, intervals with one estimate, in that
     direction, so that p is below 0.05 where the widest of them lies on that side of it. Between two ends takes both
     (two one-sided tests, Schuirmann 1987; at half of ALPHA each, as everywhere here). NaN as for `t_test`.
     """
 
-    def shown(end: float, sign: float, certain: float) -> float:
-        if math.isinf(end):
-            return certain
+    def shown(end: float, sign: float) -> float:
         shifted = [replace(test, estimate=sign * (test.estimate - end)) for test in tests]
         found = [t_test(one, resolution) for one in shifted]
         return float(
@@ -290,8 +289,8 @@ def region_test(tests: Sequence[Interval], low: float, high: float, resolution: 
 
     if not tests:
         return math.nan, math.nan
-    inside = float(np.max([shown(low, 1, 0.0), shown(high, -1, 0.0)]))
-    return inside, float(np.min([shown(low, -1, 1.0), shown(high, 1, 1.0)]))
+    ends = [(end, sign) for end, sign in ((low, 1), (high, -1)) if math.isfinite(end)]
+    return float(np.max([shown(*end) for end in ends])), float(np.min([shown(end, -sign) for end, sign in ends]))
 
 
 def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, resamples: int = 9999) -> float:

@@ -395,7 +395,7 @@ def replace_code(tree: ast.Module, path: str, loaded: Sequence[FunctionType]) ->
 
 def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[int]]]) -> list[str]:
     """The tests that reach a mutant's line; of a line that runs once, at import, all that reach its file or are of
-    the plugin by name, for they may read its fields alone."""
+    the plugin by name, or stand beside such tests and reach no line at all, for they may read its values alone."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     is_inside = any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions)
     spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
@@ -403,7 +403,12 @@ def tests_of(mutant: Mutant, tree: ast.Module, lines: dict[str, dict[str, set[in
     if is_inside:
         return [test for test, by in lines.items() if own & by.get(mutant.file, set())]
     named = re.compile(rf"\[(.*-)?{Path(mutant.file).stem}(-.*)?\]")
-    return [test for test, by in lines.items() if by.get(mutant.file) or named.search(test)]
+    beside = {test.partition("::")[0] for test, by in lines.items() if by.get(mutant.file)}
+    return [
+        test
+        for test, by in lines.items()
+        if by.get(mutant.file) or named.search(test) or (not by and test.partition("::")[0] in beside)
+    ]
 
 
 def _last(node: Any) -> int:

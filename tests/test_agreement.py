@@ -61,14 +61,18 @@ def small_spec(**changes):
      {"autocast": True}, {"sampling": {"top_p": 0.5, "stop": ["1"]}}],
 )  # fmt: skip
 def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
-    run, noise = make_run(**changes), []
-    sample = run.engine.sample
+    run, noise, modes = make_run(**changes), [], []
+    sample, logprobs = run.engine.sample, run.learner.logprobs
+    run.learner.logprobs = lambda policy, batch: modes.append(policy.training) or logprobs(policy, batch)
+    if "gradient_checkpointing" in changes:
+        run.learner.policy.eval().gradient_checkpointing_enable()
     run.engine.sample = lambda *args, **keywords: noise.append(keywords) or sample(*args, **keywords)
     before = torch.random.get_rng_state()
     (difference,) = check_agreement(run, PROMPTS, 1).values()
     assert difference < (1.0 if "autocast" in changes else 1e-4)
     assert torch.equal(before, torch.random.get_rng_state())
     assert run.learner.shares_prompts
+    assert modes == ["gradient_checkpointing" in changes, False]  # rows read whole as in an update, which recomputes
     assert not run.learner.policy.training
     (call,) = noise
     assert call["seed"] == run.spec.seed and call["step"] >= 2**32  # of no step of a run

@@ -102,6 +102,7 @@ def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -
     # scores of 2 problems stand on a grid that is far coarser than their spread: more seeds than there are, at least
     flat = scored([0.02, 0.0201, 0.0199, 0.02], predicts="above", num_problems=2)
     assert flat.verdict == "undecided" and " 5 seeds would decide it" in flat.measured
+    assert flat.found[0][1].resolution == 1 / 2
 
 
 def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
