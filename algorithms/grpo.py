@@ -48,7 +48,8 @@ class GRPO(Clip, PlacedKL, GroupStandardised):
         )
         advantages_BT = paid.advantages_BT
         assert advantages_BT is not None
-        return batch.replace(advantages_BT=advantages_BT.where(advantages_BT < 0, self.positive_weight * advantages_BT))
+        weighted_BT = advantages_BT.clamp(max=0) + self.positive_weight * advantages_BT.clamp(min=0)
+        return batch.replace(advantages_BT=weighted_BT)
 
     def token_weights(self, batch: Batch) -> Tensor:
         """[B, T]: a mean over the answer's tokens, or their sum over loss_denominator; then the mean over answers."""

@@ -35,7 +35,7 @@ class MaxRL(ClippedLoss, SummedLoss):
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
     centred = group_centred(rewards_PG, mask_PG)
     mask = counted(rewards_PG, mask_PG)
-    paid, count = rewards_PG * mask, mask.sum(dim=1, keepdim=True).clamp(min=1)
+    paid, count = rewards_PG * mask, mask.sum(dim=1, keepdim=True)  # NaN of none, left out below
     largest = paid.abs().amax(dim=1, keepdim=True)
     mean = (paid.sum(dim=1, keepdim=True) / count).maximum(largest / count)
     return (centred / mean).where(paid.amax(dim=1, keepdim=True) > ROUNDING * largest, 0.0)

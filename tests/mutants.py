@@ -244,7 +244,10 @@ class Collected:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
         gc.unfreeze()
-        self.functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+        self.functions = defaultdict[str, list[FunctionType]](list)  # by the path of their file
+        for one in gc.get_objects():
+            if type(one) is FunctionType:
+                self.functions[one.__code__.co_filename].append(one)
         gc.freeze()  # so that what a child does not change it shares with this process
         self.work()
         return True
@@ -254,38 +257,42 @@ class Collected:
         if call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
             raise Killed
 
-    def run(self, tests: Sequence[str]) -> int:
-        """1 once one of these tests fails, else 0."""
+    def run(self, tests: Sequence[str]) -> str:
+        """The first of these tests that fails; empty if none does."""
         items = [self.items[test] for test in tests]
-        try:
-            for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            try:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        except Killed:
-            return 1
-        return 0
+            except Killed:
+                return item.nodeid
+        return ""
+
+
+def noting(source: str, file: str) -> ast.Module:
+    """The tree of a file whose functions note the first line of each of their statements."""
+    tree = ast.parse(source, file)
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            within = getattr(node, field, None)
+            if isinstance(within, list) and not isinstance(node, ast.Module | ast.ClassDef):
+                notes = [ast.parse(f"{NOTES}.add({one.lineno})").body[0] for one in within]
+                setattr(node, field, [one for pair in zip(notes, within, strict=True) for one in pair])
+    return tree
 
 
 class Reached:
-    """Notes the seconds and the lines of product files that each test takes: the loaded functions of `trees` note the
-    first line of each of their statements."""
+    """Notes the seconds and the lines of product files that each test takes, given trees of `noting`."""
 
-    def __init__(self, trees: Mapping[str, ast.Module], loaded: Sequence[FunctionType]) -> None:
+    def __init__(self, trees: Mapping[str, ast.Module], loaded: Mapping[str, Sequence[FunctionType]]) -> None:
         self.now: dict[str, set[int]] = {file: set() for file in trees}
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
         for file, tree in trees.items():
-            noting = copy.deepcopy(tree)
-            for node in ast.walk(noting):
-                for field in ("body", "orelse", "finalbody"):
-                    within = getattr(node, field, None)
-                    if isinstance(within, list) and not isinstance(node, ast.Module | ast.ClassDef):
-                        notes = [ast.parse(f"{NOTES}.add({one.lineno})").body[0] for one in within]
-                        setattr(node, field, [one for pair in zip(notes, within, strict=True) for one in pair])
-            own = [one for one in loaded if one.__code__.co_filename == str(ROOT / file)]
+            own = loaded[str(ROOT / file)]
             for function in own:
                 function.__globals__[NOTES] = self.now[file]
-            replace_code(noting, str(ROOT / file), own)
+            replace_code(tree, str(ROOT / file), own)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -309,11 +316,13 @@ def run_tests(names: Sequence[str], *plugins: Any, stop: str = "-x") -> int:
     return int(pytest.main([*options, *names], plugins=list(plugins)))
 
 
-def survey(trees: Mapping[str, ast.Module], names: Sequence[str], loaded: Sequence[FunctionType]) -> Survey:
+def survey(files: Sequence[str], names: Sequence[str], loaded: Mapping[str, Sequence[FunctionType]]) -> Survey:
     """(test -> seconds, test -> file -> lines), each test file in a process of its own. What one reached is kept until
     it or one of these files changes."""
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, set[int]]] = {}
+
+    trees = {file: noting((ROOT / file).read_text("utf-8"), file) for file in files}
 
     def one(name: str) -> Any:
         plugin = Reached(trees, loaded)
@@ -323,7 +332,7 @@ def survey(trees: Mapping[str, ast.Module], names: Sequence[str], loaded: Sequen
     for name in names:
         kept = ROOT / ".cache/mutants" / f"{name.replace('/', '-')}.json"
         found = json.loads(kept.read_text()) if kept.exists() else {}
-        is_same = set(trees) <= set(found.get("files", ())) and all(
+        is_same = set(files) <= set(found.get("files", ())) and all(
             _digest(file) == digest for file, digest in found["sources"].items()
         )
         answer = found["answer"] if is_same else in_child(lambda name=name: one(name), 1200)
@@ -334,7 +343,7 @@ def survey(trees: Mapping[str, ast.Module], names: Sequence[str], loaded: Sequen
             reached = {file for by in answer[1].values() for file in by}
             sources = {file: _digest(file) for file in (name, *reached)}
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps({"files": [*trees], "sources": sources, "answer": answer}))
+            kept.write_text(json.dumps({"files": files, "sources": sources, "answer": answer}))
         if answer[2]:
             print(f"left out, because they fail without a mutant: {', '.join(answer[2])}")
         for test, took in answer[0].items():
@@ -348,14 +357,13 @@ def _digest(file: str) -> str:
     return hashlib.sha256((ROOT / file).read_bytes()).hexdigest() if (ROOT / file).exists() else ""
 
 
-def survives(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Sequence[str], seconds: float) -> bool:
-    if not tests:
-        return True
+def seen_by(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Sequence[str], seconds: float) -> str:
+    """The test that sees a mutant, or how it ends otherwise; empty if it survives."""
     path, original = str(ROOT / mutant.file), SourceFileLoader.get_code
 
-    def work() -> int:
+    def work() -> str:
         mutant.swap()
-        if replace_code(tree, path, collected.functions):
+        if replace_code(tree, path, collected.functions[path]):
             return collected.run(tests)
         for name, module in [*sys.modules.items()]:
             file = getattr(module, "__file__", None) or ""
@@ -366,9 +374,10 @@ def survives(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Sequ
             return compile(tree, path, "exec", dont_inherit=True) if loader.path == path else original(loader, name)
 
         SourceFileLoader.get_code = get_code  # pyright: ignore
-        return run_tests(tests)
+        return "one of several" if run_tests(tests) else ""
 
-    return in_child(work, 20 + 3 * seconds) == 0
+    seen = in_child(work, 20 + 3 * seconds) if tests else ""
+    return "it does not end" if seen is None else seen
 
 
 def replace_code(tree: ast.Module, path: str, loaded: Sequence[FunctionType]) -> bool:
@@ -384,7 +393,7 @@ def replace_code(tree: ast.Module, path: str, loaded: Sequence[FunctionType]) ->
     changed = False
     for function in loaded:
         place = function.__code__.co_qualname, function.__code__.co_firstlineno
-        if function.__code__.co_filename == path and place in found:
+        if place in found:
             code = found[place]
             if code is None or code.co_freevars != function.__code__.co_freevars:
                 return False
@@ -444,6 +453,7 @@ def main() -> int:
     asked = SHORT[2] if chosen.short else chosen.tests or whole
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
     by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
+    seeing: set[str] = set()
     out = sys.stdout
 
     @Collected
@@ -453,7 +463,7 @@ def main() -> int:
 
     def try_all() -> None:
         nonlocal listed, left
-        seconds, lines = survey(trees, asked, collected.functions)
+        seconds, lines = survey(files, asked, collected.functions)
         print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
         for number, mutant in enumerate(drawn, 1):
             # one module after the other as long as they are quick, so that their fixtures are made once
@@ -472,11 +482,16 @@ def main() -> int:
             listed += is_listed
             room[1] += is_listed
             took = sum(seconds[test] for test in tests)
-            if is_listed or not survives(mutant, trees[mutant.file], collected, tests, took):
+            seen = "" if is_listed else seen_by(mutant, trees[mutant.file], collected, tests, took)
+            seeing.add(seen)
+            if is_listed or seen:
                 continue
             left += 1
             room[2] += 1
             print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
+        for test in sorted(seeing & seconds.keys()):
+            if in_child(lambda test=test: collected.run([test]), 20 + 3 * seconds[test]) != "":
+                print(f"fails without a mutant, so its mutants are not tried: {test}", flush=True)
 
     with contextlib.redirect_stdout(io.StringIO()):
         run_tests(asked, collected)

@@ -96,7 +96,7 @@ def fit_demonstrations(
             if not half:
                 continue
             tokens = pad_right([p + c for p, c in half], torch.int64).to(device)
-            mask = pad_right([[0] * len(p) + [1] * len(c) for p, c in half], torch.bool).to(device)
+            mask = pad_right([[False] * len(p) + [True] * len(c) for p, c in half], torch.bool).to(device)
             part = -token_logprobs(policy, tokens, mask, 1.0)[0].sum() / num_tokens
             part.backward()
             loss += float(part.detach())

@@ -297,10 +297,9 @@ class Learner:
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
         totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
-        effective = 1.0
         if wants_shares:
-            effective = totals.pop("weights") ** 2 / (totals.pop("squares") * len(minibatch))
-            totals[f"{behind}/effective_samples"] = effective
+            share = totals.pop("weights") ** 2 / (totals.pop("squares") * len(minibatch))
+            totals[f"{behind}/effective_samples"] = share
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
@@ -313,8 +312,8 @@ class Learner:
             has_signal = norm > LEAST_GRADIENT
             totals[f"{name}/no_signal"] = float(not has_signal)
             if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
-                factor = effective**0.5 if name == "policy" and self.spec.optimizer.effective_sample_scaling else 1.0
-                with scaled_rate(optimizer, factor):
+                scales = name == "policy" and self.spec.optimizer.effective_sample_scaling
+                with scaled_rate(optimizer, totals[f"{behind}/effective_samples"] ** 0.5 if scales else 1.0):
                     optimizer.step()
         return totals
 

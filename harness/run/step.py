@@ -121,7 +121,7 @@ class Drawn:
     def is_enough(self, spec: RunSpec, num_prompts: int) -> bool:
         """Whether enough groups have unequal rewards, the budget is spent, or every prompt has been drawn."""
         spent = self.num_batches >= spec.dynamic_sampling or len(self.groups) >= num_prompts
-        return self.num_batches > 0 and (spent or self.num_kept >= spec.prompts_per_step)
+        return spent or self.num_kept >= spec.prompts_per_step
 
     @property
     def totals(self) -> list[list[float]]:
@@ -244,7 +244,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
     return Batch(
         tokens_BT=pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64),
-        completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
+        completion_mask_BT=pad_right([[False] * len(p) + [True] * len(r.token_ids) for p, r in rows], torch.bool),
         lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
         sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
         truncated_B=torch.tensor([r.finish_reason == "length" for _, r in rows]),

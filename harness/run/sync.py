@@ -119,7 +119,7 @@ def _has_moved(policy: nn.Module, before: np.ndarray, now: np.ndarray) -> bool:
 def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
     device = next(policy.parameters()).device
     tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
-    mask = pad_right([[0] * n + [1] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
+    mask = pad_right([[False] * n + [True] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
