@@ -257,10 +257,12 @@ class Collected:
         if call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
             raise Killed
 
-    def run(self, tests: Sequence[str]) -> str:
-        """The first of these tests that fails; empty if none does."""
+    def run(self, tests: Mapping[str, float]) -> str:
+        """The first of these tests that fails; empty if none does. The process ends if one takes three times as long
+        as it should, in seconds of processor."""
         items = [self.items[test] for test in tests]
         for item, following in zip(items, [*items[1:], None], strict=True):
+            signal.setitimer(signal.ITIMER_PROF, 5 + 3 * tests[item.nodeid])
             try:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             except Killed:
@@ -357,8 +359,9 @@ def _digest(file: str) -> str:
     return hashlib.sha256((ROOT / file).read_bytes()).hexdigest() if (ROOT / file).exists() else ""
 
 
-def seen_by(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Sequence[str], seconds: float) -> str:
-    """The test that sees a mutant, or how it ends otherwise; empty if it survives."""
+def seen_by(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Mapping[str, float]) -> str:
+    """The first of these tests that sees a mutant, or how it ends otherwise; empty if it survives. Each with the
+    seconds that it takes."""
     path, original = str(ROOT / mutant.file), SourceFileLoader.get_code
 
     def work() -> str:
@@ -374,9 +377,9 @@ def seen_by(mutant: Mutant, tree: ast.Module, collected: Collected, tests: Seque
             return compile(tree, path, "exec", dont_inherit=True) if loader.path == path else original(loader, name)
 
         SourceFileLoader.get_code = get_code  # pyright: ignore
-        return "one of several" if run_tests(tests) else ""
+        return "one of several" if run_tests([*tests]) else ""
 
-    seen = in_child(work, 20 + 3 * seconds) if tests else ""
+    seen = in_child(work, 20 + 3 * sum(tests.values())) if tests else ""
     return "it does not end" if seen is None else seen
 
 
@@ -481,8 +484,8 @@ def main() -> int:
             is_listed = mutant.key in reasons
             listed += is_listed
             room[1] += is_listed
-            took = sum(seconds[test] for test in tests)
-            seen = "" if is_listed else seen_by(mutant, trees[mutant.file], collected, tests, took)
+            taking = {test: seconds[test] for test in tests}
+            seen = "" if is_listed else seen_by(mutant, trees[mutant.file], collected, taking)
             seeing.add(seen)
             if is_listed or seen:
                 continue
@@ -490,7 +493,7 @@ def main() -> int:
             room[2] += 1
             print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
         for test in sorted(seeing & seconds.keys()):
-            if in_child(lambda test=test: collected.run([test]), 20 + 3 * seconds[test]) != "":
+            if in_child(lambda test=test: collected.run({test: seconds[test]}), 20 + 3 * seconds[test]) != "":
                 print(f"fails without a mutant, so its mutants are not tried: {test}", flush=True)
 
     with contextlib.redirect_stdout(io.StringIO()):
