@@ -122,6 +122,8 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     (step, samples), *more = log.history("rejection/samples")
     rows = [json.loads(line) for line in (folder / "rollouts/step-000004.jsonl").read_text().splitlines()]
     assert (step, samples, len(rows), more) == (4, 140, 140, [])
+    assert [phase for phase in log.phases if phase[0] == "sample"] == [("sample", 64, 70), ("sample", 70, 70)]
+    assert [phase for phase in log.phases if phase[0] == "train"] == [("train", done, 11) for done in range(1, 12)]
     right = sum(row["correct"] for row in rows)
     assert log.history("train/accuracy")[3] == (4, pytest.approx(right / 140)) and right > 0
     assert log.files["rollouts/step-000004.jsonl"] == sha256(folder / "rollouts/step-000004.jsonl")

@@ -158,7 +158,6 @@ class Run:
         """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
         devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. It is copied
         while the run samples; `annotated` waits for the copies."""
-        self.writer.check(wait=True)  # one copy at a time
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
