@@ -157,7 +157,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
         return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
 
-    low = next((ks[place] + 1 for place in range(at - 1, -1, -1) if shown(place) == led), None)
+    low = next((ks[place] + 1 for place in reversed(range(at)) if shown(place) == led), None)
     high = next((ks[place] for place in range(at, most) if shown(place) == -led), None)
     return Crossover(leader.label, other.label, most, ks[at], low, high)
 

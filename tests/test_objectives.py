@@ -1,6 +1,7 @@
 """What the recorded numbers of the objectives do not show: float32 rounding, extremes, claims, refusals."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
 from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
+from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from cohort.algorithms.rloo import RLOO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.run.grading import score
 from cohort.harness.spec.run import parse_run
@@ -26,6 +29,12 @@ def loss_and_gradient(algorithm, batch, logprobs):
     loss.backward()
     assert leaf.grad is not None
     return loss.item(), leaf.grad
+
+
+def test_log_probs_of_sampling_are_read_for_a_kl_in_the_reward_alone():
+    for algorithm in (PPO, RLOO, ReinforcePlusPlus, partial(GRPO, kl_in="reward")):
+        assert algorithm(kl_beta=0.1).needs_old_logprobs and not algorithm(kl_beta=0.0).needs_old_logprobs
+    assert not GRPO(kl_beta=0.1).needs_old_logprobs
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, 1e-3, 1e8])

@@ -37,6 +37,12 @@ def test_a_curve_without_noise_is_found_again_whatever_the_unit_of_compute():
         assert found.prediction is not None and found.prediction.estimate == pytest.approx(0, abs=1e-4)
 
 
+def test_of_several_starts_the_one_that_ends_best_counts():
+    costs, truth = np.linspace(0, 1, 12)[None], np.array([0.7, 0.2, math.log(0.05), 1.5])
+    found, error = scaling._least_squares(costs, curve(truth, costs))  # another start ends at an error of 7e-4
+    assert found == pytest.approx(truth, abs=1e-5) and error < 1e-12
+
+
 def test_what_seeds_say_has_the_fit_as_its_mean():
     found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
     assert isinstance(found, Scaling)
