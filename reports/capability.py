@@ -136,18 +136,19 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
         return None
     rows = [[each.seeds.index(seed) for seed in seeds] for each in (one, two)]
     ones, twos = replace(one, counts_SN=one.counts_SN[rows[0]]), replace(two, counts_SN=two.counts_SN[rows[1]])
-    first = None if one.first is None else sum(seed in seeds for seed in one.seeds[: one.first])
+    first = sum(seed in seeds for seed in one.seeds[: one.first])
     most = min(one.num_samples, two.num_samples)
     ks = range(1, most + 1)
     means = np.array([(ones.passes(k) - twos.passes(k)).mean() for k in ks])
     means[np.abs(means) < 1e-12] = 0.0
     signs = np.sign(means)
-    led = signs[signs != 0][0] if signs.any() else 0.0
-    leader, other = (one, two) if led >= 0 else (two, one)
-    none = Crossover(leader.label, other.label, most)
-    turned = np.flatnonzero(signs == -led) if led else np.array([], dtype=int)
+    if not signs.any():
+        return Crossover(one.label, two.label, most)
+    led = signs[signs != 0][0]
+    leader, other = (one, two) if led == 1 else (two, one)
+    turned = np.flatnonzero(signs == -led)
     if not turned.size:
-        return none
+        return Crossover(leader.label, other.label, most)
     at = int(turned[0])
 
     def shown(place: int) -> float:

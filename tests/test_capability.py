@@ -114,6 +114,19 @@ def test_a_lead_of_fewer_than_five_problems_is_not_shown():
         assert found.leader == "one" and (apart >= 5) == is_shown == (found.low is not None)
 
 
+def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
+    half, rare = np.repeat([32, 0], 10), np.full(20, 4)  # of 32 samples: pass@k 0.5, and 1 - C(28, k) / C(32, k)
+    one = Capability("half", (0, 1, 2), np.stack([0 * half, half, half]), 32)
+    two = Capability("rare", (1, 2, 3), np.stack([rare, rare, 0 * rare]), 32)
+    found = crossover(one, two)
+    assert (found.leader, found.k) == ("half", 5)  # 0.43 at 4, 0.51 at 5
+    # over 20 problems with a deviation of 0.513, a difference of 0.240 is shown: 0.262 at 2 and 0.160 at 3
+    assert (found.low, found.high) == (3, 9)  # -0.205 at 8, -0.254 at 9
+    same = crossover(dataclasses.replace(one, label="a"), dataclasses.replace(one, label="b"))
+    assert (same.leader, same.other, same.k) == ("a", "b", None)
+    assert crossover(one, Capability("rare", (1,), rare[None] // 2, 16)).most == 16
+
+
 def test_the_seeds_that_decided_their_number_are_counted_among_the_shared_ones():
     ahead, many = (np.stack([one.counts_SN[0]] * 5) for one in lead(11.0))
     many[:, :20] += np.array([[0], [6], [-6], [6], [-6]])  # seeds differ

@@ -37,6 +37,11 @@ def test_log_probs_of_sampling_are_read_for_a_kl_in_the_reward_alone():
     assert not GRPO(kl_beta=0.1).needs_old_logprobs
 
 
+def test_the_weights_of_a_mean_over_tokens_add_up_to_one_if_there_are_any():
+    for num_tokens, total in ((0, 0.0), (1, 1.0), (3, 1.0)):
+        assert DAPO().loss_weights(torch.arange(4)[None] < num_tokens).sum() == pytest.approx(total)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, 1e-3, 1e8])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
 def test_equal_rewards_give_exact_zeros(value, size):
