@@ -342,7 +342,7 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
 def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
     """Mean accuracy, greedy accuracy, then pass@k and maj@k by k."""
     kind, _, k = metric.partition("_at_")
-    return (bool(k), "greedy" in kind, "maj" in kind, int(k or 0))
+    return (bool(k), "greedy" in kind, "maj" in kind, int("0" + k))
 
 
 def _compare(

@@ -132,6 +132,11 @@ def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_se
         right.clear()
 
 
+def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
+    assert Drawn().metrics(make_spec(1)) == {}
+    assert [*Drawn().metrics(make_spec(2))] == ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
+
+
 def test_groups_of_one_cannot_differ():
     with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
         make_spec(4, **{"algorithm.group_size": 1})

@@ -342,6 +342,15 @@ def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_
         score({"dense": Steps()}, [graded_group([0, 1], [True, False])], step=7)
 
 
+def test_a_step_may_end_before_the_first_character():
+    class Steps(StepReward):
+        def steps(self, group):
+            return [[], [(0, 1.0)]]
+
+    (found,) = score({"dense": Steps()}, [graded_group([0, 1], [True, False])])
+    assert found.steps == [[], [(0, 1.0)]]
+
+
 @pytest.mark.attack("A reward that gives no finite number")
 def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(Accuracy, "score", lambda self, group: [math.nan] + [0.0] * (len(group.completions) - 1))
