@@ -452,6 +452,7 @@ def test_a_batch_without_a_signal_leaves_weights_and_moments_as_they_are(algorit
     before = everything(learner)
     found = updated(equal, 0)
     assert not differs(before, everything(learner)) and found["policy/no_signal"] == 1
+    assert found["mismatch/max_ratio"] >= 1
     assert found.get("critic/no_signal", 1) == 1
     assert updated(batch.replace(rewards_B=torch.tensor([1.0, 0, 0, 0.5] * 2)), 1)["policy/no_signal"] < 1
     moved = everything(learner)
