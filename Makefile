@@ -31,8 +31,9 @@ $(BIN)/.gym: $(BIN)/.installed
 quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
 
+# Three processes for two cores, because many tests wait.
 test: $(BIN)/.gym
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; and all tests that are too long for
 # `make test`. Writes docs/attacks.md. `.ci/chaos` calls it.

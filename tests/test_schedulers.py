@@ -284,7 +284,7 @@ def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("endless_disk")
-@pytest.mark.parametrize("name", factories.SHAPES)
+@pytest.mark.parametrize("name", ["gsm8k_qwen", pytest.param("math_7b", marks=pytest.mark.long)])
 def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
