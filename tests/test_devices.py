@@ -163,7 +163,7 @@ def test_ranks_read_shared_prompts_once_with_the_gradients_of_one_that_reads_row
 ):
     for number in (1, size):
         assert ends(*[begun(gradients, rank, number, tmp_path) for rank in range(number)]) == [0] * number
-    alone, shared = (torch.load(tmp_path / f"{number}.pt") for number in (1, size))
+    alone, shared = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in (1, size))
     for name, (right, _) in alone.items():
         found, _ = shared[name]
         assert (found - right).norm() <= 1e-6 * right.norm(), name  # the norms inside the model are in float32

@@ -62,7 +62,6 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.long
 @pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
 @pytest.mark.timeout(300)
 def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(tmp_path: Path):

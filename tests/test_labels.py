@@ -25,6 +25,8 @@ from fake_study import HOSTILE_ARM, factor_grid, fake_study, three_algorithms
 from matplotlib.text import Text
 from rich.console import Console
 
+pytestmark = pytest.mark.every_figure
+
 LONG = "group_size=16, kl_beta=0.04, learning_rate=1e-05, without the clip of dapo"
 LABELS = {
     "short": ["a", "b", "optimal_token_baseline"],

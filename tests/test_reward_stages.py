@@ -164,8 +164,7 @@ def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed
         resumed.append(parts.resumed_at[-1])
         if kill_at == 5:
             shutil.rmtree(model_of(tmp_path, "again"))
-            shutil.copytree(model_of(tmp_path, "judge"), model_of(tmp_path, ".partial-again").with_name(
-                ".partial-reward-model-again"))  # fmt: skip
+            shutil.copytree(model_of(tmp_path, "judge"), tmp_path / "checkpoints/.partial-reward-model-again")
     assert train(spec, tmp_path, parts, cache=cache).state == "complete"  # pyright: ignore
     assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 2, 4, 5, 5]
     assert parts.without_clocks() == whole.without_clocks()

@@ -284,7 +284,7 @@ def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("endless_disk")
-@pytest.mark.parametrize("name", ["gsm8k_qwen", pytest.param("math_7b", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", factories.SHAPES)
 def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -310,7 +310,6 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
 
 
 @needs_submitit
-@pytest.mark.long
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path: Path, cluster: Path):
     study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"

@@ -217,7 +217,7 @@ def test_updates_below_the_steps_of_a_bfloat16_engine_arrive_on_average_and_the_
     assert all(torch.equal(value, moved[name]) for name, value in engine.llm.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["gsm8k_qwen", pytest.param("math_7b", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["gsm8k_qwen", "math_7b"])
 def test_every_arm_of_a_study_at_scale_trains_on_the_pretended_gpu_and_the_first_resumes(llm, name, tmp_path):
     sets = factories.small_sets(name, tmp_path)
     with pretend_cuda():
