@@ -31,10 +31,6 @@ class OptimalTokenBaseline(ClippedLoss, SummedLoss):
 
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
-
     def advantages(self, batch: Batch) -> Batch:
         mask_BT, old_BT, collision_BT = batch.completion_mask_BT, batch.old_logprobs_BT, batch.collision_BT
         assert old_BT is not None and collision_BT is not None

@@ -105,7 +105,7 @@ class Algorithm(Section, ABC):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether `advantages` reads `old_logprobs_BT`; the learner sets them for several updates per batch anyway."""
-        return False
+        return self.needs_collision
 
     @property
     def shares_trunk(self) -> bool:

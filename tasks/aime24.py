@@ -5,13 +5,11 @@ A row has `problem` and either `solution` with the boxed answer, or `answer`. Tr
 
 from typing import Literal
 
-from pydantic import Field
-
-from .math500 import Math500
+from .math500 import Math500, TestSource
 
 
 class AIME24(Math500):
     """By default the Hub's `math-ai/aime24`."""
 
     name: Literal["aime24"] = "aime24"
-    path: str = Field(default="math-ai/aime24", min_length=1, description="test: Hub id, or a local file or folder")
+    path: TestSource = "math-ai/aime24"

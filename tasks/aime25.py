@@ -5,13 +5,11 @@ A row has `problem` and `answer`. Training problems are MATH's.
 
 from typing import Literal
 
-from pydantic import Field
-
-from .math500 import Math500
+from .math500 import Math500, TestSource
 
 
 class AIME25(Math500):
     """By default the Hub's `math-ai/aime25`."""
 
     name: Literal["aime25"] = "aime25"
-    path: str = Field(default="math-ai/aime25", min_length=1, description="test: Hub id, or a local file or folder")
+    path: TestSource = "math-ai/aime25"

@@ -5,13 +5,11 @@ A row has `question` and `answer`, such as 27.0. Training problems are MATH's.
 
 from typing import Literal
 
-from pydantic import Field
-
-from .math500 import Math500
+from .math500 import Math500, TestSource
 
 
 class AMC23(Math500):
     """By default the Hub's `math-ai/amc23`."""
 
     name: Literal["amc23"] = "amc23"
-    path: str = Field(default="math-ai/amc23", min_length=1, description="test: Hub id, or a local file or folder")
+    path: TestSource = "math-ai/amc23"

@@ -5,21 +5,21 @@ from `train_path`; an evaluation without them never touches it. Departure: the p
 problems of MATH, and this task does not.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ._data import SourceSplit
 from .math import Math
 
+TestSource = Annotated[str, Field(min_length=1, description="test: Hub id, or a local file or folder")]
+
 
 class Math500(Math):
     """By default the Hub's `HuggingFaceH4/MATH-500` and `EleutherAI/hendrycks_math`."""
 
     name: Literal["math500"] = "math500"
-    path: str = Field(
-        default="HuggingFaceH4/MATH-500", min_length=1, description="test: Hub id, or a local file or folder"
-    )
+    path: TestSource = "HuggingFaceH4/MATH-500"
     train_path: str = Field(
         default="EleutherAI/hendrycks_math",
         min_length=1,

@@ -6,15 +6,11 @@ numbers within a tolerance, and this task accepts equal ones (`tasks._latex`).
 
 from typing import Literal
 
-from pydantic import Field
-
-from .math500 import Math500
+from .math500 import Math500, TestSource
 
 
 class MinervaMath(Math500):
     """By default the Hub's `math-ai/minervamath`."""
 
     name: Literal["minerva_math"] = "minerva_math"
-    path: str = Field(
-        default="math-ai/minervamath", min_length=1, description="test: Hub id, or a local file or folder"
-    )
+    path: TestSource = "math-ai/minervamath"

@@ -6,19 +6,15 @@ MATH's. Departure: the paper accepts numbers within a tolerance, and this task a
 
 from typing import Literal
 
-from pydantic import Field
-
 from ._data import BadRow, Problem, Row
-from .math500 import Math500
+from .math500 import Math500, TestSource
 
 
 class OlympiadBench(Math500):
     """By default the Hub's `math-ai/olympiadbench`."""
 
     name: Literal["olympiadbench"] = "olympiadbench"
-    path: str = Field(
-        default="math-ai/olympiadbench", min_length=1, description="test: Hub id, or a local file or folder"
-    )
+    path: TestSource = "math-ai/olympiadbench"
 
     def parse_row(self, row: Row) -> Problem | None:
         if "final_answer" not in row:

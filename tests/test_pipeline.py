@@ -19,11 +19,11 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
-from cohort.harness.run import fine_tuning
+from cohort.harness.run import stages
 from cohort.harness.run.cold_start import _batches, fit_demonstrations
-from cohort.harness.run.fine_tuning import as_group, drawn, kept_answers
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
+from cohort.harness.run.stages import as_group, drawn, kept_answers
 from cohort.harness.run.step import collate
 from cohort.harness.run.supervised import supervised
 from cohort.harness.spec.errors import SpecError
@@ -217,7 +217,7 @@ def test_a_policy_without_a_correct_answer_makes_the_run_invalid(tmp_path):
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_fine_tuning_starts_from_the_policy_or_from_the_first_one(restart, tmp_path, monkeypatch):
-    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    monkeypatch.setattr(stages, "kept_answers", keep_all)
     still = {"learning_rate": 1e-12}
     fit = {**FIT, "steps": 1, "optimizer": still, "rejection": {**FIT["rejection"], "restart": restart}}
     first = {"name": "first", "kind": "rejection_sampling", "steps": 1, "rejection": FIT["rejection"],
@@ -228,7 +228,7 @@ def test_fine_tuning_starts_from_the_policy_or_from_the_first_one(restart, tmp_p
 
 
 def test_a_teacher_answers_in_place_of_the_policy_and_costs_what_its_size_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    monkeypatch.setattr(stages, "kept_answers", keep_all)
     config = tiny_config()
     config.intermediate_size, config.num_hidden_layers = 2 * config.intermediate_size, 3
     torch.manual_seed(5)
@@ -253,7 +253,7 @@ def test_a_teacher_answers_in_place_of_the_policy_and_costs_what_its_size_takes(
 
 
 def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr(fine_tuning, "kept_answers", keep_all)
+    monkeypatch.setattr(stages, "kept_answers", keep_all)
     log = MemoryLog()
     result = train(a_run(FIT, VALUED, max_flops=1.0), tmp_path, log, cache=tmp_path)
     assert (result.state, result.summary["optimizer_steps"]) == ("complete", 1)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from cohort.harness.checks.disk import estimate_disk
-from cohort.harness.checks.memory import _scorer_bytes, estimate_run
+from cohort.harness.checks.memory import _estimate_stage, _scorer_bytes, estimate_run
 from cohort.harness.checks.preflight import check_countable, check_runs
 from cohort.harness.ground.streams import generator
 from cohort.harness.policy import bradley_terry, flops
 from cohort.harness.policy.bradley_terry import fit_ranked, load_scorer, split
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import reward_fit
+from cohort.harness.run import stages
 from cohort.harness.run.checkpoint import fork_run
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
@@ -43,7 +43,7 @@ def lengths_rank(monkeypatch):
         assert by == "correct"
         return bradley_terry.read_ranked(sources, "num_tokens")
 
-    monkeypatch.setattr(reward_fit, "read_ranked", read_ranked)
+    monkeypatch.setattr(stages, "read_ranked", read_ranked)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def spec(tmp_path_factory):
 def undisturbed(spec, tmp_path_factory, cache):
     folder, log = tmp_path_factory.mktemp("undisturbed"), MemoryLog()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_fit, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
+        patch.setattr(stages, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
         result = train(spec, folder, log, cache=cache)
     assert result.state == "complete"
     return folder, log, result
@@ -194,7 +194,7 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
 
 
 def test_rollouts_that_rank_nothing_make_the_run_invalid(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_fit, "read_ranked", bradley_terry.read_ranked)
+    monkeypatch.setattr(stages, "read_ranked", bradley_terry.read_ranked)
     result = train(a_run(*STAGES), tmp_path, MemoryLog(), cache=tmp_path)
     assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
 
@@ -206,8 +206,10 @@ def test_fits_are_part_of_the_settings_and_are_counted_before_the_start(spec):
     assert passes(fitted) - passes(alone) == 8 * 3 * 3 * 2 * 8  # 3 epochs on 2 batches of 8
     (before, _), (after, _) = estimate_run(alone), estimate_run(fitted)
     assert before and after and after["rewards"] == 4 * _scorer_bytes("tiny") > before["rewards"] == 0
-    (judged, _) = estimate_run(a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED}))
-    assert judged and judged["rewards"] in (_scorer_bytes("tiny"), after["rewards"])
+    whole = a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED})
+    assert estimate_run(whole)[0] == after  # the fit needs more than the stage that is paid its score
+    (judged, _) = _estimate_stage(whole.staged()[-1], 1)
+    assert judged and judged["rewards"] == _scorer_bytes("tiny")
     disks = [estimate_disk(run, "nothing") for run in (alone, fitted)]
     assert (
         disks[0]

@@ -20,10 +20,9 @@ from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
-from .fine_tuning import fine_tuning_step
 from .gates import LEARNT, check_gates
 from .grading import sample_rows
-from .reward_fit import reward_fit_step
+from .stages import fine_tuning_step, reward_fit_step
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import Drawn, merged, train_step
 

@@ -1,16 +1,22 @@
-"""A stage of rejection sampling: a model answers training problems, and the policy learns the correct answers.
+"""Stages that learn otherwise than from rewards: on the correct ones of sampled answers, or a reward model.
 
-The model is the policy as the stage starts (DeepSeek-R1, arXiv:2501.12948, section 2.3.3) or a teacher. Departures: the
-task decides which answers are correct, and no model filters them; the fine-tuning starts from the sampling policy, or
-with `restart` from the run's first one, as in the paper.
+Rejection sampling: a model answers training problems, and the policy learns the correct answers. The model is the
+policy as the stage starts (DeepSeek-R1, arXiv:2501.12948, section 2.3.3) or a teacher. Departures: the task decides
+which answers are correct, and no model filters them; the fine-tuning starts from the sampling policy, or with `restart`
+from the run's first one, as in the paper. All answers are in `rollouts/`, in the file of the stage's first step: a
+killed stage goes on from there.
 
-All answers are in `rollouts/`, in the file of the stage's first step: a killed stage goes on from there.
+Reward model: a fit on the run's own rollouts, as one step of the run. DeepSeekMath's iterative GRPO (arXiv:2402.03300,
+section 4.1.4): the reward model of each round goes on from the last one, with the policy's new samples and a tenth of
+the historical ones. Departures: correctness ranks completions, and the first reward model starts from the policy that
+the run starts from.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +26,14 @@ from ..devices.device import mixed_precision, resolve_device
 from ..ground.streams import generator
 from ..interfaces import Codec, RolloutEngine
 from ..policy import flops
+from ..policy.bradley_terry import fit_ranked, read_ranked, split
 from ..policy.model import load_policy
+from ..policy.sources import start_name
 from ..policy.text import load_codec
 from .cold_start import start_policy
 from .evaluate import PROMPTS_AT_ONCE
 from .grading import grade, sample_rows
-from .state import Run, build_engine, placed, watch
+from .state import Run, build_engine, placed, reward_model, watch
 from .step import Clock, annotated, rollout_metrics
 
 
@@ -127,3 +135,45 @@ def as_group(answer: Demonstration, codec: Codec) -> Group:
     tokens = tuple(codec.encode_completion(answer.completion))
     rollout = Rollout(answer.completion, tokens, (0.0,) * len(tokens), "stop")
     return Group(Prompt("", answer.prompt, ""), codec.encode(answer.prompt), (rollout,))
+
+
+def reward_fit_step(
+    run: Run, _: Sequence[Prompt], __: int, should_stop: Callable[[], bool]
+) -> tuple[dict[str, float], list[flops.Lengths]]:
+    """The metrics of the fit, whose operations it charges, and no lengths: the policy neither samples nor learns.
+
+    InvalidRun if no completions of a prompt differ in correctness, StoppedEarly if asked to stop meanwhile.
+    """
+    stage, fit, clock = run.stage, run.stage.fit, Clock(run.models.now)
+    assert fit is not None
+    run.engine.sleep()
+    new, older = (read_ranked(list(map(run.rollouts, steps)), "correct")[0] for steps in stage.sources)
+    order = generator("reward model replay", run.spec.seed, stage.start).permutation(len(older))
+    replayed = [older[i] for i in sorted(order[: round(fit.replay * len(older))])]
+    parts = split([*new, *replayed])
+    if not parts[0]:
+        raise InvalidRun(
+            f"stage '{stage.name}' has nothing to rank, because the kept answers to each problem are all right or all "
+            "wrong; keep those of more steps (checkpoints.rollouts_every)"
+        )
+
+    known = [reward_model(run.directory, one.name) for one in stage.before if one.fit]
+    start = str(known[-1]) if known else start_name(run.whole, run.cache)
+    on_progress = partial(watch, run.log, should_stop, "reward model")
+    found = fit_ranked(parts, start, reward_model(run.directory, stage.name), fit, run.spec.seed, on_progress)
+    read, said = run.codec.encode, run.codec.encode_completion
+    rows, held_out = ([(len(read(p)), [len(said(text)) for text in ranks]) for p, ranks in part] for part in parts)
+    run.charge_flops(
+        lambda costs: {
+            "learning": fit.epochs * flops.fitted(costs, rows, headed=False),
+            "scoring": flops.scored(costs, rows + held_out, share=False, headed=False),
+        }
+    )
+    clock.lap("update")
+    metrics = {
+        "prompts": found.num_prompts, "pairs": found.num_pairs, "replayed": len(replayed), "loss": found.loss,
+        "accuracy": found.accuracy, "held_out_pairs": found.held_out_pairs,
+        "held_out_accuracy": found.held_out_accuracy,
+    }  # fmt: skip
+    logged = {f"reward_model/{name}": float(value) for name, value in metrics.items() if value is not None}
+    return {**logged, **clock.metrics}, [[], [], []]
