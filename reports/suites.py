@@ -26,12 +26,11 @@ def suite(analysis: Analysis) -> Suite | None:
     """The tests that every usable trial has in its record, with equal settings; None without any."""
     trials = list(analysis.usable.values())
     asked = [{one["name"]: one for one in setting(trial.spec, "evaluation.tests", ())} for trial in trials]
-    names = [
-        name
+    tests = {
+        name: _on_test(analysis, f"test_{name}")
         for name, task in (asked[0].items() if asked else ())
         if all(own.get(name) == task and f"test_{name}" in one.tests for own, one in zip(asked, trials, strict=True))
-    ]
-    tests = {name: _on_test(analysis, f"test_{name}") for name in names}
+    }
     compared = [(one.arm, name, one.p) for name, found in tests.items() for one in found.comparisons]
     adjusted = statistics.holm([p for *_, p in compared])
     return Suite(tests, {(a, t): p for (a, t, _), p in zip(compared, adjusted, strict=True)}) if tests else None

@@ -445,13 +445,9 @@ class RunSpec(Section):
             if weighed:
                 rule = f"rewards must have weight 0 for {algorithm}, which learns from kl.reference alone"
                 raise ValueError(f"{rule}; got {self.rewards[weighed[0]].weight} for {weighed[0]}")
-            if self.dynamic_sampling > 1 or self.control not in (None, "frozen"):
-                got = (
-                    f"dynamic_sampling={self.dynamic_sampling}"
-                    if self.dynamic_sampling > 1
-                    else f"control={self.control}"
-                )
-                raise ValueError(f"{got} reads rewards, and {algorithm} learns from none; leave it out")
+            key = "dynamic_sampling" if self.dynamic_sampling > 1 else "control"
+            if (value := getattr(self, key)) not in (1, None, "frozen"):
+                raise ValueError(f"{key}={value} reads rewards, and {algorithm} learns from none; leave it out")
         elif not weighed:
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
@@ -521,9 +517,8 @@ class RunSpec(Section):
             raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
         for key, off in (("devices", 1), ("staleness", 0), ("lora", None)):
             if (value := getattr(self, key)) != off:
-                raise ValueError(
-                    f"{key} must be left out with stages, which train all weights in one process, got {value}"
-                )
+                rule = f"{key} must be left out with stages, which train all weights in one process"
+                raise ValueError(f"{rule}, got {value}")
         stages = self.staged()
         if any(stage.kind != "train" for stage in stages):
             blind = [s.spec.algorithm.name for s in stages if s.kind == "train" and not s.spec.algorithm.sees_gold]
@@ -553,10 +548,8 @@ class RunSpec(Section):
         own = {key: value for key, value in raw.items() if key not in ("name", "kind", "rejection", "fit")}
         for key in own:
             if key in type(self).model_fields and key not in _CHANGED[kind]:
-                whose = (
-                    f"stages of kind train, got kind {kind}" if key in _OF_A_STAGE else "the whole run; set it there"
-                )
-                raise ValueError(f"{where}: {key} belongs to {whose}")
+                of = f"stages of kind train, got kind {kind}" if key in _OF_A_STAGE else "the whole run; set it there"
+                raise ValueError(f"{where}: {key} belongs to {of}")
         for of, (key, _) in _SECTIONS.items():
             if key in raw and kind != of:
                 raise ValueError(f"{where}: {key} belongs to kind {of}, got kind {kind}")
@@ -581,10 +574,8 @@ class RunSpec(Section):
             raise ValueError(f"{rule}, got none with checkpoints.rollouts_every={every}; set it to 1")
         teacher = stage.rejection and stage.rejection.teacher
         if teacher and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
-            rule = (
-                f"{where}: rejection.teacher must be left out with engine={self.engine.name}, which keeps its weights"
-            )
-            raise ValueError(f"{rule}, got {teacher}; use engine=transformers")
+            rule = f"{where}: rejection.teacher must be left out with engine={self.engine.name}"
+            raise ValueError(f"{rule}, which keeps its weights, got {teacher}; use engine=transformers")
         return stage
 
     def staged(self) -> list[Stage]:
