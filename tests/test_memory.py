@@ -289,9 +289,9 @@ class LiveMemory(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-STEP = {"rollouts_per_step": 16, "sampling": {"max_tokens": 48}, "evaluation": {"num_prompts": 1, "num_samples": 1},
-        "optimizer": {"tokens_per_microbatch": 512}, "gradient_checkpointing": False,
-        "engine": {"name": "transformers", "max_batch_rows": 8}}  # fmt: skip
+STEP = {"rollouts_per_step": 8, "sampling": {"max_tokens": 48}, "evaluation": {"num_prompts": 1, "num_samples": 1},
+        "optimizer": {"tokens_per_microbatch": 256}, "gradient_checkpointing": False,
+        "engine": {"name": "transformers", "max_batch_rows": 4}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -418,13 +418,14 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
 def test_vllms_share_of_a_gpu_must_hold_its_weights():
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
-    spec = make_spec(engine=engine, lora={"rank": 8}, dtype="bfloat16")
+    short = {"lora": {"rank": 8}, "sampling": {"max_tokens": 1}}
+    spec = make_spec(engine=engine, dtype="bfloat16", **short)
     with pretend_cuda(gib=10, free=8):  # its share is one of all memory, whoever has the rest
         assert estimate(spec, LLAMA_1B, 20, torch.device("cuda"))["kv_cache"] == 2.5 * 2**30
     # Keys and values of a row of 2**17 tokens: 16 layers x 2 x 8 heads x 64 wide x 2 bytes each, 4 GiB.
     long = {"dtype": "bfloat16", "engine": {**engine, "max_model_len": 2**17}}
     for changes, least, share in (({"dtype": "float32", "engine": engine}, 4.6, 0.47), (long, 6.3, 0.64)):
-        spec = make_spec(lora={"rank": 8}, **changes)
+        spec = make_spec(**short, **changes)
         expected = rf"{least} GiB, got 0.25 of the GPU, 2.5 GiB; set it to {share} or more"
         with pretend_cuda(gib=10), pytest.raises(SpecError, match=expected):
             estimate(spec, LLAMA_1B, 20, torch.device("cuda"))
