@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -456,7 +456,7 @@ def main() -> int:
     asked = SHORT[2] if chosen.short else chosen.tests or whole
     reasons, listed, left, since = known(), 0, 0, time.perf_counter()
     by_room = defaultdict[str, list[int]](lambda: [0, 0, 0])  # tried, listed, left
-    seeing: set[str] = set()
+    seeing: Counter[tuple[str, str]] = Counter()  # (function, test): how many of its mutants the test has seen
     out = sys.stdout
 
     @Collected
@@ -469,10 +469,16 @@ def main() -> int:
         seconds, lines = survey(files, asked, collected.functions)
         print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(seconds)} tests", flush=True)
         for number, mutant in enumerate(drawn, 1):
-            # one module after the other as long as they are quick, so that their fixtures are made once
+            # one module after the other as long as they are quick, so that their fixtures are made once; but those
+            # that have seen mutants of the function first
             reached = sorted(
                 tests_of(mutant, trees[mutant.file], lines),
-                key=lambda test: (round(seconds[test], 1), test.partition("::")[0], seconds[test]),
+                key=lambda test: (
+                    -seeing[mutant.where, test],
+                    round(seconds[test], 1),
+                    test.partition("::")[0],
+                    seconds[test],
+                ),
             )
             tests = [test for test in reached if seconds[test] <= SLOW] or reached
             room = by_room[mutant.file.rpartition("/")[0]]
@@ -486,13 +492,13 @@ def main() -> int:
             room[1] += is_listed
             taking = {test: seconds[test] for test in tests}
             seen = "" if is_listed else seen_by(mutant, trees[mutant.file], collected, taking)
-            seeing.add(seen)
+            seeing[mutant.where, seen] += 1
             if is_listed or seen:
                 continue
             left += 1
             room[2] += 1
             print(f"{mutant.key}  (line {mutant.line}, {len(tests)} tests)", flush=True)
-        for test in sorted(seeing & seconds.keys()):
+        for test in sorted({test for _, test in seeing} & seconds.keys()):
             if in_child(lambda test=test: collected.run({test: seconds[test]}), 20 + 3 * seconds[test]) != "":
                 print(f"fails without a mutant, so its mutants are not tried: {test}", flush=True)
 
