@@ -22,6 +22,7 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 from factories import make_spec
 from fakes import MemoryLog, StopAfter, tiny_codec
+from pretend_cuda import pretend_cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -176,6 +177,11 @@ def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_
         finally:
             torch.set_num_threads(threads)
         assert (run.totals.seconds, run.spent) == (2.5, {"core_seconds": 7.5})
+        run.spec = a_run(device="cuda", devices=2)
+        with pretend_cuda():
+            run.charge(1.5)
+        assert (run.totals.seconds, run.spent) == (4.0, {"core_seconds": 7.5, "gpu_seconds": 3.0})
+        run.spec = spec
         assert run.flops_train == 0 and not run.is_spent and "flops_train" not in run.summary()
         run.charge_flops(lambda costs: {"learning": 5.0, "evaluation": 9.0})
         told = run.charge_flops(lambda costs: {"learning": 2.0, "cold_start": 1.0})

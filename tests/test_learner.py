@@ -1,5 +1,7 @@
 """What an update must not depend on (split, padding, row order), what it holds to (on-policy ratios), its critic."""
 
+import copy
+
 import factories
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance, packed
 from cohort.harness.spec.run import CriticStart
-from fakes import batch_of
+from fakes import assert_same_weights, batch_of
 
 # PPO with a value head on the policy's trunk.
 SHARED = {"name": "ppo", "group_size": 2, "critic": "shared", "value_loss_weight": 1.0}
@@ -486,3 +488,32 @@ def test_a_divergence_an_entropy_bonus_and_a_value_error_are_signals():
         paid = batch.completion_mask_BT.double()
         found = learner.update(batch.replace(advantages_BT=0 * paid, returns_BT=paid), 0)
         assert (found["policy/no_signal"], found["critic/no_signal"]) == (unseen, 0)
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_a_learner_goes_on_from_the_state_of_another(critic):
+    changes = {"kl": {"refresh_reference_every": 2}, "staleness": 2, "optimizer": {"learning_rate": 1e-2}}
+    spec = factories.make_spec({**SHARED, "critic": critic, "kl_beta": 0.1}, rollouts_per_step=8, **changes)
+
+    def trained(learner, *steps):
+        for step in steps:
+            learner.begin_step(step)
+            learner.update(spec.algorithm.advantages(learner.annotate(make_batch(learner.policy))), step)
+
+    def everything(learner):
+        with learner.older_weights():
+            older = {f"older.{name}": value.clone() for name, value in learner.policy.state_dict().items()}
+        parts = {"policy": learner.policy, "reference": learner.reference, "critic": learner.critic}
+        own = {f"{key}.{name}": value for key, part in parts.items() for name, value in part.state_dict().items()}
+        return copy.deepcopy({**older, **own})
+
+    one, other = (Learner(spec, tiny_model(seed)) for seed in (0, 1))
+    trained(one, 0, 1, 2)  # the reference is the policy after two steps, and older weights are those after one
+    other.load_state(*copy.deepcopy((one.policy.state_dict(), one.state())))
+    assert_same_weights(everything(other), everything(one))
+    before = everything(one)
+    trained(one, 3)
+    trained(other, 3)
+    assert_same_weights(everything(other), everything(one))
+    moved = {key.partition(".")[0] for key, value in everything(one).items() if not torch.equal(value, before[key])}
+    assert moved == {"older", "policy", "critic"}
