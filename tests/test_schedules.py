@@ -80,6 +80,13 @@ def test_the_course_of_the_policys_rate_begins_after_the_critics_warm_up_and_an_
     assert betas == pytest.approx([0.1, 0.1, 0.1, 0.098, 0.09604, 0.0941192])  # 2 % less after each of its steps
 
 
+def test_a_stage_counts_its_course_from_its_own_start_and_a_constant_rate_warms_up():
+    learner = Learner(run(optimizer={"learning_rate": 1e-3, "warmup_steps": 2}), tiny_model(0))
+    learner.start = 7
+    rates = [learner.begin_step(step)["optimizer/learning_rate"] for step in (7, 8, 9)]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+
+
 @pytest.mark.parametrize("name", ["dapo", "kl_cov", "ppo", "rloo", "remax"])  # KL in loss or reward, sums, a critic
 def test_an_algorithm_trains_on_when_its_kl_weight_has_fallen_to_zero(name):
     algorithm = {"name": name, "group_size": 2, "kl_beta": 0.1}
