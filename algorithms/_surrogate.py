@@ -120,8 +120,9 @@ class PlacedKL(LossKL):
         divergence_BT = kl_estimate(self.kl_estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT)
         cost_B, mask = self.kl_beta * divergence_BT.sum(dim=1), batch.completion_mask_BT
         batch = batch.replace(rewards_B=batch.rewards_B - cost_B)
-        if batch.step_rewards_BT is None or batch.step_ends_BT is None:
+        if batch.step_rewards_BT is None:
             return batch
+        assert batch.step_ends_BT is not None
         ends_BT = batch.step_ends_BT | (at_last_token(cost_B.new_ones(len(cost_B)), mask) > 0)
         steps_BT = batch.step_rewards_BT - at_last_token(cost_B, mask)
         return batch.replace(step_rewards_BT=steps_BT, step_ends_BT=ends_BT)

@@ -24,7 +24,7 @@ class PassAtK(ClippedLoss, SummedLoss):
     name: Literal["pass_at_k"] = "pass_at_k"
 
     def advantages(self, batch: Batch) -> Batch:
-        top_P2, place_P2 = batch.rewards_PG.topk(2, dim=1)
+        top_P2, place_P2 = batch.rewards_PG.topk(2)
         lead_P1 = top_P2[:, :1] - top_P2[:, 1:]
         earned_PG = top_P2.new_zeros(batch.rewards_PG.shape).scatter(1, place_P2[:, :1], lead_P1)
         return batch.replace(advantages_BT=earned_PG.reshape(-1, 1) * batch.completion_mask_BT)

@@ -4,11 +4,10 @@ Variational sequence-level soft policy optimization: 2026 (VESPO, arXiv:2602.106
 the advantage times a weight of the whole completion, w^k exp(lambda (1 - w)) with its ratio w (the product of its token
 ratios). The weight is 1 at w = 1, carries no gradient and goes to 0 on both sides, faster above for negative advantages
 (k = 3, lambda = 2 against 2 and 3). The constants, the mean over all tokens and GRPO's advantage are those of TRL
-(`loss_type="vespo"`). Departures: TRL limits each token's log-ratio to 20, here only that of the row is limited; the
-standard deviation has GRPO's G - 1 and floor; no KL by default.
+(`loss_type="vespo"`). Departures: TRL limits each token's log-ratio to 20, here none is limited; the standard deviation
+has GRPO's G - 1 and floor; no KL by default.
 """
 
-import math
 from typing import Literal
 
 from pydantic import Field
@@ -32,7 +31,7 @@ class VESPO(GroupStandardised, TokenMean):
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
         rises = batch.advantages_BT >= 0
-        log_ratio_B1 = row_log_ratio(batch, policy).detach().clamp(math.log(1e-8), 20.0)
+        log_ratio_B1 = row_log_ratio(batch, policy).detach()
         ratio_B1 = log_ratio_B1.exp()
         up = self.k_positive * log_ratio_B1 + self.lambda_positive * (1 - ratio_B1)
         down = self.k_negative * log_ratio_B1 + self.lambda_negative * (1 - ratio_B1)

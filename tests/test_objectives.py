@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out, shrunk_leave_one_out
+from cohort.algorithms._advantages import group_centred, group_standardised, leave_one_out, shrunk_leave_one_out, to_go
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO, _binary_kl
+from cohort.algorithms.gmpo import GMPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
@@ -16,6 +17,7 @@ from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.rloo import RLOO
+from cohort.algorithms.vespo import VESPO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.run.grading import score
 from cohort.harness.spec.run import parse_run
@@ -45,7 +47,7 @@ def test_the_weights_of_a_mean_over_tokens_add_up_to_one_if_there_are_any():
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, 1e-3, 1e8])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
 def test_equal_rewards_give_exact_zeros(value, size):
-    rewards = torch.full((3, size), value)
+    rewards = value * torch.tensor([[1.0], [2.0], [3.0]]).expand(3, size)  # equal in each group
     leads = leave_one_out(rewards), shrunk_leave_one_out(rewards)
     for credit in (group_centred(rewards), *leads, group_standardised(rewards, 1e-4)):
         assert torch.equal(credit, torch.zeros(3, size))
@@ -235,3 +237,28 @@ def test_a_reward_that_is_alone_in_its_group_earns_nothing():
 def test_the_divergence_of_a_token_that_has_become_certain_is_finite():
     # 0.5 ln(0.5 / 1) + 0.5 ln((0.5 + 1e-8) / (0 + 1e-8)) = -0.346574 + 8.863761
     assert _binary_kl(torch.tensor(0.5).log(), torch.tensor(0.0)).item() == pytest.approx(8.517187, abs=1e-4)
+    assert _binary_kl(torch.tensor(0.0), torch.tensor(-0.1)).item() == pytest.approx(0.1)  # that was: 1 * (0 + 0.1)
+
+
+def test_values_to_go_are_discounted_once_for_each_token_in_between():
+    # 1 + 2 / 2 + 4 / 4, 2 + 4 / 2, 4
+    assert to_go(torch.tensor([[1.0, 2, 4]]), gamma=0.5).tolist() == [[3, 4, 4]]
+
+
+@pytest.mark.parametrize("algorithm", [GMPO(), GSPO(), VESPO()], ids=lambda one: one.name)
+def test_a_ratio_of_a_row_is_that_of_its_own_tokens_however_far_they_have_moved(algorithm):
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    old = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0]])
+    advantages = mask * torch.tensor([[1.0], [-1.0]])
+    batch = batch_of(mask.tolist(), [1.0, 0.0], 2, old_logprobs_BT=old, advantages_BT=advantages)
+    for moved in (0.1, -80.0, 80.0):  # nats
+        expected, gradient = loss_and_gradient(algorithm, batch, (old + moved) * mask)
+        loss, same = loss_and_gradient(algorithm, batch, (old + moved).where(mask, torch.tensor(7.0)))
+        assert loss == expected and torch.equal(same, gradient) and gradient.isfinite().all()
+
+
+def test_values_outside_the_completions_count_for_nothing():
+    # lambda 0.5: the last token 1 - 2 = -1, the one before it 0 + 2 - 1 + 0.5 * -1 = 0.5; returns: 1.5 and 1
+    batch = batch_of([[True, True, False]] * 2, [1.0, 1.0], 2, values_BT=torch.tensor([[1.0, 2.0, 9.0]] * 2))
+    found = PPO(gae_lambda=0.5, whiten_advantages=False).advantages(batch)
+    assert found.advantages_BT[0].tolist() == [0.5, -1, 0] and found.returns_BT[0].tolist() == [1.5, 1, 0]

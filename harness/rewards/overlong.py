@@ -22,6 +22,6 @@ class Overlong(Reward):
     def score(self, group: GradedGroup) -> list[float]:
         buffer = self.buffer_fraction * group.max_tokens
         return [
-            -1.0 if cut else min(0.0, max(-1.0, (group.max_tokens - buffer - tokens) / buffer))
+            -1.0 if cut else min(0.0, (group.max_tokens - buffer - tokens) / buffer)
             for tokens, cut in zip(group.num_tokens, group.truncated, strict=True)
         ]
