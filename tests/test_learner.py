@@ -520,3 +520,12 @@ def test_a_learner_goes_on_from_the_state_of_another(critic):
     assert_same_weights(everything(other), everything(one))
     moved = {key.partition(".")[0] for key, value in everything(one).items() if not torch.equal(value, before[key])}
     assert moved == {"older", "policy", "critic"}
+
+
+def test_the_optimisers_have_the_rates_and_decays_of_the_settings():
+    rates = {"learning_rate": 0.1, "critic_learning_rate": 0.2, "beta2": 0.9, "weight_decay": 0.3}
+    for control, rate in ((None, 0.1), ("random", 0.1), ("frozen", 0.0)):
+        spec = factories.make_spec(SEPARATE, rollouts_per_step=8, optimizer=rates, control=control)
+        groups = {name: one.param_groups[0] for name, one in Learner(spec, tiny_model(0)).optimizers.items()}
+        own = {name: (group["lr"], group["betas"], group["weight_decay"]) for name, group in groups.items()}
+        assert own == {"policy": (rate, (0.9, 0.9), 0.3), "critic": (0.2, (0.9, 0.9), 0.3)}
