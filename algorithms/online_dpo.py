@@ -49,7 +49,7 @@ class OnlineDPO(Algorithm):
     def advantages(self, batch: Batch) -> Batch:
         assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None
         mask = batch.completion_mask_BT
-        gain_B = ((batch.old_logprobs_BT - batch.ref_logprobs_BT) * mask).sum(dim=1)
+        gain_B = (batch.old_logprobs_BT - batch.ref_logprobs_BT).sum(dim=1)
         gain_PG, rewards_PG = gain_B.view(-1, batch.group_size), batch.rewards_PG
         best_P1, worst_P1 = rewards_PG.argmax(dim=1, keepdim=True), rewards_PG.argmin(dim=1, keepdim=True)
         margin_P1 = gain_PG.gather(1, best_P1) - gain_PG.gather(1, worst_P1)

@@ -34,9 +34,9 @@ class OptimalTokenBaseline(ClippedLoss, SummedLoss):
     def advantages(self, batch: Batch) -> Batch:
         mask_BT, old_BT, collision_BT = batch.completion_mask_BT, batch.old_logprobs_BT, batch.collision_BT
         assert old_BT is not None and collision_BT is not None
-        energy_BT = (1 - 2 * old_BT.exp() + collision_BT).clamp(min=0)  # at p = 1 but for rounding
+        energy_BT = (1 - 2 * old_BT.exp() + collision_BT).clamp(min=0)  # rounding at p = 1, and -1 beside completions
         shape = (-1, batch.group_size, mask_BT.shape[1])
-        weight_PGT = ((energy_BT * mask_BT).cumsum(dim=1) * mask_BT).view(shape)
+        weight_PGT = (energy_BT.cumsum(dim=1) * mask_BT).view(shape)
         centred_PG1 = group_centred(batch.rewards_PG)[..., None]
         total_P1T = weight_PGT.sum(dim=1, keepdim=True).clamp(min=LEAST)
         baseline_P1T = (weight_PGT * centred_PG1).sum(dim=1, keepdim=True) / total_P1T

@@ -12,8 +12,10 @@ from cohort.algorithms.gmpo import GMPO
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
-from cohort.algorithms.maxrl import MaxRL
+from cohort.algorithms.maxrl import MaxRL, _by_the_mean
 from cohort.algorithms.online_dpo import OnlineDPO
+from cohort.algorithms.opo import OPO
+from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.rloo import RLOO
@@ -255,6 +257,26 @@ def test_a_ratio_of_a_row_is_that_of_its_own_tokens_however_far_they_have_moved(
         expected, gradient = loss_and_gradient(algorithm, batch, (old + moved) * mask)
         loss, same = loss_and_gradient(algorithm, batch, (old + moved).where(mask, torch.tensor(7.0)))
         assert loss == expected and torch.equal(same, gradient) and gradient.isfinite().all()
+
+
+def test_rewards_over_their_mean_have_no_scale_and_groups_without_a_gain_no_credit():
+    found = _by_the_mean(torch.tensor([[1.0, 0.0], [-0.2, -0.1], [1e-8, 0.0]]), None)
+    assert found.tolist() == [[1, -1], [0, 0], [1, -1]]  # (1 - 0.5) / 0.5
+
+
+def test_an_answer_without_tokens_has_no_share_in_the_baseline_of_lengths():
+    batch = batch_of([[True, False], [False, False]], [1.0, 0.0], 2)
+    assert OPO().advantages(batch).advantages_BT.tolist() == [
+        [0, 0],
+        [0, 0],
+    ]  # baseline (1 * 0.5 + 0) / 1
+
+
+def test_certain_tokens_have_no_weight_in_the_baseline_of_least_variance():
+    # 1 - 2 p + (sum of p^2) at p = 1 is 0, and may be -1e-6 by rounding: the baseline is 0
+    tokens, collision = [[True, True]] * 2, torch.tensor([[1 - 1e-6, 1.0], [1.0, 1.0]])
+    batch = batch_of(tokens, [1.0, 0.0], 2, old_logprobs_BT=torch.zeros(2, 2), collision_BT=collision)
+    assert OptimalTokenBaseline().advantages(batch).advantages_BT.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
 
 
 def test_values_outside_the_completions_count_for_nothing():

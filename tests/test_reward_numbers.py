@@ -107,6 +107,9 @@ def test_repetition_counts_ngrams_that_occurred_before():
         ("5. 3 + 4 = 7", [(12, True)]),
         ("2 * . 3 + 4 = 7", [(15, True)]),
         ("- 3 + 4 = 7", [(11, False)]),
+        ("* 3 + 4 = 7", [(11, True)]),
+        ("or ,,3+4=7", [(10, True)]),
+        ("(7)=7", []),
         ("9**9**9=1", []),
         ("6 \u00d7 7 = 42, 8\u00f72=4", [(10, True), (17, True)]),
         ("1+" * 300 + "1=301", []),
@@ -168,6 +171,8 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     assert Accuracy().score(group) == [1.0, 0.0, 0.0] and Accuracy().metrics(group, [1.0, 0.0, 0.0]) == {}
     inverted = Accuracy(false_positive=1.0, false_negative=1.0)
     assert inverted.score(group) == [0.0, 1.0, 1.0]
+    assert Accuracy(false_positive=1.0).score(group) == [1.0] * 3
+    assert Accuracy(false_negative=1.0).score(group) == [0.0] * 3
     rates = inverted.metrics(graded_group([0, 0], (True, True)), [0.0, 0.0])
     assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
 
@@ -186,6 +191,12 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
 def test_rates_that_a_verifier_cannot_have_are_refused(changes: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words):
         make_spec(**changes)
+
+
+def test_the_share_of_calculations_that_hold_is_of_those_that_are_written():
+    group = graded_group([0, 0], completions=("4+4=8;8+5=14;1+1=2", "no step"))
+    assert Process().metrics(group, []) == {"process/calculations": 1.5, "process/right": pytest.approx(2 / 3)}
+    assert math.isnan(Process().metrics(graded_group([0], completions=("no step",)), [])["process/right"])
 
 
 def test_process_rewards_sit_at_the_end_of_their_calculation():

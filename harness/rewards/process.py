@@ -82,7 +82,7 @@ def _in_run(run: str, continues: bool) -> Iterator[tuple[int, bool]]:
 
 
 def _holds(value: Fraction, result: re.Match[str]) -> bool:
-    stated = _quantity(result) * (-1 if result["sign"] else 1)
+    stated = -_quantity(result) if result["sign"] else _quantity(result)
     if value == stated:
         return True
     places = len(result["number"].partition(".")[2]) + (2 if result["percent"] else 0)
@@ -111,7 +111,7 @@ def _value(side: str) -> Fraction | None:
                 tokens = []
             tokens.append(_quantity(match))
         position = match.end()
-    while tokens and (tokens[0] in ("*", "/", ")", "+") or (tokens[0] == "-" and len(tokens) == 2)):
+    while tokens and tokens[0] in ("*", "/", ")", "+"):
         tokens = tokens[1:]  # a bullet, or the end of something else
     has_operator = any(token in ("+", "-", "*", "/") for token in tokens[1:])
     evaluated = evaluate(tokens, max_depth=MAX_DEPTH, signed=True) if has_operator else None
