@@ -508,10 +508,13 @@ def test_a_learner_goes_on_from_the_state_of_another(critic):
         return copy.deepcopy({**older, **own})
 
     one, other = (Learner(spec, tiny_model(seed)) for seed in (0, 1))
+    with one.older_weights():
+        assert_same_weights(one.policy.state_dict(), tiny_model(0).state_dict())  # there are none yet
     trained(one, 0)
     after_one = {f"older.{name}": value.clone() for name, value in one.policy.state_dict().items()}
     trained(one, 1, 2)  # the reference is the policy after two steps, and older weights are those after one
     assert_same_weights({key: value for key, value in everything(one).items() if key in after_one}, after_one)
+    assert one.state().keys() == {"policy", "critic", "critic_parameters", "reference", "older"}
     other.load_state(*copy.deepcopy((one.policy.state_dict(), one.state())))
     assert_same_weights(everything(other), everything(one))
     before = everything(one)
@@ -529,3 +532,36 @@ def test_the_optimisers_have_the_rates_and_decays_of_the_settings():
         groups = {name: one.param_groups[0] for name, one in Learner(spec, tiny_model(0)).optimizers.items()}
         own = {name: (group["lr"], group["betas"], group["weight_decay"]) for name, group in groups.items()}
         assert own == {"policy": (rate, (0.9, 0.9), 0.3), "critic": (0.2, (0.9, 0.9), 0.3)}
+
+
+def test_old_log_probs_are_read_if_the_sampler_differs_and_are_the_samplers_if_it_is_exact():
+    batch = make_batch()
+    truncated = {"mismatch": {"correction": "truncated"}}
+    for changes, exact, reads, corrects in (
+        ({}, False, False, False), ({"optimizer": {"num_inner_epochs": 2}}, True, True, False),
+        ({"staleness": 1}, True, True, False), (truncated, False, True, True), (truncated, True, False, False),
+    ):  # fmt: skip
+        learner = Learner(factories.make_spec(rollouts_per_step=8, **changes), tiny_model(0))
+        assert not learner.sampler_is_exact and learner.shares_prompts
+        learner.sampler_is_exact = exact
+        assert (learner.reads_old, learner.corrects) == (reads, corrects)
+        old = learner.annotate(batch).old_logprobs_BT
+        assert (old is None) != reads and (old is batch.sampler_logprobs_BT) == (reads and exact)
+
+
+def test_the_critic_of_a_stage_warms_up_from_the_stages_start_and_is_fitted_once():
+    spec = factories.make_spec(SHARED, rollouts_per_step=8, critic={"warmup_steps": 2, "head": "fitted"}, steps=9)
+    learner, batch, found = Learner(spec, tiny_model(0)), make_batch(), []
+    learner.start = 7
+    for step in (7, 8, 9):
+        metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch)), step)
+        found.append((learner.warms_critic, learner.fits_head, any("fit" in name for name in metrics)))
+    assert found == [(True, True, True), (True, False, False), (False, False, False)]
+
+
+def test_the_share_of_tokens_with_gradient_is_of_those_in_the_loss():
+    learner = Learner(factories.make_spec(rollouts_per_step=8, overlong="mask"), tiny_model(0))
+    cut = torch.tensor([True, False])
+    one = batch_of([[True, True], [True, False]], [1.0, 0.0], 2, truncated_B=cut)
+    found = learner._left_out(one.replace(gradient_BT=torch.tensor([[False, False], [True, False]])))
+    assert found == {"train/masked_tokens": pytest.approx(2 / 3), "train/gradient_tokens": 1.0}
