@@ -39,7 +39,6 @@ def test_a_worker_whose_version_reads_the_settings_otherwise_takes_no_trial(tmp_
     queue = a_queue(a_study(), tmp_path)
     document = queue.storage.read_document()
     assert document is not None
-    del document["format"]
     queue.storage.write_document({**document, "digest": "of another version"})
     with pytest.raises(Unfit, match=r"^study 'sizes' was started by another version of Cohort[^\n]*; install the same"):
         worker_main("sizes", tmp_path, execute=fake_trials.EXECUTE)

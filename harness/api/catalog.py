@@ -1,17 +1,21 @@
 """Says what there is: plugins and settings with defaults and ranges, and the problems of a task."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from .. import plugins
+from ..run.grading import problem_rows
+from ..spec import paths
+from ..spec.errors import SpecError, did_you_mean
+from ..spec.load import load_run
+from ..spec.run import RunSpec
+from ..spec.study import StudySpec
+from .runs import checked_split
 from .settings import Settings, as_texts
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 LISTS = {  # field -> its list
     "algorithm": "algorithms", "task": "tasks", "engine": "engines", "sampler": "samplers", "rewards": "rewards"
@@ -40,11 +44,6 @@ def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequenc
 def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
     """The settings of a run, of one of its sections, or (`study`) of a study file, by full path with default and
     range."""
-    from ..spec import paths
-    from ..spec.errors import SpecError, did_you_mean
-    from ..spec.run import RunSpec
-    from ..spec.study import StudySpec
-
     fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
     if section not in (None, "study"):
         known = list(dict.fromkeys(["study", *(path.partition(".")[0] for path, _ in fields)]))
@@ -66,11 +65,6 @@ def describe_task(
 ) -> dict[str, Any]:
     """Settings of a task, sizes of its splits (or why one is missing), the first problems of `split`, and a worked
     solution; each text as `model` reads it, if one is named."""
-    from ..policy.text import load_codec
-    from ..run.grading import problem_rows
-    from ..spec.load import load_run
-    from .runs import checked_split
-
     part = checked_split(split)
     spec = load_run(None, as_texts(settings), {"task": name, "algorithm": "grpo"})
     task = spec.task
@@ -89,6 +83,8 @@ def describe_task(
         "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
     }
     if model is not None:  # each text as the model's input
+        from ..policy.text import load_codec
+
         codec = load_codec(model, spec.prompt)
         for problem in document["problems"]:
             ids = codec.encode(problem["prompt"])

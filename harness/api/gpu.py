@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import torch
+
 from ..ground.files import write_text
 from ..ground.stop import StopRequest, stop_on_signals
 from ..ground.words import did_you_mean
@@ -70,8 +72,6 @@ def run_book(
         folder = Path(name).resolve()
         backend = here(folder, model)
         if model is None:
-            import torch
-
             make_up(folder / "model", SHAPES["cuda" if torch.cuda.device_count() else "cpu"])
         return check_claims(claims, backend, on_found=on_found)
 

@@ -11,6 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from ..ground import machine
+from ..mirror.store import check_runs_folder
+
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")
 FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
 
@@ -31,9 +34,6 @@ def check_machine(runs: Path) -> list[Check]:
 
     import torch
 
-    from ..ground.machine import default_workers, usable_cores, usable_gpus
-    from ..mirror.store import check_runs_folder
-
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"
     place = Check("runs folder", "ok", f"{runs.resolve()} is writable, {store}")
@@ -50,11 +50,11 @@ def check_machine(runs: Path) -> list[Check]:
         Check("python", "ok", platform.python_version()),
         *packages,
         Check("device", "ok", f"cuda: {gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"),
-        Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default"),
+        Check("cores", "ok", f"{machine.usable_cores()} usable, {machine.default_workers()} workers by default"),
         place,
         disk,
-        *([check_driver()] if gpus or usable_gpus() or shutil.which("nvidia-smi") else ()),
-        *(_helpers() if gpus or usable_gpus() or find_spec("vllm") else ()),
+        *([check_driver()] if gpus or machine.usable_gpus() or shutil.which("nvidia-smi") else ()),
+        *(_helpers() if gpus or machine.usable_gpus() or find_spec("vllm") else ()),
         _vllm(),
     ]
 
@@ -74,8 +74,6 @@ def check_driver() -> Check:
     """The check that torch can use the driver of the GPUs. Its absence is no problem without usable GPUs."""
     import torch
 
-    from ..ground.machine import usable_gpus
-
     said = "without nvidia-smi"
     if (smi := shutil.which("nvidia-smi")) is not None:
         command = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -85,21 +83,19 @@ def check_driver() -> Check:
     except (RuntimeError, AssertionError) as error:
         value = f"{said}; torch {torch.__version__} cannot use it: {str(error).partition('. ')[0]}"
         fix = "update the driver, or install the build of torch that is made for it"
-        return Check("driver", "problem" if usable_gpus() else "advice", value, fix)
+        return Check("driver", "problem" if machine.usable_gpus() else "advice", value, fix)
     return Check("driver", "ok", f"{said}; torch {torch.__version__} uses it, with CUDA {torch.version.cuda}")
 
 
 def _helpers() -> list[Check]:
     """The checks of what Triton, vLLM and NCCL need beside a GPU. Not every run uses them, so none is a problem."""
-    from ..ground.machine import SHARED_BYTES, compiler, shared_memory_bytes
-
-    found, free = compiler(), shared_memory_bytes()
+    found, free = machine.compiler(), machine.shared_memory_bytes()
     tools = Check("compiler", "ok", f"{found}, and Python's headers")
     if found is None:
         fix = "engine=vllm needs them on a GPU: apt-get install gcc python3-dev, or name a compiler in CC"
         tools = Check("compiler", "advice", "no C compiler, or no headers of Python", fix)
     shared = Check("shared memory", "ok", "no /dev/shm" if free is None else f"{free / 2**30:.1f} GiB free in /dev/shm")
-    if free is not None and free < SHARED_BYTES:
+    if free is not None and free < machine.SHARED_BYTES:
         fix = "several GPUs of a run talk through it: start the container with --ipc=host, or --shm-size=8g"
         shared = Check("shared memory", "advice", shared.value, fix)
     return [tools, shared]

@@ -102,12 +102,7 @@ def read_cases(file: Path) -> list[Case]:
 
 
 def grade(
-    task: str,
-    cases: str | Path,
-    *,
-    grader: str = "strict",
-    workers: int = 1,
-    settings: Settings = (),
+    task: str, cases: str | Path, *, grader: str = "strict", workers: int = 1, settings: Settings = ()
 ) -> Regraded:
     """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file.
 

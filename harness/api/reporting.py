@@ -3,23 +3,26 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..console.progress import phase_bar
+from ..mirror.address import MLFLOW, mirrors
+from ..mirror.follow import catch_up
+from ..mirror.store import check_server
+from ..mirror.studies import fetch_study
+from ..record.evidence import write_evidence
+from ..record.study import StudyRecord, keep_look, read_study
 from .settings import REPORTING, runs_folder
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
-    from ..record.study import StudyRecord
 
 
 def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
     """Write a study's report again; several studies of one task give one report, in RUNS/reports."""
-    from ...reports.join import join
-    from ...reports.render import write_report as render
-    from ..console.progress import phase_bar
-    from ..mirror.store import check_server
-    from ..record.study import keep_look
-
     folder = runs_folder(runs)
     with phase_bar(f"report of {' and '.join(names)}", REPORTING):
+        from ...reports import render
+        from ...reports.join import join
+
         check_server()
         if len(names) == 1:
             return write_report(names[0], folder)[1]
@@ -27,7 +30,7 @@ def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
         joined = join(records)
         for record in records:
             keep_look(folder / "studies" / record.name, record)
-        return render(joined, folder / "reports" / "+".join(names))
+        return render.write_report(joined, folder / "reports" / "+".join(names))
 
 
 def write_report(name: str, runs: Path) -> "tuple[StudyRecord, ReportFiles]":
@@ -36,26 +39,19 @@ def write_report(name: str, runs: Path) -> "tuple[StudyRecord, ReportFiles]":
     return record, keep_report(record, runs)
 
 
-def read_record(name: str, runs: Path) -> "StudyRecord":
+def read_record(name: str, runs: Path) -> StudyRecord:
     """A study's record, with the trials that only an MLflow server has."""
-    from ..mirror.studies import fetch_study
-    from ..record.study import read_study
-
     fetch_study(runs, name)
     return read_study(runs, name)
 
 
-def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
+def keep_report(record: StudyRecord, runs: Path) -> "ReportFiles":
     """The report of a study, sealed for `cohort verify`; the MLflow run gets it too."""
-    from ...reports.render import write_report
-    from ..mirror.address import MLFLOW, mirrors
-    from ..mirror.follow import catch_up
-    from ..record.evidence import write_evidence
-    from ..record.study import keep_look
+    from ...reports import render
 
     folder = runs / "studies" / record.name
     keep_look(folder, record)
-    files = write_report(record, folder / "report")
+    files = render.write_report(record, folder / "report")
     write_evidence(folder, record, files.answer, files.means, files.colors)
     if MLFLOW in mirrors():
         catch_up(runs, folder)

@@ -9,16 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from ..checks.preflight import check_devices
+from ..console.progress import phase_bar, study_view
 from ..data import EvaluationResult, Split
 from ..ground.machine import in_group
+from ..mirror.models import register_policy
+from ..mirror.store import check_runs_folder
+from ..record.run import model_folder
 from ..spec.errors import SpecError
+from ..spec.load import load_run, runs_of
+from ..spec.run import RunSpec
 from .settings import Settings, as_texts, runs_folder, scale_settings
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ..run.state import RunResult
-    from ..spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,6 @@ def train(
     Shows progress; Ctrl-C stops it after its step. A run with several devices needs a group of processes: `command`,
     the words after `cohort` that ask for this run, starts one.
     """
-    from ..console.progress import study_view
-    from ..spec.load import load_run
-
     folder, texts = runs_folder(runs), as_texts(settings)
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
@@ -67,7 +70,6 @@ def _in_its_group(spec: RunSpec, command: Sequence[str] | None) -> None:
             group.follow(run)
             raise SystemExit(0)
     elif devices > 1:
-        from ..checks.preflight import check_devices
         from ..devices.group import start
 
         check_devices([spec])
@@ -187,8 +189,6 @@ def evaluate(
         settings  dotted path -> value, as after `--set`
         name      of the folder RUNS/evaluate/NAME that keeps every completion
     """
-    from ..console.progress import phase_bar
-
     part, folder = checked_split(split), runs_folder(runs)
     if tests and part != "test":
         raise SpecError(f"--tests are test problems, so --split must be test, got '{split}'; leave out one of them")
@@ -210,19 +210,12 @@ def evaluate(
 
 def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpec:
     """The settings with which a model, or the policy of a run's folder, is evaluated."""
-    from ..record.run import model_folder
-    from ..spec.load import load_run
-
     defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
     return load_run(None, [*scale_settings(defaults["model"], texts, trains=False), *texts], defaults)
 
 
 def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:
     """Register the final policy of a run in MLflow's registry; returns the version and the folder of the policy."""
-    from ..mirror.models import register_policy
-    from ..mirror.store import check_runs_folder
-    from ..record.run import model_folder
-
     folder, name = runs_folder(runs), checked_name(name)
     check_runs_folder(folder)
     policy = Path(model_folder(str(run)))
@@ -234,7 +227,6 @@ def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | No
     fit."""
     from ..checks.disk import check_disk, estimate_disk
     from ..checks.memory import judge
-    from ..spec.load import runs_of
 
     folder, found = runs_folder(runs), []
     for label, spec in runs_of(source, as_texts(settings)).items():

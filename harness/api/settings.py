@@ -10,7 +10,10 @@ from typing import Any
 
 import yaml
 
+from ..console import terminal
 from ..spec.errors import SpecError
+from ..spec.raw import parse_overrides, with_overrides
+from ..spec.run import get_path
 
 Settings = Mapping[str, Any] | Sequence[str]  # dotted path -> value, or texts PATH=VALUE as after `--set`
 RUNS = Path("runs")
@@ -66,10 +69,6 @@ def scale_settings(model: str, sets: Sequence[str], *, trains: bool = True) -> l
     in bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast leaves few float32 products.
     """
     import torch
-
-    from ..console import terminal
-    from ..spec.raw import parse_overrides, with_overrides
-    from ..spec.run import get_path
 
     given = with_overrides({"model": model}, parse_overrides(sets))
     config, built_in = Path(given["model"]).expanduser() / "config.json", given["model"] == "tiny"

@@ -17,20 +17,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import terminal
+from ..console import progress, terminal
 from ..ground.files import read_json
-from ..record.study import study_settings
+from ..ground.machine import default_workers
+from ..mirror.notices import notices
+from ..record.status import StudyStatus
+from ..record.study import StudyRecord, read_folder, study_settings
 from ..spec import load
 from ..spec.errors import SpecError
-from ..spec.raw import differences, parse_overrides, with_overrides
+from ..spec.raw import differences, parse_overrides, read_yaml, with_overrides
 from ..spec.run import Optimizer
 from ..spec.study import StudySpec, parse_study
+from ..study.estimates import planned
+from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
-    from ..record.status import StudyStatus
-    from ..record.study import StudyRecord
     from ..study.launchers.ray import Cluster
     from ..study.launchers.slurm import Slurm
     from .result import Result
@@ -208,12 +211,8 @@ def run_to_report(
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. KeyboardInterrupt if the study was asked to stop.
     """
-    from ..console.progress import phase_bar, study_view
-    from ..ground.machine import default_workers
-    from ..mirror.notices import notices
     from ..study.queue import study_status
     from ..study.runner import run_study
-    from .reporting import write_report
 
     spec, command = study.spec, study.command
     if cluster is None and workers is None:
@@ -237,15 +236,15 @@ def run_to_report(
         told = {*bad}
 
     with notices(spec.name) as notify:
-        with study_view() as view:
+        with progress.study_view() as view:
             status = run_study(
                 spec, runs, workers=workers, command=command, on_status=show, storage=storage,
                 cluster=cluster, together=together,
             )  # fmt: skip
         if not status.finished:  # asked to stop
             raise KeyboardInterrupt
-        with phase_bar(f"report of {spec.name}", REPORTING):
-            record, files = write_report(spec.name, runs)
+        with progress.phase_bar(f"report of {spec.name}", REPORTING):
+            record, files = reporting.write_report(spec.name, runs)
         for sentence, verdict in files.claims:
             if verdict in ("supported", "contradicted"):
                 notify("claim decided", f"{spec.name}: {verdict}: {sentence}", claim=sentence, verdict=verdict)
@@ -275,9 +274,7 @@ def dry_run(
     study: Study, runs: Path, workers: int | None, storage: str | None = None, together: bool | None = None
 ) -> dict[str, Any]:
     """The cost of a study, after every check that `run` makes; writes nothing."""
-    from ..console.progress import phase_bar
-
-    with phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
+    with progress.phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
         from ..study import runner
 
         return runner.dry_run(study.spec, runs, workers=workers, storage=storage, together=together)
@@ -285,8 +282,6 @@ def dry_run(
 
 def show(study: Study) -> dict[str, Any]:
     """A study's settings, one run with every setting, its arms and its budget."""
-    from ..study.estimates import planned
-
     arms = [
         {"arm": arm.label, "overrides": dict(arm.overrides), "steps": arm.spec.steps,
          "rollouts": arm.spec.num_rollouts}
@@ -347,8 +342,6 @@ def launcher(words: str, study: Study) -> Cluster | Slurm | None:
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
     """Name, place and question of the shipped studies and of those in the runs folder."""
-    from ..spec.raw import read_yaml
-
     places = {"shipped": load.shipped_studies()}
     places["in the runs folder"] = {
         file.parent.name: file for file in sorted((runs_folder(runs) / "studies").glob("*/study.json"))
@@ -366,12 +359,11 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
     """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
-    from ..console.progress import watch
     from ..study.queue import open_queue
 
     queue = open_queue(name, runs_folder(runs).resolve(), storage)
     with suppress(KeyboardInterrupt):
-        watch(queue.status)
+        progress.watch(queue.status)
 
 
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:
@@ -379,8 +371,6 @@ def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -
 
     Reads what `cohort report` reads: the study's folder, wherever it is.
     """
-    from ..record.study import read_folder
-    from .reporting import read_record
     from .result import Result
 
     folder = Path(name_or_folder)
@@ -392,4 +382,4 @@ def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -
         folder = store / "studies" / folder
     else:
         raise SpecError(f"'{folder}' is not the folder of a study: it has no study.json")
-    return Result(read_folder(folder) if store is None else read_record(folder.name, store), folder, store)
+    return Result(read_folder(folder) if store is None else reporting.read_record(folder.name, store), folder, store)

@@ -39,14 +39,14 @@ def write_json(file: Path, document: Mapping[str, Any], *, sync: bool = True) ->
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The document in a file that `write_json` wrote, without its sum. ValueError for another format or content."""
+    """The document that `write_json` wrote, without format and sum. ValueError for another format or content."""
     try:
         document = json.loads(text := file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another --runs"
         ) from None
-    found = document.get("format") if isinstance(document, dict) else None
+    found = document.pop("format", None) if isinstance(document, dict) else None
     if found != FORMAT:
         raise ValueError(
             f"{file} must have format {FORMAT}, got {found!r}: it was written by another version of Cohort; "

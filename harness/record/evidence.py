@@ -57,11 +57,7 @@ class Evidence:
 
 
 def write_evidence(
-    folder: Path,
-    record: StudyRecord,
-    answer: str = "",
-    means: Sequence[Any] = (),
-    colors: Mapping[str, str] = {},
+    folder: Path, record: StudyRecord, answer: str = "", means: Sequence[Any] = (), colors: Mapping[str, str] = {}
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
     files = {name: sha256(folder / name) for name in sealed_files(folder)}
@@ -85,7 +81,6 @@ def read_evidence(folder: Path) -> Evidence:
             f"cohort report {folder.name}"
         )
     content = read_json(file)
-    del content["format"]
     try:
         evidence = TypeAdapter(Evidence).validate_python(content)
         evidence = dataclasses.replace(evidence, probes=[probe_numbers(one) for one in evidence.probes])

@@ -4,8 +4,6 @@ it is, `result.json` how it ended.
 They are the only truth about the run; whatever shows it elsewhere, as MLflow does, follows them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import psutil
 
@@ -27,11 +25,9 @@ from ..ground.files import read_json, sync, write_json, write_text
 from ..ground.inputs import Inputs, digest
 from ..ground.machine import hardware
 from ..spec.errors import SpecError
+from ..spec.run import RunSpec
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
 from .provenance import versions, write_diff
-
-if TYPE_CHECKING:
-    from ..spec.run import RunSpec
 
 INFO, RESULT, PROGRESS = "run.json", "result.json", "progress.json"
 SYSTEM = "system/"  # the area of the metrics of the machine, which are no results
@@ -63,13 +59,13 @@ class RunInfo:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, directory: Path) -> RunInfo | None:
+    def load(cls, directory: Path) -> Self | None:
         file = directory / INFO
         if not file.exists():
             return None
         fields = read_json(file)
         try:
-            return cls(**{key: value for key, value in fields.items() if key != "format"})
+            return cls(**fields)
         except TypeError as error:
             raise ValueError(f"{file} describes no run ({error}); restore it from a copy, or move its folder away: the "
                              "run then starts again from the beginning") from None  # fmt: skip

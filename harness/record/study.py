@@ -5,8 +5,6 @@
 `trials/` its trials' folders (`run.py`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -18,27 +16,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, write_json
 from ..ground.inputs import NO_INPUTS, Inputs, digest, short
 from ..spec.effect import identical
 from ..spec.errors import did_you_mean
+from ..spec.study import StudySpec
 from .events import EVENTS, read_history
 from .provenance import versions
 from .run import INFO, SYSTEM, RunInfo
 from .status import StudyStatus
 
-if TYPE_CHECKING:
-    from ..spec.study import StudySpec
-
 STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
 LOOKS = "looks.json"
-_ABOUT = (  # no settings
-    "format", "id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered",
-    "references",
-)  # fmt: skip
+# no settings
+_ABOUT = ("id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered", "references")
 log = logging.getLogger(__name__)
 
 
@@ -202,7 +196,6 @@ def study_settings(document: Mapping[str, Any]) -> dict[str, Any]:
 def keep_document(folder: Path, document: Mapping[str, Any]) -> None:
     """Write a study's document into its folder here, if it changed: its queue may live elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {key: value for key, value in document.items() if key != "format"}
     if document != _optional(folder / STUDY):
         write_json(folder / STUDY, document)
 
@@ -438,7 +431,7 @@ def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterat
     for one in map(read_json, files):
         reads = inputs.keys() & one["inputs"].keys()
         if _start(one["spec"]) in starts and all(inputs[source] == one["inputs"][source] for source in reads):
-            own = ("format", "spec", "inputs", "probed", "reference_problems")
+            own = ("spec", "inputs", "probed", "reference_problems")
             yield probe_numbers({key: value for key, value in one.items() if key not in own})
 
 
@@ -463,4 +456,4 @@ def _looks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _optional(file: Path) -> dict[str, Any] | None:
-    return {key: value for key, value in read_json(file).items() if key != "format"} if file.exists() else None
+    return read_json(file) if file.exists() else None
