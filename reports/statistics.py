@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 from numpy.random import Generator
@@ -200,6 +201,18 @@ def paired_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval 
     """The interval over seeds and problems, or over the problems alone if there is a single seed; None without them."""
     scores = np.asarray(scores_SN, dtype=float)
     return t_interval(scores[0]) if len(scores) == 1 else cautious_interval(scores, first)
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
+
+    For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower. SciPy's takes whole
+    numbers of successes only.
+    """
+    z2 = NormalDist().inv_cdf(0.975) ** 2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
 def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_problems: int = 0) -> Interval | None:

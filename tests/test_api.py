@@ -16,11 +16,10 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
-from cohort.harness.api.runs import intervals
+from cohort.harness.api.result import intervals
 from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.run.evaluate import wilson_interval
 from cohort.reports import statistics
 from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
@@ -228,8 +227,8 @@ def test_problems_of_one_family_count_as_one_in_the_intervals_of_an_evaluation()
     assert expected is not None and found["accuracy"] == pytest.approx((expected.low, expected.high))
     passes = statistics.fraction_interval([[1.0, 0.5, 1.0, 1.0]], num_problems=8)
     assert passes is not None and found["pass_at_4"] == pytest.approx((passes.low, passes.high))
-    assert found["greedy_accuracy"] == wilson_interval(0.5, 4)
-    assert intervals(alone)["accuracy"] == wilson_interval(0.625, 8)
+    assert found["greedy_accuracy"] == statistics.wilson_interval(0.5, 4)
+    assert intervals(alone)["accuracy"] == statistics.wilson_interval(0.625, 8)
     each = dataclasses.replace(alone, families={name: name for name in counts})
     assert intervals(each) == intervals(alone)
 

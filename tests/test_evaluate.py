@@ -23,9 +23,9 @@ from cohort.harness.run.evaluate import (
     pass_at_k,
     problem_score,
     sample_metrics,
-    wilson_interval,
 )
 from cohort.harness.spec.run import parse_run
+from cohort.reports.statistics import wilson_interval
 from fakes import graded_group, tiny_codec
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .planner import plan
     from .regrade import grade
     from .reporting import report
-    from .result import Report, Result
-    from .runs import Evaluation, estimate_runs, evaluate, register, train
+    from .result import Evaluation, Report, Result
+    from .runs import estimate_runs, evaluate, register, train
     from .settings import shell
     from .steer import steer
     from .study import (

@@ -1,5 +1,4 @@
-"""Packs and unpacks capsules: one zip file with everything that verifies a study, and `manifest.json` with each file's
-SHA-256.
+"""Packs and unpacks capsules: a zip file with all that verifies a study, and `manifest.json` with each file's SHA-256.
 
 A capsule may come from anybody, so its names, sizes and file types are checked before it is unpacked into a temporary
 folder, which is deleted afterwards. Nothing in it is run.
@@ -30,8 +29,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
 
 
 def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyRecord, Findings]:
-    """Recompute every number of a study's report from its files: a study of the runs folder, a study's folder, or a
-    capsule. It changes nothing."""
+    """Recompute every number of the report of a study (of the runs folder, a folder or a capsule); changes nothing."""
     own = runs_folder(runs) / "studies" / study
     place = own if own.is_dir() else Path(study)
     if place.is_dir():
@@ -61,10 +59,8 @@ def export_capsule(folder: Path, target: Path) -> int:
         raise ValueError(f"the files of a study must be in its folder, got {bad[0]!r:.80}")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(
-            f"study '{folder.name}' lacks {len(missing)} of its files, '{missing[0]}' among them; see: cohort verify "
-            f"{folder.name}"
-        )
+        lacks = f"lacks {len(missing)} of its files, '{missing[0]}' among them"
+        raise ValueError(f"study '{folder.name}' {lacks}; see: cohort verify {folder.name}")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as capsule:
@@ -84,19 +80,15 @@ def export_capsule(folder: Path, target: Path) -> int:
 
 @contextmanager
 def unpacked(file: Path) -> Iterator[Path]:
-    """The study's folder of a capsule, for as long as the context lasts.
+    """The study's folder of a capsule, for as long as the context lasts. `verify` checks the content of its files.
 
-    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest; `verify` checks
-    their content.
+    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest.
     """
     try:
         with zipfile.ZipFile(file) as capsule, tempfile.TemporaryDirectory(prefix="cohort-capsule-") as scratch:
             members = _checked(file, capsule.infolist())
             folder = Path(scratch) / "study"
-            for member in members:
-                (folder / member.filename).parent.mkdir(parents=True, exist_ok=True)
-                with capsule.open(member) as source, (folder / member.filename).open("xb") as copy:
-                    shutil.copyfileobj(source, copy, 2**20)
+            capsule.extractall(folder, members)
             listed, found = {*_manifest(file, folder)}, {member.filename for member in members} - {MANIFEST}
             for names, words in ((listed - found, "lacks"), (found - listed, "has, beyond its manifest,")):
                 if names:
@@ -110,19 +102,16 @@ def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
     """The members of a zip file that may be unpacked: all of them. ValueError otherwise."""
     size, most = sum(member.file_size for member in members), MOST_INFLATION * file.stat().st_size + ALLOWANCE
     if len(members) > MOST_FILES or size > most:
-        raise ValueError(
-            f"capsule '{file}' would unpack to {len(members)} files of {size / 1e6:,.0f} MB, more than a study takes "
-            f"({MOST_FILES} files, {most / 1e6:,.0f} MB for its size); nothing was unpacked"
-        )
+        got, allowed = f"{len(members)} files of {size / 1e6:,.0f} MB", f"{MOST_FILES} files, {most / 1e6:,.0f} MB"
+        rule = f"more than a study takes ({allowed} for its size)"
+        raise ValueError(f"capsule '{file}' would unpack to {got}, {rule}; nothing was unpacked")
     seen: set[str] = set()
     for member in members:
         kind = stat.S_IFMT(member.external_attr >> 16)
         is_plain = kind in (0, stat.S_IFREG) and member.orig_filename == member.filename
         if not is_plain or not is_inside(member.filename):
-            raise ValueError(
-                f"capsule '{file}' must hold plain files with names in its own folder, got "
-                f"{member.orig_filename!r:.80}; nothing was unpacked"
-            )
+            rule = "must hold plain files with names in its own folder"
+            raise ValueError(f"capsule '{file}' {rule}, got {member.orig_filename!r:.80}; nothing was unpacked")
         if member.filename.casefold() in seen:
             raise ValueError(f"capsule '{file}' has '{member.filename}' twice; nothing was unpacked")
         seen.add(member.filename.casefold())
@@ -131,9 +120,9 @@ def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
         raise ValueError(f"'{file}' is not a capsule: it has no {MANIFEST}")
     # for each file a line with its name, whose characters take at most 6 bytes each in JSON, and a hash of 64 digits
     if manifest.file_size > (most := 1000 + sum(6 * len(member.filename) + 100 for member in members)):
+        rule = f"more than its {len(members)} files need ({most:,})"
         raise ValueError(
-            f"capsule '{file}' has a {MANIFEST} of {manifest.file_size:,} bytes, more than its {len(members)} files "
-            f"need ({most:,}); nothing was unpacked"
+            f"capsule '{file}' has a {MANIFEST} of {manifest.file_size:,} bytes, {rule}; nothing was unpacked"
         )
     return members
 

@@ -42,17 +42,15 @@ def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequenc
 
 
 def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
-    """The settings of a run, of one of its sections, or (`study`) of a study file, by full path with default and
-    range."""
+    """The settings, with default and range, of a run, of one of its sections, or (`study`) of a study file."""
     fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
     if section not in (None, "study"):
         known = list(dict.fromkeys(["study", *(path.partition(".")[0] for path, _ in fields)]))
         near = did_you_mean(section, [*known, *(path for path, _ in fields)])
         fields = [(path, field) for path, field in fields if f"{path}.".startswith(f"{section}.")]
         if not fields:
-            raise SpecError(
-                f"SECTION must be one of {', '.join(known)} or a full path, got '{section}'; {near}".rstrip("; ")
-            )
+            rule = f"SECTION must be one of {', '.join(known)} or a full path"
+            raise SpecError(f"{rule}, got '{section}'; {near}".rstrip("; "))
     documents = [_setting(path, field) for path, field in fields]
     for document in documents:
         if document["name"] in LISTS:

@@ -83,24 +83,19 @@ def probe(
     """What a model knows of a benchmark's questions beyond those of `reference`: at most `num_problems` of each.
 
     The reference is another split of the task, or a source whose test split has fresh problems. Shows progress. The
-    result goes to `probe.json` in RUNS/probes/NAME and to MLflow's experiment `probe`. ValueError, before a model
-    loads, for settings that probe nothing, and for problems or a folder that cannot be used. `said` is the result in
-    words.
+    result goes to `probe.json` in RUNS/probes/NAME and to MLflow's experiment `probe`; `said` is it in words.
+    ValueError, before a model loads, for settings that probe nothing, and for unusable problems or folders.
     """
     spec, folder = evaluated_spec(model, task, as_texts(settings)), runs_folder(runs)
     probed_split, name = checked_split(split), name and checked_name(name)
     if reference == split:
-        raise SpecError(
-            f"--reference must be other problems than those probed, got '{split}' for both; name another split, or a "
-            "file of fresh problems"
-        )
+        rule, fix = "other problems than those probed", "name another split, or a file of fresh problems"
+        raise SpecError(f"--reference must be {rule}, got '{split}' for both; {fix}")
     other, part = spec, checked_split(reference if reference in get_args(Split) else "test")
     if reference != part:
         if "test_path" not in type(spec.task).model_fields:
-            raise SpecError(
-                f"--reference must be one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no "
-                f"data, got '{reference}'"
-            )
+            rule = f"one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no data"
+            raise SpecError(f"--reference must be {rule}, got '{reference}'")
         other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
     check_runs([spec], folder, (probed_split,), trained=())
     check_runs([other], folder, (part,), trained=(), models=False)
@@ -234,8 +229,7 @@ def mean_logprobs(
 
 
 def parted(question: str, fraction: float = PREFIX_FRACTION) -> tuple[str, str]:
-    """The first `fraction` of the characters, cut back to the end of a word if possible, and the rest, which is held
-    back."""
+    """The first `fraction` of the characters, cut back to the end of a word if possible, and the rest, held back."""
     cut = max(1, round(fraction * len(question)))
     start = question[:cut]
     if question[cut : cut + 1].strip():  # inside a word, or before one
@@ -255,8 +249,7 @@ def _first_words(text: str, count: int) -> str:
 
 
 def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """The F1 of the longest common subsequence of two lists of words (Lin 2004, section 3); NaN if the second is
-    empty."""
+    """The F1 of the longest common subsequence of two lists (Lin 2004, section 3); NaN if the second is empty."""
     if not wanted:
         return math.nan
     lengths = [0] * (len(wanted) + 1)

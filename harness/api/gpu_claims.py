@@ -1,5 +1,4 @@
-"""What the run-book (`cohort doctor --gpu`) claims of a machine, each claim with its limit of time, its bounds and why
-they are there."""
+"""The claims of the run-book (`cohort doctor --gpu`): the limit of time and the bounds of each, and their reason."""
 
 import math
 import platform

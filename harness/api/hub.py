@@ -9,17 +9,14 @@ from typing import Any
 
 from ...reports.analysis import analysed
 from ...reports.prose import wording
+from ...reports.statistics import wilson_interval
 from ..ground.files import sha256
 from ..ground.words import in_markdown
 from ..record.events import EVENTS, read_history
 from ..record.evidence import EVIDENCE
 from ..record.run import RunInfo, final_result, model_folder
 from ..record.study import STUDY, read_folder
-from ..run.evaluate import wilson_interval
 from ..spec.errors import SpecError
-
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def publish(run: Path, repository: str) -> str:
@@ -30,7 +27,7 @@ def publish(run: Path, repository: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    if not _REPOSITORY.fullmatch(repository):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise SpecError(f"--hub must be a repository as USER/NAME, got '{repository}'")
     policy, card = model_folder(str(run)), model_card(run)
     api = HfApi()
@@ -55,15 +52,14 @@ def model_card(run: Path) -> str:
     model = info.spec["model"] if _on_hub(info.spec["model"]) else Path(info.spec["model"]).name  # no path of a machine
     spec, spent, history = info.spec, ended["summary"], read_history(run / EVENTS)
     tasks = {"test": spec["task"], **{f"test_{one['name']}": one for one in spec["evaluation"].get("tests", ())}}
-    rows, results = [], []
+    latest, rows, results = history.latest(), [], []
     for area, task in tasks.items():
         for name in ("accuracy", "greedy_accuracy"):
-            values = history.history.get(f"{area}/{name}")
-            if not values:
+            if (value := latest.get(f"{area}/{name}")) is None:
                 continue
-            value, problems = values[max(values)][0], len(history.scores[area])
+            problems = len(history.scores[area])
             low, high = wilson_interval(value, problems)
-            label = "greedy" if name == "greedy_accuracy" else f"mean of {_last(history, f'{area}/num_samples'):.0f}"
+            label = "greedy" if name == "greedy_accuracy" else f"mean of {latest[f'{area}/num_samples']:.0f}"
             rows.append((task["name"], label, problems, f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"))
             source = str(task["path"]) if _on_hub(task.get("path")) else task["name"]
             results.append(EvalResult("text-generation", source, task["name"], name, round(100 * value, 2)))
@@ -112,13 +108,8 @@ def _of_study(run: Path) -> list[str]:
     return [*lines, ""]
 
 
-def _last(history: Any, metric: str) -> float:
-    series = history.history[metric]
-    return series[max(series)][0]
-
-
 def _on_hub(name: Any) -> bool:
-    return bool(_HUB_ID.fullmatch(str(name))) and not Path(str(name)).exists()
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None and not Path(str(name)).exists()
 
 
 def _code(text: Any) -> str:

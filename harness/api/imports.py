@@ -284,11 +284,9 @@ def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, eve
     info = RunInfo(study, f"{arm} | seed {seed}", tags, {"seed": seed})
     latest = {key: value for event in events for key, value in event.get("values", {}).items()}
     reached = {"test_accuracy": "test/accuracy", "generated_tokens": "train/generated_tokens"}
-    end: dict[str, Any] = {
-        "state": "complete" if events else "invalid",
-        "reason": None if events else "no scores of it",
-    }
-    end["summary"] = {key: latest[metric] for key, metric in reached.items() if metric in latest}
+    state, reason = ("complete", None) if events else ("invalid", "no scores of it")
+    summary = {key: latest[metric] for key, metric in reached.items() if metric in latest}
+    end = {"state": state, "reason": reason, "summary": summary}
     folder.mkdir(parents=True)
     write_json(folder / INFO, vars(info), sync=False)
     lines = [{"type": "start", **info.identity(), "threads": ""}, *events, {"type": "finish", **end}]

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ...reports.live import record_parts, written
 from ..ground.words import duration
 from ..mirror.page import app
 from ..record.status import StudyStatus, TrialStatus
@@ -61,7 +62,7 @@ class LiveStudy:
                 try:
                     self._parts |= {"problem": "", **read()}
                 except (ValueError, OSError) as error:
-                    self._parts["problem"] = _written("problem", words=str(error))
+                    self._parts["problem"] = written("problem", words=str(error))
                 now = time.monotonic()
                 self._due[what] = now + max(REFRESH_SECONDS / 2, 9 * (now - began))
             return dict(self._parts)
@@ -85,7 +86,7 @@ class LiveStudy:
         workers = f"{status.workers} worker{'s' * (status.workers > 1)}"
         left = "" if status.finished else f"; {duration(status.left)} left with {workers}"
         failures = [[t.arm, t.seed, t.state, t.reason] for t in status.trials if t.reason and not t.held]
-        return {"progress": _written(
+        return {"progress": written(
             "progress", rows=_rows(status, queue), failures=failures, can_steer=not queue.plan.study.searches(),
             words=f"{ended} of {len(status.trials) + status.to_come} trials have ended{left}.",
         )}  # fmt: skip
@@ -94,8 +95,6 @@ class LiveStudy:
         folder = self.runs / "studies" / self.name
         if not self._is_new("record", [folder / STUDY, folder / STATUS, *folder.glob("trials/*/events.jsonl")]):
             return {}
-        from ...reports.live import record_parts
-
         record = read_study(self.runs, self.name)
         keep_look(folder, record)  # whoever sees the page may choose by it, as by a report
         return record_parts(record)
@@ -130,12 +129,6 @@ def _rows(status: StudyStatus, queue: Queue) -> list[dict[str, Any]]:
     return rows
 
 
-def _written(part: str, **values: Any) -> str:
-    from ...reports.live import written
-
-    return written(part, **values)
-
-
 _studies: dict[str, LiveStudy] = {}
 
 
@@ -153,7 +146,7 @@ def _page(part: str, **values: Any) -> Response:
         "Content-Security-Policy": _POLICY.format(nonce), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }  # fmt: skip
-    return HTMLResponse(_written(part, nonce=nonce, token=TOKEN, **values), headers=headers)
+    return HTMLResponse(written(part, nonce=nonce, token=TOKEN, **values), headers=headers)
 
 
 def _list(request: Request) -> Response:

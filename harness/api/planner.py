@@ -63,8 +63,7 @@ class Pace:
         return min(spec.steps, math.ceil(spec.max_flops / self.flops_step))
 
     def problems(self, spec: RunSpec) -> int:
-        """Number of problems that a run evaluates: validation at the start, at intervals and at the end, and the test
-        split."""
+        """The problems that a run evaluates: validation at the start, at intervals and at the end, and the test."""
         return (1 + math.ceil(self.steps(spec) / spec.evaluation.every)) * self.num_validation + self.num_test
 
     def seconds(self, spec: RunSpec) -> float:
@@ -130,20 +129,16 @@ def plan(
         if value is not None and not (math.isfinite(value) and value > 0):
             raise SpecError(f"{name} must be a number above 0, got {value:g}")
     if len(given := [name for name in ("--hours", "--flops", "--power") if limits[name] is not None]) > 1:
-        raise SpecError(
-            f"only one of --hours, --flops and --power can be given, got {' and '.join(given)}; leave one out"
-        )
+        rule = "only one of --hours, --flops and --power can be given"
+        raise SpecError(f"{rule}, got {' and '.join(given)}; leave one out")
     spec, folder = study.spec, runs_folder(runs).resolve()
     if given and spec.searches():
-        raise SpecError(
-            f"{given[0]} must be left out for a study that searches or tunes: its file sets the number of trials"
-        )
+        why = "its file sets the number of trials"
+        raise SpecError(f"{given[0]} must be left out for a study that searches or tunes: {why}")
     spread = spread_of(spec, folder) if spread is None else spread
     if power is not None and spread is None:
-        raise SpecError(
-            "--power needs the spread over seeds, but the runs folder has no two complete seeds of these arms; give "
-            "--spread, such as 0.02"
-        )
+        rule = "--power needs the spread over seeds, but the runs folder has no two complete seeds of these arms"
+        raise SpecError(f"{rule}; give --spread, such as 0.02")
     began = time.monotonic()
     measured = calibrate(spec, folder, workers or default_workers(spec.devices))
     seconds, own = time.monotonic() - began, option(spec, measured, spec.most_seeds, spread)
@@ -152,8 +147,7 @@ def plan(
 
 
 def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
-    """Measure a study. It trains the cold starts first, in the cache of the runs folder, where the study will find
-    them.
+    """Measure a study. It first trains the cold starts in the cache of the runs folder, where the study finds them.
 
     SpecError if an arm does not finish its few steps.
     """
@@ -188,10 +182,8 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
             raise KeyboardInterrupt
         bad = next((trial for trial in status.trials if trial.state != "complete"), None)
         if bad is not None:
-            raise SpecError(
-                f"arm '{bad.arm}' of study '{study.name}' must complete {STEPS} steps to be measured, got "
-                f"{bad.state}: {bad.reason}"
-            )
+            rule = f"arm '{bad.arm}' of study '{study.name}' must complete {STEPS} steps to be measured"
+            raise SpecError(f"{rule}, got {bad.state}: {bad.reason}")
         write_report(cut.name, scratch)
         ended = time.time()
         specs = {arm.label: arm.spec for arm in cut.design_arms()}

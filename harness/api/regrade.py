@@ -1,5 +1,4 @@
-"""Grades stored completions: gives a verdict per row and grader, the rows on which graders disagree, and the graders'
-speed.
+"""Grades stored completions: a verdict per row and grader, the rows on which graders disagree, and their speed.
 
 `strict` is the task's own grader, which rewards and evaluations use; `lenient` also accepts an answer that is not
 marked as final; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`

@@ -1,31 +1,34 @@
-"""The results of a study, as pandas frames, figures, LaTeX and the report's page.
+"""The results of a study, as pandas frames, figures, LaTeX and the report's page, and those of an evaluation.
 
 Every number is the report's own. Text of models and files is as the report shows it: characters that cannot be
 printed are written as escapes, so that no frame harms a terminal. Clones made while a study ran are not in the frames.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from ...reports import statistics
 from ...reports.analysis import Analysis
-from ...reports.capability import capabilities
+from ...reports.capability import capabilities, curves_of_counts, pass_table
 from ...reports.figures.style import Drawing
 from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
 from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
 from ...reports.scaling import scalings
-from ...reports.trials import search_of
-from ..data import SampleRow
+from ...reports.trials import blocks_of, search_of
+from ..data import EvaluationResult, SampleRow
 from ..ground.words import quoted
 from ..record.study import StudyRecord
 from ..spec.errors import SpecError, did_you_mean
+from ..spec.run import RunSpec
 from .reporting import keep_report
 
 
@@ -148,8 +151,7 @@ class Result:
             accuracy_initial, accuracy_final, generated_tokens, seconds   means over seeds, as in `trials`
             peak_memory_bytes       the largest
 
-        `baseline` names another arm than the study's. The p-values hold for one that was chosen before the results
-        were seen.
+        `baseline` names another arm than the study's. The p-values hold for one chosen before the results were seen.
         """
         return frame_of(*comparison_table(self._analysed(baseline)))
 
@@ -173,14 +175,12 @@ class Result:
         """A figure of the report by its name, to be saved: `result.figure("differences").savefig("figure.pdf")`.
 
         `final` has the outcome of each arm, `differences` each arm minus the baseline, `learning_steps` the metric
-        against training steps. The error for an unknown name lists all figures of this study, which are the files in
-        report/figures.
+        against training steps. The error for an unknown name lists all figures, which are the files in report/figures.
         """
         if name not in self._drawings:
             known = list(self._drawings)
-            raise SpecError(
-                f"study '{self.name}' has no figure '{name}'; {did_you_mean(name, known)}it has: {', '.join(known)}"
-            )
+            near = did_you_mean(name, known)
+            raise SpecError(f"study '{self.name}' has no figure '{name}'; {near}it has: {', '.join(known)}")
         figure = self._drawings[name].figure
         figure.set_layout_engine("constrained")  # for other sizes and texts
         return figure
@@ -219,6 +219,75 @@ class Report:
     def _repr_html_(self) -> str:
         page, style = escape(self.path.read_text(encoding="utf-8")), "width: 100%; height: 45em; border: 0"
         return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="{style}"></iframe>'
+
+
+class Evaluation:
+    """The accuracy of one model on one split. `folder` has every completion, `tests` the accuracy on other tests."""
+
+    def __init__(self, spec: RunSpec, result: EvaluationResult, folder: Path, tests: Mapping[str, Self] = {}) -> None:
+        self.folder, self.result, self.tests, self._spec = folder, result, tests, spec
+
+    def __repr__(self) -> str:
+        accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))
+        return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self.result.split} problems>"
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each metric, as `cohort evaluate` states them.
+
+        The columns:
+
+            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
+                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
+            value       in that unit
+            low, high   95 % interval over problems; NaN for a metric without one
+        """
+        limits = intervals(self.result)
+        rows = [(name, value, *limits.get(name, (None, None))) for name, value in self.result.metrics.items()]
+        return frame_of(["metric", "value", "low", "high"], rows)
+
+    @cached_property
+    def problems(self) -> pd.DataFrame:
+        """A row for each problem: prompt_id, and accuracy, the fraction of its samples that were right."""
+        num_samples = self.result.metrics["num_samples"]
+        rows = [(prompt, count / num_samples) for prompt, count in self.result.correct_counts.items()]
+        return frame_of(["prompt_id", "accuracy"], rows)
+
+    @cached_property
+    def rollouts(self) -> pd.DataFrame:
+        """A row for each completion, with the columns of `Result.rollouts` but arm and seed."""
+        return samples_frame([((), row) for row in visible(self.result.samples)])
+
+    def document(self) -> dict[str, Any]:
+        """Everything: metrics, intervals, pass@k and Cover@tau curves, scores by problem, a few completions."""
+        result = self.result
+        curves = curves_of_counts(list(result.correct_counts.values()), int(result.metrics["num_samples"]))
+        return {
+            "spec": self._spec.model_dump(mode="json"), "metrics": result.metrics, "intervals": intervals(result),
+            "breakdown": result.breakdown, "curves": curves, "correct_counts": result.correct_counts,
+            "samples": result.samples[:16], "directory": self.folder,
+            **({"tests": {name: one.document() for name, one in self.tests.items()}} if self.tests else {}),
+        }  # fmt: skip
+
+
+def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each accuracy of an evaluation over its problems, or over blocks of whole families.
+
+    Wilson's (1927), with the number of blocks for that of problems: wider than needed. Where families are named and the
+    scores of single problems are known (accuracy, pass@k), the interval of a report instead.
+    """
+    blocks, metrics = blocks_of(list(result.correct_counts), result.families), result.metrics
+    keys = ["greedy_accuracy", "accuracy", *(key for key in metrics if "_at_" in key)]
+    found = {key: statistics.wilson_interval(metrics[key], len(blocks)) for key in keys}
+    if len(blocks) < len(result.correct_counts):
+        counts = np.array(list(result.correct_counts.values()))
+        table = pass_table(int(metrics["num_samples"]))
+        for key in (key for key in keys if key == "accuracy" or key.startswith("pass_at_")):
+            scores = table[counts, 0 if key == "accuracy" else int(key.rpartition("_")[2]) - 1]
+            cells = statistics.in_blocks(scores[None], blocks)
+            if (one := statistics.fraction_interval(cells, num_problems=len(counts))) is not None:
+                found[key] = (one.low, one.high)
+    return found
 
 
 def samples_frame(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:

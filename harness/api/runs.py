@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
-from ..data import EvaluationResult, Split
+from ..data import Split
 from ..ground.machine import in_group
 from ..mirror.models import register_policy
 from ..mirror.store import check_runs_folder
@@ -22,9 +21,8 @@ from ..spec.run import RunSpec
 from .settings import Settings, as_texts, runs_folder, scale_settings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ..run.state import RunResult
+    from .result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -78,92 +76,6 @@ def _in_its_group(spec: RunSpec, command: Sequence[str] | None) -> None:
         raise SystemExit(start(["-P", "-m", "cohort", *command], devices))
 
 
-class Evaluation:
-    """The accuracy of one model on one split. `folder` has every completion, `tests` the accuracy on other tests."""
-
-    def __init__(
-        self, spec: RunSpec, result: EvaluationResult, folder: Path, tests: Mapping[str, Evaluation] = {}
-    ) -> None:
-        self.folder, self.result, self.tests, self._spec = folder, result, tests, spec
-
-    def __repr__(self) -> str:
-        accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))
-        return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self.result.split} problems>"
-
-    @cached_property
-    def metrics(self) -> pd.DataFrame:
-        """A row for each metric, as `cohort evaluate` states them.
-
-        The columns:
-
-            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
-                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
-            value       in that unit
-            low, high   95 % interval over problems; NaN for a metric without one
-        """
-        from .result import frame_of
-
-        limits = intervals(self.result)
-        rows = [(name, value, *limits.get(name, (None, None))) for name, value in self.result.metrics.items()]
-        return frame_of(["metric", "value", "low", "high"], rows)
-
-    @cached_property
-    def problems(self) -> pd.DataFrame:
-        """A row for each problem: prompt_id, and accuracy, the fraction of its samples that were right."""
-        from .result import frame_of
-
-        num_samples = self.result.metrics["num_samples"]
-        rows = [(prompt, count / num_samples) for prompt, count in self.result.correct_counts.items()]
-        return frame_of(["prompt_id", "accuracy"], rows)
-
-    @cached_property
-    def rollouts(self) -> pd.DataFrame:
-        """A row for each completion, with the columns of `Result.rollouts` but arm and seed."""
-        from .result import samples_frame, visible
-
-        return samples_frame([((), row) for row in visible(self.result.samples)])
-
-    def document(self) -> dict[str, Any]:
-        """Everything: metrics, intervals, pass@k and Cover@tau curves, scores by problem, a few completions."""
-        from ...reports.capability import curves_of_counts
-
-        result = self.result
-        curves = curves_of_counts(list(result.correct_counts.values()), int(result.metrics["num_samples"]))
-        return {
-            "spec": self._spec.model_dump(mode="json"), "metrics": result.metrics, "intervals": intervals(result),
-            "breakdown": result.breakdown, "curves": curves, "correct_counts": result.correct_counts,
-            "samples": result.samples[:16], "directory": self.folder,
-            **({"tests": {name: one.document() for name, one in self.tests.items()}} if self.tests else {}),
-        }  # fmt: skip
-
-
-def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
-    """The 95 % interval of each accuracy of an evaluation over its problems, or over blocks of whole families.
-
-    Wilson's (1927), with the number of blocks for that of problems: wider than needed. Where families are named and the
-    scores of single problems are known (accuracy, pass@k), the interval of a report instead.
-    """
-    import numpy as np
-
-    from ...reports import statistics
-    from ...reports.capability import pass_table
-    from ...reports.trials import blocks_of
-    from ..run.evaluate import wilson_interval
-
-    blocks, metrics = blocks_of(list(result.correct_counts), result.families), result.metrics
-    keys = ["greedy_accuracy", "accuracy", *(key for key in metrics if "_at_" in key)]
-    found = {key: wilson_interval(metrics[key], len(blocks)) for key in keys}
-    if len(blocks) < len(result.correct_counts):
-        counts = np.array(list(result.correct_counts.values()))
-        table = pass_table(int(metrics["num_samples"]))
-        for key in (key for key in keys if key == "accuracy" or key.startswith("pass_at_")):
-            scores = table[counts, 0 if key == "accuracy" else int(key.rpartition("_")[2]) - 1]
-            cells = statistics.in_blocks(scores[None], blocks)
-            if (one := statistics.fraction_interval(cells, num_problems=len(counts))) is not None:
-                found[key] = (one.low, one.high)
-    return found
-
-
 def evaluate(
     model: str | Path,
     task: str,
@@ -197,6 +109,7 @@ def evaluate(
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.single import evaluate_once
+        from .result import Evaluation
 
         spec = evaluated_spec(model, task, texts)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
@@ -223,8 +136,7 @@ def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> t
 
 
 def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | None = None) -> list[dict[str, Any]]:
-    """Memory and disk that each run of a file, or a trial of each arm of a study, needs; `problem` if one cannot
-    fit."""
+    """Memory and disk for each run of a file, or a trial of each arm of a study; `problem` if one cannot fit."""
     from ..checks.disk import check_disk, estimate_disk
     from ..checks.memory import judge
 

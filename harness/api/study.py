@@ -89,8 +89,7 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
 
 
 def study_of(name_or_path: str | Path, settings: Settings = (), runs: str | Path | None = None) -> Study:
-    """A study of the runs folder with the settings that it was started with, unless others are given; else as
-    `load_study`."""
+    """A study of the runs folder with the settings of its start, unless others are given; else as `load_study`."""
     file, texts = runs_folder(runs) / "studies" / str(name_or_path) / "study.json", as_texts(settings)
     changes = parse_overrides(texts)
     if not changes.keys() <= WHILE_IT_RUNS or not file.is_file():
@@ -110,8 +109,7 @@ def comparison(
     settings: Settings = (),
     name: str | None = None,
 ) -> Study:
-    """The study that `compare` runs: one arm for each algorithm and task, with all else equal; the first algorithm is
-    the baseline."""
+    """The study of `compare`: an arm for each algorithm and task, all else equal; the first one is the baseline."""
     for what, names in (("--algorithms", algorithms), ("--task", tasks), ("--controls", controls)):
         if len(set(names)) != len(names) or not all(names) or not (names or what == "--controls"):
             raise SpecError(f"{what} must be distinct names separated by commas, got '{','.join(names)}'")

@@ -3,8 +3,7 @@ themselves, and writes its report again.
 
 Completions determine all metrics of the evaluations, each test problem's score, the verdict of every rollout shown or
 kept, and accuracy and length of the training steps whose batch was kept. Events determine `result.json`. Losses,
-rewards, seconds and memory cannot be recomputed from kept files; the checksum of their line shows whether they are
-unchanged.
+rewards, seconds and memory cannot be recomputed from kept files; the checksum of their line shows a change.
 """
 
 import csv
@@ -44,8 +43,7 @@ TOLERANCE = 1e-9  # relative: another machine may round a mean differently
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A cell that does not match: `place` is a column, metric or line of a file; arm and seed only for a trial's
-    cell."""
+    """A cell that does not match: `place` is a column, metric or line of a file; arm and seed are those of a trial."""
 
     arm: str | None
     seed: int | None
@@ -290,11 +288,10 @@ def _group_size(spec: Mapping[str, Any], step: int) -> int:
     """Completions of each prompt in a step of a run, or of one of its stages."""
     for stage in spec.get("stages", ()):
         if step <= (steps := stage.get("steps", 1)):
-            return int(
-                stage["rejection"]["num_samples"]
-                if "rejection" in stage
-                else {**spec, **stage}["algorithm"]["group_size"]
-            )
+            if "rejection" in stage:
+                return int(stage["rejection"]["num_samples"])
+            spec = {**spec, **stage}
+            break
         step -= steps
     return int(spec["algorithm"]["group_size"])
 

@@ -48,8 +48,7 @@ def _options(
 
 
 def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, such as `study run`, with examples below its help, and turn its errors into
-    exit codes."""
+    """Register a function as a command, such as `study run`, with examples below its help, and errors as exit codes."""
     *group, name = path.split()
 
     def register(function: Callable[..., None]) -> Callable[..., None]:

@@ -81,8 +81,7 @@ def evaluate(
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
-    from ..api.runs import intervals
-    from ..run.evaluate import wilson_interval
+    from ..api.result import intervals, statistics
 
     result, percent = found.result, terminal.percent
     metrics, count = result.metrics, int(result.metrics["num_prompts"])
@@ -100,7 +99,7 @@ def evaluate(
     tables = {"test": {other: (one.result.metrics, intervals(one.result)["accuracy"])
                        for other, one in found.tests.items()}}  # fmt: skip
     for tag, parts in result.breakdown.items():
-        tables[tag] = {value: (part, wilson_interval(part["accuracy"], int(part["num_prompts"])))
+        tables[tag] = {value: (part, statistics.wilson_interval(part["accuracy"], int(part["num_prompts"])))
                        for value, part in parts.items()}  # fmt: skip
     for tag, parts in tables.items():
         rows = [

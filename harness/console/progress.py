@@ -1,7 +1,6 @@
 """Shows a running study on a terminal, a line for each arm: steps, validation and its curve, state, time left.
 
-Without a terminal it prints one line per change of a trial's state, and a heartbeat from time to time, which keeps a
-log file readable.
+Without a terminal it prints a line for each change of a trial's state, and now and then a heartbeat.
 """
 
 import math
@@ -170,8 +169,7 @@ def _counts(status: StudyStatus) -> str:
 
 @contextmanager
 def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, and one
-    every HEARTBEAT_SECONDS."""
+    """A function that shows how far a phase is: a bar, or without a terminal a line at first and HEARTBEAT_SECONDS."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:

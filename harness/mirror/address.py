@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from .. import plugins
 from ..ground.addresses import shown, split_url
 
-TRACKING_URI, MIRROR = "COHORT_TRACKING_URI", "COHORT_MIRROR"
+TRACKING_URI, MIRROR, TRACES = "COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_TRACES"
 MLFLOW = "mlflow"
 ANSWER_SECONDS = 10.0  # after which a server counts as silent
 
@@ -32,11 +32,9 @@ def tracking_uri(runs: Path) -> str:
     store = runs.resolve() / "mlflow.db"
     as_database = unquote(str(store).partition("?")[0])  # as SQLAlchemy reads its URL
     if as_database != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
-        raise ValueError(
-            "the path of the runs folder must not have '?', '%' before two hexadecimal digits or bytes that are not "
-            f"UTF-8, for MLflow reads it as a URL, got '{ascii(str(runs))[1:-1]}'; choose another with --runs or "
-            "COHORT_RUNS"
-        )
+        rule = "'?', '%' before two hexadecimal digits or bytes that are not UTF-8, for MLflow reads it as a URL"
+        got, fix = ascii(str(runs))[1:-1], "choose another with --runs or COHORT_RUNS"
+        raise ValueError(f"the path of the runs folder must not have {rule}, got '{got}'; {fix}")
     return f"sqlite:///{store}"
 
 
@@ -56,23 +54,30 @@ def mirrors() -> list[str]:
     return names
 
 
+def traces_per_split() -> int:
+    """The number of rollouts of each step and split that become traces: COHORT_TRACES, by default 4; 0 for none.
+
+    ValueError for anything but a whole number.
+    """
+    text = os.environ.get(TRACES, "4")
+    if not text.isdecimal():
+        raise ValueError(f"{TRACES} must be a whole number of traces for each step and split, 0 or more, got '{text}'")
+    return int(text)
+
+
 def remote_uri() -> str | None:
-    """The MLflow server that COHORT_TRACKING_URI names, which keeps the artifacts too; None if the store is a file of
-    the runs folder."""
+    """The MLflow server that COHORT_TRACKING_URI names, which keeps the artifacts too; None for a file in the runs."""
     uri = os.environ.get(TRACKING_URI, "").strip()
     if not uri:
         return None
     parts = split_url(uri)
     if parts is None or not uri.startswith(("http://", "https://")) or not parts.hostname:
-        raise ValueError(
-            f"the tracking URI must be http://HOST:PORT of an MLflow server, got '{shown(uri)}'; without "
-            f"it results go to a file in the runs folder"
-        )
+        rule, fix = "http://HOST:PORT of an MLflow server", "without it results go to a file in the runs folder"
+        raise ValueError(f"the tracking URI must be {rule}, got '{shown(uri)}'; {fix}")
     if "@" in uri or parts.query or parts.fragment:
-        raise ValueError(
-            f"the tracking URI must have nothing but host, port and path, got '{shown(uri)}'; leave out what follows "
-            "its '?' or '#', and give user and password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        )
+        fix = "leave out what follows its '?' or '#', and give user and password in MLFLOW_TRACKING_USERNAME and "
+        rule = f"the tracking URI must have nothing but host, port and path, got '{shown(uri)}'"
+        raise ValueError(f"{rule}; {fix}MLFLOW_TRACKING_PASSWORD")
     return uri.rstrip("/")
 
 

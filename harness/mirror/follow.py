@@ -1,7 +1,6 @@
 """Follows records and copies them to MLflow: beside a live run or study, and later all that a runs folder has.
 
-One process at a time copies a record; it holds the lock `mlflow.lock` in its folder. A store that is away delays the
-copy and loses nothing.
+One process at a time copies a record: it holds `mlflow.lock` in its folder. A store that is away only delays the copy.
 """
 
 import logging
@@ -138,8 +137,7 @@ def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.
 
 
 def catch_up(runs: Path, folder: Path | None = None) -> None:
-    """Copy all records of a runs folder, or for DRAIN_SECONDS the one in `folder`, that nobody is copying now; warns of
-    what fails or is left."""
+    """Copy all records of a runs folder, or that in `folder` for DRAIN_SECONDS, if nobody does; warns of the rest."""
     runs = runs.resolve()
     try:
         if moved_from(runs) is not None:  # MLflow would write there

@@ -19,14 +19,11 @@ _METRICS = ("validation/accuracy", "summary/test_accuracy")
 def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int:
     """The version of the registered model `name` that is the `policy` of the run in `directory`.
 
-    A run that is registered already keeps its version. ValueError for a run that has not ended, or that the store does
-    not have.
+    A registered run keeps its version. ValueError for a run that has not ended, or that the store does not have.
     """
     if RunInfo.load(directory) is None or final_result(directory) is None:
-        raise ValueError(
-            "only a run that has ended can be registered: RUN must be its folder, as RUNS/train/NAME or "
-            f"RUNS/studies/NAME/trials/TRIAL, got '{directory}'"
-        )
+        rule = "RUN must be its folder, as RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL"
+        raise ValueError(f"only a run that has ended can be registered: {rule}, got '{directory}'")
     refusal = ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
     if not directory.resolve().is_relative_to(runs.resolve()):
         raise refusal
@@ -51,8 +48,7 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
 
 
 def _describe(policy: Path) -> None:
-    """Write `MLmodel` and the tokenizer beside a policy; nothing for an adapter, whose base MLflow would look for under
-    its path on this machine."""
+    """Write `MLmodel` and the tokenizer beside a policy; not for an adapter, whose base is a path of this machine."""
     from mlflow.models import Model
     from mlflow.transformers.flavor_config import build_flavor_config_from_local_checkpoint
     from transformers import AutoTokenizer

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,7 @@ from ..data import TrialState
 from ..ground.files import file_lock
 from ..ground.inputs import short
 from ..record.provenance import versions
-from .address import health, mirrors, remote_uri, tracking_uri
-from .traces import every, storable, traces_per_split
+from .address import health, mirrors, remote_uri, traces_per_split, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -72,10 +72,8 @@ def check_runs_folder(runs: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror}); "
-            "choose another with --runs or COHORT_RUNS"
-        ) from None
+        rule = f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror})"
+        raise ValueError(f"{rule}; choose another with --runs or COHORT_RUNS") from None
     traces_per_split()
     mirrors()
     if remote_uri() is None:
@@ -92,10 +90,8 @@ def check_server() -> None:
         connect(Path()).search_experiments(max_results=1)
     except Exception as error:  # of MLflow or a library below it: the server cannot be used either way
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"the tracking URI must name a server that can be used, but {uri} cannot ({reason}); start it, or leave "
-            "it out to keep results in the runs folder"
-        ) from None
+        rule = f"the tracking URI must name a server that can be used, but {uri} cannot ({reason})"
+        raise ValueError(f"{rule}; start it, or leave it out to keep results in the runs folder") from None
 
 
 def import_mlflow() -> None:
@@ -158,10 +154,8 @@ def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
             if (found := client.get_experiment_by_name(name)) is None:
                 raise
     if found.lifecycle_stage != "active":
-        raise ValueError(
-            f"the experiment '{name}' was deleted in MLflow; restore it with 'mlflow experiments restore "
-            f"--experiment-id {found.experiment_id}' or choose another name"
-        )
+        fix = f"restore it with 'mlflow experiments restore --experiment-id {found.experiment_id}'"
+        raise ValueError(f"the experiment '{name}' was deleted in MLflow; {fix} or choose another name")
     return found
 
 
@@ -180,11 +174,17 @@ def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
+def search_runs(client: MlflowClient, experiments: list[str], wanted: str) -> list[Run]:
     """All active runs that match, newest first."""
-    ids = [experiments] if isinstance(experiments, str) else experiments
-    order = ["attributes.start_time DESC"]
-    return every(lambda token: client.search_runs(ids, wanted, max_results=1000, order_by=order, page_token=token))
+    from mlflow.utils import get_results_from_paginated_fn
+
+    page = partial(client.search_runs, experiments, wanted, order_by=["attributes.start_time DESC"])
+    return get_results_from_paginated_fn(lambda most, token: page(max_results=most, page_token=token), 1000)
+
+
+def storable(text: str) -> str:
+    """The text without lone surrogates and NUL characters, which databases refuse."""
+    return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
@@ -235,19 +235,14 @@ def _check_file(runs: Path) -> None:
         revision, moved = _look_into(store)
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise ValueError(
-                f"{store} was locked for {LOCK_SECONDS:.0f} s by another process, such as another cohort or a database "
-                "viewer; end that and start again"
-            ) from None
-        raise ValueError(
-            f"{store} is not an MLflow store, or it is damaged ({error}); nothing was changed: restore it from a copy, "
-            "or use another folder with --runs"
-        ) from None
+            by = "by another process, such as another cohort or a database viewer; end that and start again"
+            raise ValueError(f"{store} was locked for {LOCK_SECONDS:.0f} s {by}") from None
+        fix = "nothing was changed: restore it from a copy, or use another folder with --runs"
+        raise ValueError(f"{store} is not an MLflow store, or it is damaged ({error}); {fix}") from None
     if revision != (head := _schema_version()):
-        raise ValueError(
-            f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}; another version wrote "
-            f"it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
-        )
+        rule = f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}"
+        fix = f"upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
+        raise ValueError(f"{rule}; another version wrote it; {fix}")
     if moved is not None:
         _settle(store, moved)
 
@@ -259,10 +254,8 @@ def _settle(store: Path, moved: str) -> None:
     """
     leases = store.parent.glob("studies/*/trials/*/lease")
     if any(time.time() - lease.stat().st_mtime < LEASE_SECONDS for lease in leases):
-        raise ValueError(
-            f"{store} was made in '{moved}', and a worker is at work in this folder or was when it was copied; use one "
-            f"path of the folder on all hosts, or wait {LEASE_SECONDS:.0f} s after a copy"
-        )
+        rule = f"{store} was made in '{moved}', and a worker is at work in this folder or was when it was copied"
+        raise ValueError(f"{rule}; use one path of the folder on all hosts, or wait {LEASE_SECONDS:.0f} s after a copy")
     here = store.parent.as_uri()
     with closing(sqlite3.connect(store, timeout=LOCK_SECONDS)) as database, database:
         for table, column in _PLACES:

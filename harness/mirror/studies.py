@@ -23,7 +23,6 @@ from ..record.study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, study_settings
 from . import store
 from .address import is_outage, remote_uri
 from .others import MIRRORS
-from .traces import storable
 from .view import ARM, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
 
@@ -101,7 +100,7 @@ class StudyMirror:
         view = view_tag(spec["metric"], document["shown"]["factors"], document["labels"])
         shown = dict([view, color_tag(document["shown"]["colors"])])
         for key, value in {store.NOTE: in_markdown(spec["question"]), **shown}.items():
-            client.set_experiment_tag(experiment_id, key, storable(value))
+            client.set_experiment_tag(experiment_id, key, store.storable(value))
         tags = {
             ARM: STUDY_GROUP,
             PHASE: STUDY_GROUP,
@@ -163,8 +162,7 @@ def fetch_study(runs: Path, name: str) -> None:
 
 
 def forget_study(runs: Path, folder: Path) -> None:
-    """Delete the files of its mirrors, and its runs in MLflow, which keeps them until `mlflow gc`; a warning if the
-    store is away."""
+    """Delete its mirrors' files and its runs in MLflow (kept until `mlflow gc`); a warning if the store is away."""
     for place in (runs / MIRRORS).glob(f"*/studies/{folder.name}"):
         shutil.rmtree(place, ignore_errors=True)
     try:
@@ -172,7 +170,9 @@ def forget_study(runs: Path, folder: Path) -> None:
             return
         client = store.connect(runs)
         if (parent := store.active_run(client, run_id)) is not None:
-            for run in store.search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'"):
+            for run in store.search_runs(
+                client, [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'"
+            ):
                 client.delete_run(run.info.run_id)
             client.delete_run(run_id)
     except Exception as error:
@@ -185,7 +185,7 @@ def _fetch(runs: Path, name: str) -> None:
     client, folder = store.connect(runs), runs / "studies" / name
     parent = store.active_run(client, Place.load(folder).run_id)
     if parent is None and (experiment := client.get_experiment_by_name(name)) is not None:  # the newest of this name
-        parent = next(iter(store.search_runs(client, experiment.experiment_id, "tags.`cohort.kind` = 'study'")), None)
+        parent = next(iter(store.search_runs(client, [experiment.experiment_id], "tags.`cohort.kind` = 'study'")), None)
     if parent is None:
         return
     if not (folder / STUDY).is_file():
@@ -210,7 +210,7 @@ def _fetch(runs: Path, name: str) -> None:
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
     """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
     trials: dict[tuple[str, int], Run] = {}
-    for run in store.search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
+    for run in store.search_runs(client, [experiment], f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
         key = (run.data.tags[ARM], int(run.data.tags["cohort.seed"]))
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run

@@ -6,56 +6,38 @@ once. The client is the one of MLflow's own exporter (mlflow.tracing.client): it
 one request, at about a tenth of the cost of the public functions, which also need an open span.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
-import logging
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mlflow.entities import Assessment, Span
-    from mlflow.entities.trace_info import TraceInfo
-    from mlflow.store.entities import PagedList
+from mlflow import MlflowClient, entities
+from mlflow.tracing import constant
+from mlflow.tracing.client import TracingClient
+from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
+from mlflow.utils import get_results_from_paginated_fn
 
-TRACES = "COHORT_TRACES"
+from .store import storable
+
 _BATCH = 32
 _PREVIEW = 1000  # characters that MLflow keeps for its tables
-log = logging.getLogger(__name__)
 _Row = Mapping[str, Any]  # a SampleRow of the event file
 _Place = tuple[int, str, int]  # step, split, number of the row
-
-
-def traces_per_split() -> int:
-    """The number of rollouts of each step and split that become traces: COHORT_TRACES, by default 4; 0 for none.
-
-    ValueError for anything but a whole number.
-    """
-    text = os.environ.get(TRACES, "4")
-    if not text.isdecimal():
-        raise ValueError(f"{TRACES} must be a whole number of traces for each step and split, 0 or more, got '{text}'")
-    return int(text)
 
 
 class TraceWriter:
     """Writes the traces of one run; `known` holds the ids of the traces whose text the store has."""
 
     def __init__(self, uri: str, experiment_id: str, run_id: str, tags: Mapping[str, str]) -> None:
-        from mlflow.tracing.constant import TraceTagKey
-
         self.uri, self.experiment_id, self.run_id, self.tags = uri, experiment_id, run_id, tags
         traces = _traces_of(uri, experiment_id, run_id)
         self.known = {t.trace_id for t in traces if TraceTagKey.SPANS_LOCATION in t.tags}
 
     def write(self, rows: Mapping[_Place, tuple[_Row, int]]) -> None:
         """Store the rollouts (row, milliseconds since 1970) that are not in `known`, in batches."""
-        from mlflow.tracing.client import TracingClient
-
         named = {"tr-" + _digest(self.run_id, *place): item for place, item in rows.items()}
         new = [(trace_id, *item) for trace_id, item in named.items() if trace_id not in self.known]
         client = TracingClient(self.uri)
@@ -66,48 +48,43 @@ class TraceWriter:
             client.log_spans(self.experiment_id, [_span(*one) for one in batch])
             self.known |= {trace_id for trace_id, *_ in batch}
 
-    def _info(self, trace_id: str, row: _Row, milliseconds: int) -> TraceInfo:
-        from mlflow.entities.trace_info import TraceInfo
-        from mlflow.entities.trace_location import TraceLocation
-        from mlflow.entities.trace_state import TraceState
-        from mlflow.tracing.constant import TRACE_SCHEMA_VERSION, TRACE_SCHEMA_VERSION_KEY, TraceMetadataKey
-
+    def _info(self, trace_id: str, row: _Row, milliseconds: int) -> entities.TraceInfo:
         tokens = {"input_tokens": 0, "output_tokens": row["num_tokens"], "total_tokens": row["num_tokens"]}
         keys = {key: str(row[key]) for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
         tags = {"mlflow.traceName": f"{row['split']}, step {row['step']}", **self.tags, **keys}
-        return TraceInfo(
+        return entities.TraceInfo(
             trace_id=trace_id,
-            trace_location=TraceLocation.from_experiment_id(self.experiment_id),
+            trace_location=entities.TraceLocation.from_experiment_id(self.experiment_id),
             request_time=milliseconds,
-            state=TraceState.OK if row["correct"] else TraceState.ERROR,
+            state=entities.TraceState.OK if row["correct"] else entities.TraceState.ERROR,
             request_preview=storable(row["prompt"])[:_PREVIEW],
             response_preview=storable(row["completion"])[:_PREVIEW],
             trace_metadata={
                 TraceMetadataKey.SOURCE_RUN: self.run_id,
                 TraceMetadataKey.TOKEN_USAGE: json.dumps(tokens),
-                TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
+                constant.TRACE_SCHEMA_VERSION_KEY: str(constant.TRACE_SCHEMA_VERSION),
             },
             tags={key: storable(value) for key, value in tags.items()},
             assessments=self._assessments(trace_id, row, milliseconds),
         )
 
-    def _assessments(self, trace_id: str, row: _Row, milliseconds: int) -> list[Assessment]:
+    def _assessments(self, trace_id: str, row: _Row, milliseconds: int) -> list[entities.Assessment]:
         """`correct`, `reward`, one for each part of the reward (before its weight), and the expected answer."""
-        from mlflow.entities import AssessmentSource, Expectation, Feedback
-
         common: dict[str, Any] = {
-            "source": AssessmentSource(source_type="CODE", source_id="cohort"),
+            "source": entities.AssessmentSource(source_type="CODE", source_id="cohort"),
             "trace_id": trace_id,
             "metadata": {"mlflow.assessment.sourceRunId": self.run_id},
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
-        found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)]
+        found: list[entities.Assessment] = [
+            entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)
+        ]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
-                found.append(Feedback(name, float(value), **common))
-        found.append(Expectation(name="expected_answer", value=storable(row["gold"]), **common))
+                found.append(entities.Feedback(name, float(value), **common))
+        found.append(entities.Expectation(name="expected_answer", value=storable(row["gold"]), **common))
         for assessment in found:
             assessment.assessment_id = "a-" + _digest(trace_id, assessment.name)
         return found
@@ -117,10 +94,7 @@ def _answer(row: _Row) -> str:
     return "no answer found" if row["answer"] is None else f"answered {storable(row['answer'])[:_PREVIEW]}"
 
 
-def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
-    from mlflow.entities import Span
-    from mlflow.tracing.constant import SpanAttributeKey
-
+def _span(trace_id: str, row: _Row, milliseconds: int) -> entities.Span:
     number = bytes.fromhex(trace_id.removeprefix("tr-"))
     attributes = {
         SpanAttributeKey.REQUEST_ID: trace_id,
@@ -128,7 +102,7 @@ def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
         SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
         SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
     }
-    return Span.from_dict(
+    return entities.Span.from_dict(
         {
             "trace_id": base64.b64encode(number).decode(),
             "span_id": base64.b64encode(number[:8]).decode(),
@@ -147,35 +121,17 @@ def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
 
 def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:
     """Delete the traces of a run that is being replaced."""
-    from mlflow.tracing.client import TracingClient
-
     ids = [trace.trace_id for trace in _traces_of(uri, experiment_id, run_id)]
     for start in range(0, len(ids), 100):  # MLflow's limit per request
         TracingClient(uri).delete_traces(experiment_id, trace_ids=ids[start : start + 100])
 
 
-def _traces_of(uri: str, experiment_id: str, run_id: str) -> Sequence[TraceInfo]:
-    from mlflow import MlflowClient
-
-    search = partial(MlflowClient(uri).search_traces, [experiment_id], max_results=500, include_spans=False)
+def _traces_of(uri: str, experiment_id: str, run_id: str) -> list[entities.TraceInfo]:
     wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
-    return [one.info for one in every(lambda token: search(filter_string=wanted, page_token=token))]
-
-
-def every(search: Callable[[str | None], PagedList[Any]]) -> list[Any]:
-    """The items of all pages of a search, which gets the token of a page, None for the first."""
-    page = search(None)
-    found = list(page)
-    while page.token:
-        page = search(page.token)
-        found += page
-    return found
+    page = partial(MlflowClient(uri).search_traces, [experiment_id], wanted, include_spans=False)
+    found = get_results_from_paginated_fn(lambda most, token: page(max_results=most, page_token=token), 500)
+    return [one.info for one in found]
 
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def storable(text: str) -> str:
-    """The text without lone surrogates and NUL characters, which databases refuse."""
-    return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")

@@ -42,8 +42,7 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
 
 def view_tag(metric: str, factors: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
     """The experiment's tag with the view of a study of these factors (their paths) and arms: runs grouped by arm,
-    without clones and stopped trials, best first by the compared accuracy, with the metric's curves as the first
-    chart."""
+    without clones and stopped trials, best first by the compared accuracy; the first chart has the metric's curves."""
     compared = "summary/test_accuracy" if metric == "validation/accuracy" else metric
     columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
     columns += [f"params.`{path}`" for path in factors]

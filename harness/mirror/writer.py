@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import uuid
@@ -20,17 +21,19 @@ from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, SYSTEM, RunInfo
 from ..record.study import PROBE
 from . import store
-from .address import is_outage, remote_uri, tracking_uri
-from .traces import TraceWriter, delete_traces, log, storable, traces_per_split
+from .address import is_outage, remote_uri, traces_per_split, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+    from .traces import TraceWriter
+
 POLICY = "cohort.policy"  # the tag that names the final policy
 RECORD = Path("record")  # the artifact folder with a run's record
 COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that may differ between two equal runs
 _Key = tuple[str, int]  # metric, step
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,7 +67,9 @@ class Place:
         found = client.get_experiment_by_name(experiment) if self.token else None
         if found is None:
             return None
-        return next(iter(store.search_runs(client, found.experiment_id, f"tags.`cohort.token` = '{self.token}'")), None)
+        return next(
+            iter(store.search_runs(client, [found.experiment_id], f"tags.`cohort.token` = '{self.token}'")), None
+        )
 
 
 class RunMirror:
@@ -138,6 +143,8 @@ class RunMirror:
 
     def _replace(self, client: MlflowClient) -> RunInfo:
         """Delete the MLflow run, and fill a new one from the record."""
+        from .traces import delete_traces
+
         old = client.get_run(self._run_id)
         delete_traces(tracking_uri(self.runs), old.info.experiment_id, self._run_id)
         client.delete_run(self._run_id)
@@ -163,6 +170,8 @@ class RunMirror:
         self._told = ()
         self._describe(client, info)
         if traces_per_split():
+            from .traces import TraceWriter
+
             tags = {key: value for key, value in info.tags.items() if key in ("cohort.arm", "cohort.seed")}
             shown = {key.removeprefix("cohort."): value for key, value in tags.items()} | {"run": info.name}
             self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self._run_id, shown)
@@ -174,7 +183,7 @@ class RunMirror:
         self.place.token = uuid.uuid4().hex
         self.place.save(self.directory)
         tags = {"cohort.kind": "run", "cohort.token": self.place.token}
-        tags |= {key: storable(value) for key, value in info.tags.items()}
+        tags |= {key: store.storable(value) for key, value in info.tags.items()}
         began = self._tail.history.attempts[0]["time"]
         return client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=info.name)
 

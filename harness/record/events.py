@@ -80,8 +80,7 @@ class RunHistory:
 
 
 class Tail:
-    """Reads an event file from an offset, again and again: what a mirror needs to follow a run. `history` has all that
-    was read."""
+    """Reads an event file from an offset, again and again, as a mirror does; `history` has all that was read."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.history = file, RunHistory()
@@ -110,11 +109,9 @@ class Tail:
                     raise ValueError(f"step {event['step']!r}")
                 self.history.add(event)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(
-                    f"{self.file} has no event of a run in line {self._number + 1} ({type(error).__name__}: "
-                    f"{str(error)[:80]}); restore it from a copy, or move its folder away: the run then starts again "
-                    "from the beginning"
-                ) from None
+                found = f"no event of a run in line {self._number + 1} ({type(error).__name__}: {str(error)[:80]})"
+                fix = "restore it from a copy, or move its folder away: the run then starts again from the beginning"
+                raise ValueError(f"{self.file} has {found}; {fix}") from None
             events.append(event)
             self._offset, self._number, self._last = self._offset + len(line), self._number + 1, line
         return anew, events

@@ -76,10 +76,8 @@ def read_evidence(folder: Path) -> Evidence:
     """The content that `write_evidence` wrote. ValueError for anything else, or a file that is not the study's."""
     file = folder / EVIDENCE
     if not file.is_file():
-        raise ValueError(
-            f"study '{folder.name}' has no {EVIDENCE}, which its report leaves; write the report with: "
-            f"cohort report {folder.name}"
-        )
+        fix = f"write the report with: cohort report {folder.name}"
+        raise ValueError(f"study '{folder.name}' has no {EVIDENCE}, which its report leaves; {fix}")
     content = read_json(file)
     try:
         evidence = TypeAdapter(Evidence).validate_python(content)

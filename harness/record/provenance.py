@@ -26,8 +26,7 @@ def versions() -> Mapping[str, str]:
 
 
 def write_diff(folder: Path) -> None:
-    """Keep the uncommitted changes of the checkout, if there are any, cut at MAX_DIFF, beside the record of what runs
-    with them."""
+    """Keep the uncommitted changes of the checkout, if any, cut at MAX_DIFF, beside the record of what they ran."""
     if versions()["git_commit"].endswith("-dirty"):
         text = _git("diff", "--no-ext-diff", "HEAD").stdout
         cut = f"\n[cut: the diff has {len(text)} characters]\n" if len(text) > MAX_DIFF else ""
@@ -35,8 +34,7 @@ def write_diff(folder: Path) -> None:
 
 
 def _git_commit() -> str:
-    """The commit of the checkout that holds this file, with `-dirty` for uncommitted changes; `unknown` without a
-    checkout."""
+    """The commit of this file's checkout, with `-dirty` for uncommitted changes; `unknown` without a checkout."""
     try:
         top, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--verify", "HEAD")
         if commit.returncode or Path(top.stdout.strip()) != ROOT:

@@ -1,5 +1,4 @@
-"""The files of one run: `run.json` says what it is, `events.jsonl` what happened (`events.py`), `progress.json` how far
-it is, `result.json` how it ended.
+"""A run's files: `run.json` (what it is), `events.jsonl` (what happened), `progress.json`, `result.json` (its end).
 
 They are the only truth about the run; whatever shows it elsewhere, as MLflow does, follows them.
 """
@@ -71,8 +70,7 @@ class RunInfo:
                              "run then starts again from the beginning") from None  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """What each attempt's `start` says of the run, so that a file of another one shows: trial, arm, seed, digest of
-        the settings and tags."""
+        """What the `start` of an attempt says of its run, to tell runs apart: trial, arm, seed, digest of the rest."""
         known = {key: self.tags.get(f"cohort.{key}", "") for key in ("trial", "arm", "seed")}
         return {**known, "settings": digest([self.spec, self.tags])}
 

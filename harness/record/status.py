@@ -61,8 +61,7 @@ class StudyStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to run; a restart of the study repeats failed trials, and resuming a stopped arm its
-        trials."""
+        """Whether nothing is left to run, but for failed trials, which a restart repeats, and those of stopped arms."""
         return not self.to_come and not any(trial.is_open for trial in self.trials)
 
     @property

@@ -356,9 +356,8 @@ def read_trial(directory: Path) -> TrialRecord | None:
             families={str(problem): str(family) for problem, family in history.families.items()},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"'{directory}' does not hold a trial of a study ({error!r:.200}); restore it from a copy"
-        ) from None
+        what = f"'{directory}' does not hold a trial of a study ({error!r:.200})"
+        raise ValueError(f"{what}; restore it from a copy") from None
 
 
 def _words(identity: Mapping[str, Any]) -> str:
@@ -445,8 +444,7 @@ def probe_numbers(probe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start(spec: Mapping[str, Any]) -> list[Any]:
-    """The settings that decide the model that a run starts from (not the content of files), and the name of its
-    task."""
+    """The settings that decide from which model a run starts (not the content of files), and the name of its task."""
     cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
     return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -195,18 +194,6 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
         "num_samples": float(k),
         "greedy_accuracy": float(np.mean([score.greedy for score in scores])),
     }
-
-
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
-
-    For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower. SciPy's takes whole
-    numbers of successes only.
-    """
-    z2 = NormalDist().inv_cdf(0.975) ** 2
-    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
-    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
-    return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
 def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
