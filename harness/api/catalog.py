@@ -3,11 +3,12 @@
 import importlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from .. import plugins
+from ..data import Split
 from ..run.grading import problem_rows
 from ..spec import paths
 from ..spec.errors import SpecError, did_you_mean
@@ -23,12 +24,12 @@ LISTS = {  # field -> its list
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequence[str] = ()) -> list[dict[str, Any]]:
+def describe_plugins(kind: str, name: str | None = None, facts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The plugins of a kind, or one, as class and module describe them: summary, facts (class attributes), settings."""
-    documents = []
-    for one in plugins.names(kind) if name is None else [name]:
-        cls: Any = plugins.load(kind, one)
-        fields = getattr(plugins.settings_class(kind, one), "model_fields", {})
+    documents, of = [], cast(plugins.Kind, kind)
+    for one in plugins.names(of) if name is None else [name]:
+        cls: Any = plugins.load(of, one)
+        fields = getattr(plugins.settings_class(of, one), "model_fields", {})
         document = (importlib.import_module(cls.__module__).__doc__ or cls.__doc__ or "").strip()
         paragraph = " ".join(document.split("\n\n")[0].split())
         documents.append({
@@ -71,9 +72,7 @@ def describe_task(
     document: dict[str, Any] = {
         "task": task.name,
         "settings": task.model_dump(mode="json"),
-        "sizes": {
-            part: _or_reason(lambda part=part: len(task.prompts(part))) for part in ("train", "validation", "test")
-        },
+        "sizes": {one: _or_reason(lambda one=one: len(task.prompts(one))) for one in get_args(Split)},
         "skipped_rows": task.num_skipped_rows(part),
         "max_completion_tokens": task.max_completion_tokens,
         "split": part,

@@ -1,11 +1,12 @@
 """Puts the final policy of a run on the Hugging Face Hub, with a model card that is written from its record."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from ...reports.analysis import analysed
 from ...reports.prose import wording
@@ -24,9 +25,6 @@ def publish(run: Path, repository: str) -> str:
 
     SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise SpecError(f"--hub must be a repository as USER/NAME, got '{repository}'")
     policy, card = model_folder(str(run)), model_card(run)
@@ -44,8 +42,6 @@ def publish(run: Path, repository: str) -> str:
 
 def model_card(run: Path) -> str:
     """The card of a run that has ended: metadata, and what its record says of task, algorithm, tests and versions."""
-    from huggingface_hub import EvalResult, ModelCardData
-
     info, ended = RunInfo.load(run), final_result(run)
     if info is None or ended is None:
         raise SpecError(f"only a run that has ended can be published: RUN must be its folder, got '{run}'")

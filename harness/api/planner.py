@@ -23,12 +23,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...reports.statistics import minimum_detectable_difference
 from ..ground.inputs import digest
 from ..ground.machine import default_workers, usable_cores
 from ..mirror.address import TRACKING_URI
+from ..policy.sources import start_name
 from ..record.events import EVENTS, read_history
+from ..run.cold_start import start_policy
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from ..spec.study import StudySpec, parse_study
@@ -151,11 +154,6 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
 
     SpecError if an arm does not finish its few steps.
     """
-    import torch
-
-    from ..policy.sources import start_name
-    from ..run.cold_start import start_policy
-
     arms = [arm for arm, _ in planned(study)]
     check_study(study, runs, workers, EXECUTE)
     (runs / "cache").mkdir(parents=True, exist_ok=True)

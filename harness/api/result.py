@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ...reports import statistics
 from ...reports.analysis import Analysis
 from ...reports.capability import capabilities, curves_of_counts, pass_table
 from ...reports.figures.style import Drawing
@@ -23,6 +22,7 @@ from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
 from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
 from ...reports.scaling import scalings
+from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
 from ...reports.trials import blocks_of, search_of
 from ..data import EvaluationResult, SampleRow
 from ..ground.words import quoted
@@ -278,14 +278,14 @@ def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
     """
     blocks, metrics = blocks_of(list(result.correct_counts), result.families), result.metrics
     keys = ["greedy_accuracy", "accuracy", *(key for key in metrics if "_at_" in key)]
-    found = {key: statistics.wilson_interval(metrics[key], len(blocks)) for key in keys}
+    found = {key: wilson_interval(metrics[key], len(blocks)) for key in keys}
     if len(blocks) < len(result.correct_counts):
         counts = np.array(list(result.correct_counts.values()))
         table = pass_table(int(metrics["num_samples"]))
         for key in (key for key in keys if key == "accuracy" or key.startswith("pass_at_")):
             scores = table[counts, 0 if key == "accuracy" else int(key.rpartition("_")[2]) - 1]
-            cells = statistics.in_blocks(scores[None], blocks)
-            if (one := statistics.fraction_interval(cells, num_problems=len(counts))) is not None:
+            cells = in_blocks(scores[None], blocks)
+            if (one := fraction_interval(cells, num_problems=len(counts))) is not None:
                 found[key] = (one.low, one.high)
     return found
 
@@ -295,10 +295,7 @@ def samples_frame(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataF
     fields = [field.name for field in dataclasses.fields(SampleRow) if field.name != "rewards"]
     rewards = list(dict.fromkeys(name for _, row in rows for name in row.rewards))
     keys = ["arm", "seed"] if any(key for key, _ in rows) else []
-    cells = [
-        (*key, *(getattr(row, name) for name in fields), *(row.rewards.get(name) for name in rewards))
-        for key, row in rows
-    ]
+    cells = [(*key, *(getattr(row, name) for name in fields), *map(row.rewards.get, rewards)) for key, row in rows]
     return frame_of([*keys, *fields, *(f"reward/{name}" for name in rewards)], cells)
 
 

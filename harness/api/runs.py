@@ -115,9 +115,8 @@ def evaluate(
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
         found = evaluate_once(spec, part, folder, name, show)
     place = folder / "evaluate" / name
-    others = {
-        other: Evaluation(on, found[f"test_{other}"], place) for other, on in spec.tests.items() if part == "test"
-    }
+    measured = spec.tests if part == "test" else {}
+    others = {other: Evaluation(on, found[f"test_{other}"], place) for other, on in measured.items()}
     return Evaluation(spec, found[part], place, others)
 
 

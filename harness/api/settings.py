@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from ..console import terminal
 from ..spec.errors import SpecError
@@ -41,23 +42,13 @@ def as_texts(settings: Settings) -> list[str]:
     texts = []
     for path, value in settings.items():
         try:
-            text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
-        except yaml.YAMLError:
+            plain = to_jsonable_python(value, fallback=lambda x: dict(x) if isinstance(x, Mapping) else x.item())
+        except (AttributeError, ValueError, TypeError):  # `item` is numpy's
             kinds = "numbers, text, lists and mappings"
             raise SpecError(f"setting '{path}' must be made of {kinds}, got {type(value).__name__}") from None
+        text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
         texts.append(f"{path}={text.strip().removesuffix('...').strip()}")
     return texts
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, tuples as lists, paths as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
 
 
 def scale_settings(model: str, sets: Sequence[str], *, trains: bool = True) -> list[str]:

@@ -28,14 +28,16 @@ from ..spec.errors import SpecError
 from ..spec.raw import differences, parse_overrides, read_yaml, with_overrides
 from ..spec.run import Optimizer
 from ..spec.study import StudySpec, parse_study
+from ..study import queue, runner
 from ..study.estimates import planned
+from ..study.launchers.local import CORES_PER_GPU
+from ..study.launchers.ray import Cluster
+from ..study.launchers.slurm import Slurm, sbatch_parameters
 from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
-    from ..study.launchers.ray import Cluster
-    from ..study.launchers.slurm import Slurm
     from .result import Result
 
 # tqdm.auto, which transformers uses, asks notebooks without ipywidgets to install them; no bars are drawn here.
@@ -191,8 +193,8 @@ class Ended:
 
     @property
     def all_valid(self) -> bool:
-        unreadable = any(trial.state == "failed" for trial in self.record.trials)  # whatever the queue says
-        return self.status.all_valid and not unreadable
+        """Whatever the queue says: a trial that cannot be read counts as failed."""
+        return self.status.all_valid and all(trial.state != "failed" for trial in self.record.trials)
 
 
 def run_to_report(
@@ -209,16 +211,13 @@ def run_to_report(
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. KeyboardInterrupt if the study was asked to stop.
     """
-    from ..study.queue import study_status
-    from ..study.runner import run_study
-
     spec, command = study.spec, study.command
     if cluster is None and workers is None:
         workers = default_workers(spec.devices)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
     with suppress(SpecError, ConnectionError):  # it was not started, or its storage is away, which the run says
-        if at_work := study_status(spec.name, runs, storage).counts().get("running"):
+        if at_work := queue.study_status(spec.name, runs, storage).counts().get("running"):
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
     told: set[Path] | None = None  # trials that ended badly
@@ -235,7 +234,7 @@ def run_to_report(
 
     with notices(spec.name) as notify:
         with progress.study_view() as view:
-            status = run_study(
+            status = runner.run_study(
                 spec, runs, workers=workers, command=command, on_status=show, storage=storage,
                 cluster=cluster, together=together,
             )  # fmt: skip
@@ -262,9 +261,7 @@ def say_without_result(status: StudyStatus, runs: Path) -> None:
 
 def start(study: Study, runs: Path, storage: str | None = None) -> str:
     """Set up a study whose trials other commands run, and return that command."""
-    from ..study.runner import start_study
-
-    start_study(study.spec, runs, command=study.command, storage=storage)
+    runner.start_study(study.spec, runs, command=study.command, storage=storage)
     return f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
 
 
@@ -273,8 +270,6 @@ def dry_run(
 ) -> dict[str, Any]:
     """The cost of a study, after every check that `run` makes; writes nothing."""
     with progress.phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
-        from ..study import runner
-
         return runner.dry_run(study.spec, runs, workers=workers, storage=storage, together=together)
 
 
@@ -318,16 +313,11 @@ def launcher(words: str, study: Study) -> Cluster | Slurm | None:
         raise SpecError(f"--launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
     wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     if name == "ray":
-        from ..study.launchers.ray import Cluster
-
         counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
         if len(counts) != len(given):
             raise SpecError(f"settings of --launcher ray must be cpus=N or gpus=N, each once, got '{words}'")
         cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
         return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
-    from ..study.launchers.local import CORES_PER_GPU
-    from ..study.launchers.slurm import Slurm, sbatch_parameters
-
     asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
     asked |= sbatch_parameters(given)
     gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
@@ -340,10 +330,8 @@ def launcher(words: str, study: Study) -> Cluster | Slurm | None:
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
     """Name, place and question of the shipped studies and of those in the runs folder."""
-    places = {"shipped": load.shipped_studies()}
-    places["in the runs folder"] = {
-        file.parent.name: file for file in sorted((runs_folder(runs) / "studies").glob("*/study.json"))
-    }
+    files = sorted((runs_folder(runs) / "studies").glob("*/study.json"))
+    places = {"shipped": load.shipped_studies(), "in the runs folder": {file.parent.name: file for file in files}}
     documents = []
     for name, file in {name: file for known in places.values() for name, file in known.items()}.items():
         try:
@@ -357,11 +345,8 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
     """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
-    from ..study.queue import open_queue
-
-    queue = open_queue(name, runs_folder(runs).resolve(), storage)
     with suppress(KeyboardInterrupt):
-        progress.watch(queue.status)
+        progress.watch(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
 
 
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:

@@ -1,9 +1,7 @@
 """`cohort list`, `grade` and `task show`: settings, plugins, graders and problems, without a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -12,9 +10,6 @@ from ..console import terminal
 from ..console.terminal import percent, shortened, yes
 from .commands import command
 from .options import Json, Sets, Split
-
-if TYPE_CHECKING:
-    from ..plugins import Kind
 
 # Class attributes of each kind of plugin that its table shows.
 FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
@@ -60,7 +55,7 @@ def list_(
         raise ValueError(f"cohort list takes {', '.join(FACTS)} or settings, got '{what}'")
     kind, facts = what.removesuffix("s"), FACTS[what]
     objective = ["objective"] if what == "algorithms" else []
-    documents = api.describe_plugins(cast("Kind", kind), name, [*facts, *objective])
+    documents = api.describe_plugins(kind, name, [*facts, *objective])
     if as_json:
         return terminal.print_json(documents)
     if name is not None:

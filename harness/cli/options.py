@@ -36,11 +36,8 @@ def _warn_of_password(context: typer.Context, option: typer.CallbackParam, url: 
     """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
     source = context.get_parameter_source(str(option.name))
     if url and source is not None and source.name == "COMMANDLINE" and api.hides(url):
-        terminal.say(
-            f"Warning: other users of this machine can read a password in {option.opts[0]} (with ps); give it "
-            f"in {option.envvar} or ~/.pgpass",
-            stderr=True,
-        )
+        danger = f"other users of this machine can read a password in {option.opts[0]} (with ps)"
+        terminal.say(f"Warning: {danger}; give it in {option.envvar} or ~/.pgpass", stderr=True)
     return url
 
 

@@ -32,10 +32,7 @@ def study_plan(
     ] = None,
     spread: Annotated[
         float | None,
-        typer.Option(
-            metavar="S",
-            help="Standard deviation of a difference over seeds; by default estimated from complete trials.",
-        ),
+        typer.Option(metavar="S", help="Standard deviation of a difference over seeds; by default of complete trials."),
     ] = None,
     workers: options.Workers = "auto",
     sets: options.Sets = None,
@@ -48,10 +45,9 @@ def study_plan(
     steps per arm, and keeps only the cold starts, which the study needs.
     """
     chosen = api.load_study(study, sets or ())
-    found = api.plan(
-        chosen, hours=hours, flops=flops, power=power, spread=spread, workers=options.num_workers(workers), runs=runs
-    )
-    metric, limited = chosen.spec.metric, any((hours, flops, power))
+    limits = {"hours": hours, "flops": flops, "power": power}
+    found = api.plan(chosen, **limits, spread=spread, workers=options.num_workers(workers), runs=runs)
+    metric, limited = chosen.spec.metric, any(limits.values())
     if as_json:
         terminal.print_json({"study": chosen.name, **asdict(found)})
         raise typer.Exit(0 if found.proposed is not None else 1)
@@ -60,12 +56,10 @@ def study_plan(
     rows = []
     for name, one in {"as it is": found.as_it_is, **({"proposed": found.proposed} if limited else {})}.items():
         if one is not None:
-            flops_text = "-" if one.flops is None else f"{one.flops:.3g}"
+            costs = [terminal.duration(one.seconds), f"{one.trial_seconds / 3600:.3g}"]
+            costs += ["-" if one.flops is None else f"{one.flops:.3g}"]
             detectable = "-" if one.detectable is None else _difference(one.detectable, metric)
-            hours_text = f"{one.trial_seconds / 3600:.3g}"
-            rows.append(
-                [name, one.seeds, one.trials, terminal.duration(one.seconds), hours_text, flops_text, detectable]
-            )
+            rows.append([name, one.seeds, one.trials, *costs, detectable])
     terminal.show_table(f"{chosen.name}: {' '.join(chosen.question.split())}", headers, rows, numeric=headers[1:])
     if found.spread is None:
         terminal.say("The detectable difference needs the spread over seeds: run two seeds, or give --spread.")

@@ -81,7 +81,7 @@ def evaluate(
     if as_json:
         given = {"model": model, "task": task, "split": split}
         return terminal.print_json({**given, **found.document()})
-    from ..api.result import intervals, statistics
+    from ..api.result import intervals, wilson_interval
 
     result, percent = found.result, terminal.percent
     metrics, count = result.metrics, int(result.metrics["num_prompts"])
@@ -92,14 +92,13 @@ def evaluate(
     ]
     headers = ["measure", "accuracy", "95 % interval"]
     terminal.show_table(f"{model} on {task} ({split}), {count:,} problems", headers, rows, numeric=["accuracy"])
-    terminal.say(
-        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
-        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
-    )
+    shares = {"answered": "answered", "answer format": "format", "cut at the token limit": "truncated"}
+    told = [f"{words} {percent(metrics[key])}" for words, key in shares.items()]
+    terminal.say(", ".join([*told, f"{metrics['num_tokens']:.1f} tokens per completion"]))
     tables = {"test": {other: (one.result.metrics, intervals(one.result)["accuracy"])
                        for other, one in found.tests.items()}}  # fmt: skip
     for tag, parts in result.breakdown.items():
-        tables[tag] = {value: (part, statistics.wilson_interval(part["accuracy"], int(part["num_prompts"])))
+        tables[tag] = {value: (part, wilson_interval(part["accuracy"], int(part["num_prompts"])))
                        for value, part in parts.items()}  # fmt: skip
     for tag, parts in tables.items():
         rows = [
@@ -157,10 +156,7 @@ def contamination(
     split: options.Split = "test",
     reference: Annotated[
         str,
-        typer.Option(
-            metavar="SPLIT|PATH",
-            help="Problems of the same kind to compare with, ideally ones that the model cannot have seen.",
-        ),
+        typer.Option(metavar="SPLIT|PATH", help="Other such problems, ideally ones that the model cannot have seen."),
     ] = "validation",
     problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
     sets: options.Sets = None,

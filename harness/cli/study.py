@@ -35,13 +35,7 @@ AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TE
 )
 def study_run(
     study: options.Study,
-    workers: Annotated[
-        str,
-        typer.Option(
-            metavar="N|auto",
-            help="Trials at a time; auto: one per GPU, or else one per core. 0: only set up the study.",
-        ),
-    ] = "auto",
+    workers: options.Workers = "auto",
     sets: options.Sets = None,
     seeds: options.Seeds = None,
     name: options.Name = None,
@@ -66,7 +60,7 @@ def study_run(
     """Run every arm once with every seed, then write the report; the same command continues a stopped study.
 
     Without --set, --seeds and --name, a study in the runs folder continues with the settings that it was started with;
-    --set interleave=STEPS alone may change it.
+    --set interleave=STEPS alone may change it. --workers 0 only sets up the study.
 
     Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.

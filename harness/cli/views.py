@@ -104,10 +104,8 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     if least is not None:
         of = f"the first {seeds['first']} seeds decide on up to {seeds['at_most']}"
         which = f"{_range(least['trials'], trials)} trials, for {of}: at most"
-    say(
-        f"{which} {document['steps']:,} steps, "
-        f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
-    )
+    amounts = f"{document['steps']:,} steps, {document['rollouts']:,} rollouts, at most {tokens:,} generated tokens"
+    say(f"{which} {amounts} of training.")
     least_seconds = math.nan if least is None else least["seconds"]
     say(f"Time: {time_left(document['seconds'], document['workers'], document['measured'], least_seconds)}.")
     if (disk := document["disk"]) is not None:
@@ -115,10 +113,8 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
     for found in document["together"]:
         arms = quoted(list(dict.fromkeys(arm for arm, _ in found["trials"])))
-        say(
-            f"Together: {len(found['trials'])} trials share one model and engine, {found['at_once']} at a time in "
-            f"each worker ({arms})."
-        )
+        how = f"share one model and engine, {found['at_once']} at a time in each worker"
+        say(f"Together: {len(found['trials'])} trials {how} ({arms}).")
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
     say("Nothing was run or written.")

@@ -42,9 +42,7 @@ def mirrors() -> list[str]:
     """The mirrors that follow a record, `mlflow` or plugins; none for `none`. ValueError for an unusable one."""
     given = os.environ.get(MIRROR, "").strip() or MLFLOW
     names = [] if given == "none" else list(dict.fromkeys(word.strip() for word in given.split(",")))
-    for name in names:
-        if name == MLFLOW:
-            continue
+    for name in (one for one in names if one != MLFLOW):
         try:
             package = plugins.load("mirror", name).package
         except ValueError as error:

@@ -43,11 +43,10 @@ class Mirror:
         MLflow's error if the store refuses it, ConnectionError if it does not answer."""
         over = time.monotonic() + seconds
         client = connect(self.runs)
-        if self._study is not None:
-            parent = self._study.copy(client)
-        else:
+        if self._study is None:
             self._member(self.folder).copy(client)
-            parent = self._member(self.folder).place.run_id
+            return 0
+        parent = self._study.copy(client)
         files = sorted(self.folder.glob(f"trials/*/{INFO}"))
         for number, file in enumerate(files):
             if time.monotonic() > over:
@@ -59,8 +58,7 @@ class Mirror:
                 if self._unreadable.get(file.parent) != str(error):
                     log.warning("'%s' is not copied to MLflow: %s", file.parent.name, error)
                     self._unreadable[file.parent] = str(error)
-        if self._study is not None:
-            self._study.finish(client)
+        self._study.finish(client)
         return 0
 
     def _member(self, directory: Path) -> RunMirror:

@@ -76,10 +76,8 @@ def check_runs_folder(runs: Path) -> None:
         raise ValueError(f"{rule}; choose another with --runs or COHORT_RUNS") from None
     traces_per_split()
     mirrors()
-    if remote_uri() is None:
-        _check_file(runs)
-    else:
-        check_server()
+    check_server()
+    _check_file(runs)
 
 
 def check_server() -> None:
@@ -229,7 +227,7 @@ def as_stored(value: float) -> float:
 def _check_file(runs: Path) -> None:
     """ValueError if mlflow.db is not a store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
-    if not store.exists():
+    if remote_uri() is not None or not store.exists():
         return
     try:
         revision, moved = _look_into(store)

@@ -47,13 +47,11 @@ class StudyMirror:
         if not self._is_known or STUDY in self._changed():
             self._open(client)
             self._is_known = True
-        assert self.place.run_id is not None
-        return self.place.run_id
+        return self.place.known_run
 
     def finish(self, client: MlflowClient) -> None:
         """Copy what speaks of the trials' runs too, and so comes after them."""
-        run_id = self.place.run_id
-        assert run_id is not None
+        run_id = self.place.known_run
         for name, stamp in self._changed().items():
             if name in (SEARCH, SEEDS, LOOKS):
                 client.log_artifact(run_id, str(self.folder / name))
@@ -97,18 +95,13 @@ class StudyMirror:
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
         store.log_params(client, run_id, design, known=run.data.params)
-        view = view_tag(spec["metric"], document["shown"]["factors"], document["labels"])
-        shown = dict([view, color_tag(document["shown"]["colors"])])
-        for key, value in {store.NOTE: in_markdown(spec["question"]), **shown}.items():
+        shown, note = document["shown"], in_markdown(spec["question"])
+        view = view_tag(spec["metric"], shown["factors"], document["labels"])
+        for key, value in ((store.NOTE, note), view, color_tag(shown["colors"])):
             client.set_experiment_tag(experiment_id, key, store.storable(value))
-        tags = {
-            ARM: STUDY_GROUP,
-            PHASE: STUDY_GROUP,
-            "cohort.command": document["command"],
-            "cohort.seeds": json.dumps(spec["seeds"]),
-            store.NOTE: in_markdown(spec["question"]),
-        }
-        store.show_state(client, run_id, "running", tags=tags | store.source_tags(document))
+        tags = {"cohort.command": document["command"], "cohort.seeds": json.dumps(spec["seeds"])}
+        tags |= {ARM: STUDY_GROUP, PHASE: STUDY_GROUP, store.NOTE: note, **store.source_tags(document)}
+        store.show_state(client, run_id, "running", tags=tags)
         self.place.copied = {STUDY: changed[STUDY]}  # what follows speaks of the study as it is now
         self.place.save(self.folder)
 

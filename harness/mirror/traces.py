@@ -77,9 +77,8 @@ class TraceWriter:
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
-        found: list[entities.Assessment] = [
-            entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)
-        ]
+        verdict = entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)
+        found: list[entities.Assessment] = [verdict]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
@@ -102,21 +101,19 @@ def _span(trace_id: str, row: _Row, milliseconds: int) -> entities.Span:
         SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
         SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
     }
-    return entities.Span.from_dict(
-        {
-            "trace_id": base64.b64encode(number).decode(),
-            "span_id": base64.b64encode(number[:8]).decode(),
-            "parent_span_id": None,
-            "name": "rollout",
-            "start_time_unix_nano": milliseconds * 1_000_000,
-            "end_time_unix_nano": milliseconds * 1_000_000,
-            "events": [],
-            "status": {"code": "STATUS_CODE_OK", "message": ""}
-            if row["correct"]
-            else {"code": "STATUS_CODE_ERROR", "message": _answer(row)},
-            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-        }
-    )
+    code, message = ("STATUS_CODE_OK", "") if row["correct"] else ("STATUS_CODE_ERROR", _answer(row))
+    fields = {
+        "trace_id": base64.b64encode(number).decode(),
+        "span_id": base64.b64encode(number[:8]).decode(),
+        "parent_span_id": None,
+        "name": "rollout",
+        "start_time_unix_nano": milliseconds * 1_000_000,
+        "end_time_unix_nano": milliseconds * 1_000_000,
+        "events": [],
+        "status": {"code": code, "message": message},
+        "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+    }
+    return entities.Span.from_dict(fields)
 
 
 def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:

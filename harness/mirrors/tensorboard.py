@@ -16,11 +16,9 @@ class TensorBoard(Mirror):
     package = "tensorboard"
 
     def open(self, run: MirroredRun) -> None:
-        from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # pyright: ignore[reportMissingImports]
-        from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
-        from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
-            EventFileWriter,
-        )
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # pyright: ignore
+        from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore
 
         levels = {key: run.tags[f"cohort.{key}"] for key in ("arm", "seed") if f"cohort.{key}" in run.tags}
         levels |= {path: str(level) for path, level in json.loads(run.tags.get("cohort.factors", "{}")).items()}

@@ -154,6 +154,8 @@ def study_document(
     """
     known = known or {}
     arms, colors = study.checked_arms(), study.arm_colors()
+    factors = dict.fromkeys(path for arm in arms for path in (*arm.levels, *arm.overrides) if path != "arm")
+    shown = {arm.label: colors[arm.label] for arm in arms if arm.label in colors}
     added = {key: [one for one in values if known and one not in known.get(before, values)] for key, before, values in (
         ("arms", "labels", study.arm_labels()),
         ("seeds", "seeds", study.seeds if isinstance(study.seeds, list) else []),
@@ -175,12 +177,7 @@ def study_document(
         "command": command or known.get("command") or f"cohort study run {shlex.quote(study.name)}",
         "versions": dict(versions()),
         "labels": study.arm_labels(),
-        "shown": {
-            "factors": list(
-                dict.fromkeys(path for arm in arms for path in (*arm.levels, *arm.overrides) if path != "arm")
-            ),
-            "colors": {arm.label: colors[arm.label] for arm in arms if arm.label in colors},
-        },
+        "shown": {"factors": [*factors], "colors": shown},
         "amendments": amendments,
         **({"registered": registered} if study.claim else {}),
         **({"references": references} if (references := study.references()) else {}),
