@@ -169,8 +169,7 @@ class Backend:
         one, other = (torch.ones(2**26, dtype=dtype, device=self.device) for _ in range(2))  # more than caches hold
         left, right = (x[: size**2].view(size, size) for x in (one, other))
         product = self._seconds(lambda: left @ right)
-        copied = self._seconds(lambda: other.copy_(one))
-        return 2 * size**3 / product, 2 * one.numel() * one.element_size() / copied
+        return 2 * size**3 / product, 2 * one.nbytes / self._seconds(lambda: other.copy_(one))
 
     def _seconds(self, work: Callable[[], object], times: int = 10) -> float:
         """Of one time, after one that does not count."""

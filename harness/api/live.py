@@ -150,8 +150,7 @@ def _page(part: str, **values: Any) -> Response:
 
 
 def _list(request: Request) -> Response:
-    known = [one for one in list_studies() if "runs folder" in one["where"]]
-    return _page("list", studies=known)
+    return _page("list", studies=[one for one in list_studies() if "runs folder" in one["where"]])
 
 
 def _show(request: Request) -> Response:

@@ -17,12 +17,11 @@ from ..spec.raw import parse_overrides, with_overrides
 from ..spec.run import get_path
 
 Settings = Mapping[str, Any] | Sequence[str]  # dotted path -> value, or texts PATH=VALUE as after `--set`
-RUNS = Path("runs")
 REPORTING = "reading the results and drawing the figures"
 
 
 def runs_folder(folder: str | Path | None) -> Path:
-    return Path(folder or os.environ.get("COHORT_RUNS") or RUNS)
+    return Path(folder or os.environ.get("COHORT_RUNS") or "runs")
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:

@@ -8,8 +8,6 @@ from ..spec.errors import SpecError
 from ..spec.raw import parse_overrides
 from ..study.steering import clone_arm, drop_arm, resume_arm, stop_arm
 
-VERBS = ("stop", "resume", "clone", "drop")
-
 
 def steer(
     verb: str, study: str, runs: Path, arm: str, *, sets: Sequence[str] = (), warm: bool = False,
@@ -35,4 +33,4 @@ def steer(
     if verb == "drop":
         new = drop_arm(study, runs, arm, storage)
         return f"{arm} {'is taken back: none of its trials will run.' if new else 'was already taken back.'}"
-    raise SpecError(f"a request to an arm must be {', '.join(VERBS)}, got '{verb}'")
+    raise SpecError(f"a request to an arm must be stop, resume, clone, drop, got '{verb}'")

@@ -96,8 +96,7 @@ def study_of(name_or_path: str | Path, settings: Settings = (), runs: str | Path
     changes = parse_overrides(texts)
     if not changes.keys() <= WHILE_IT_RUNS or not file.is_file():
         return load_study(name_or_path, texts)
-    raw = dict(study_settings(read_json(file)))
-    return Study(str(name_or_path), texts, parse_study(raw | changes, str(file)))
+    return Study(str(name_or_path), texts, parse_study(study_settings(read_json(file)) | changes, str(file)))
 
 
 def comparison(

@@ -1,5 +1,4 @@
-"""Verifies a study from its folder alone: grades its completions again, compares the runs' logs with them and with
-themselves, and writes its report again.
+"""Verifies a study from its folder alone: grades its completions, checks its logs, and writes its report again.
 
 Completions determine all metrics of the evaluations, each test problem's score, the verdict of every rollout shown or
 kept, and accuracy and length of the training steps whose batch was kept. Events determine `result.json`. Losses,
@@ -34,7 +33,6 @@ from ..run.grading import grade, group_of
 from ..run.step import rollout_metrics
 from ..spec.errors import parsed
 
-WriteReport = Callable[..., Any]  # as `write_report`
 TABLE = "results.csv"
 _WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
 Basis = Literal["completions", "events", "report"]
@@ -127,7 +125,7 @@ Tests = Mapping[str, tuple[Split, Task]]  # area of metrics -> the split and the
 BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[StudyRecord, Findings]:
+def verify_study(folder: Path, write: Callable[..., Any] = write_report) -> tuple[StudyRecord, Findings]:
     """The study's record, and everything that does not follow from the files in its folder. Writes nothing there.
 
     ValueError for a folder that is not a study's, has no results or no evidence.
@@ -170,7 +168,9 @@ def _check_search(record: StudyRecord, place: Place) -> None:
         place.findings.notes.append("seeds.json: the decision on the number of seeds is compared by hash alone")
 
 
-def _check_report(folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write: WriteReport) -> None:
+def _check_report(
+    folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write: Callable[..., Any]
+) -> None:
     """Write the report again and compare the table cell by cell, the text line by line, figures whole."""
     with TemporaryDirectory(prefix="cohort-verify-") as scratch:
         try:
@@ -222,8 +222,7 @@ def _compare_lines(name: str, stored: bytes, derived: bytes, place: Place) -> No
         place.differs(name, "", f"{len(lines)} lines", f"{len(others)} lines")
     for number, (one, other) in enumerate(zip(lines, others, strict=False), 1):
         if one != other:
-            first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-            start = max(0, first - 30)
+            start = max(0, next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0) - 30)
             place.differs(name, f"line {number}", one[start : start + 80], other[start : start + 80])
 
 
@@ -298,8 +297,7 @@ def _group_size(spec: Mapping[str, Any], step: int) -> int:
 def _check_kept(
     directory: Path, task: Task, tests: Tests, history: RunHistory, spec: Mapping[str, Any], place: Place
 ) -> None:
-    """Compare kept files with their hashes, and recompute from them what the run with the settings `spec` has logged of
-    its evaluations and of its batches."""
+    """Compare kept files with their hashes, and what the run (settings: `spec`) logged of them with what they say."""
     evaluations = {
         completions_file(area, step): (area, step)
         for area in tests

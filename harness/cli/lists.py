@@ -77,9 +77,7 @@ def list_(
 
 @command("check", "cohort check my-package")
 def check(
-    package: Annotated[
-        str, typer.Argument(metavar="PACKAGE", help="An installed package with plugins, as pip names it.")
-    ],
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Installed package with plugins, as pip names it.")],
     as_json: Json = False,
 ) -> None:
     """Check the plugins of a package of your own against what Cohort's own are tested for.
@@ -115,9 +113,7 @@ def grade(
         Path, typer.Option(metavar="FILE.jsonl", help="JSON Lines with gold, completion, perhaps question and label.")
     ],
     grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
-    show: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of verdicts to show, disagreements first.")
-    ] = 20,
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="Verdicts to show, disagreements first.")] = 20,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes for symbolic comparison.")] = 1,
     sets: Sets = None,
     as_json: Json = False,

@@ -42,10 +42,7 @@ def _warn_of_password(context: typer.Context, option: typer.CallbackParam, url: 
 
 
 Runs = Annotated[
-    Path,
-    typer.Option(
-        "--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder for results, caches and the MLflow store."
-    ),
+    Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow's store.")
 ]
 TrackingUri = Annotated[
     str | None,
@@ -68,16 +65,12 @@ Mirror = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE", help="Override a setting, such as steps=20, or @FILE: all of a file; repeatable."
-    ),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20, or @FILE: many; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Seeds of each arm, such as 0,1,2.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
-Workers = Annotated[
-    str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
-]
+Workers = Annotated[str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else per core.")]
 Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
 Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
 Storage = Annotated[

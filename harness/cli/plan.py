@@ -24,9 +24,7 @@ from .commands import command
 def study_plan(
     study: options.Study,
     hours: Annotated[float | None, typer.Option(metavar="H", help="Hours from the start to the report.")] = None,
-    flops: Annotated[
-        float | None, typer.Option(metavar="F", help="Operations of all trials, including evaluations.")
-    ] = None,
+    flops: Annotated[float | None, typer.Option(metavar="F", help="Operations of all trials, evaluations too.")] = None,
     power: Annotated[
         float | None, typer.Option(metavar="D", help="Difference to detect with probability 0.8; 0.02 is 2 points.")
     ] = None,
@@ -89,10 +87,8 @@ def _run_book(runs: Path, model: str | None, only: str | None, as_json: bool) ->
     else:
         rows = [(one.claim, terminal.state_text(one.state), str(one), f"{one.seconds:.0f}") for one in found]
         terminal.show_table("", ["claim", "state", "found", "seconds"], rows, numeric=["seconds"])
-        counts = Counter(one.state for one in found)
-        terminal.say(", ".join(f"{count} {state}" for state, count in counts.items()))
-    failed = any(one.state == "FAIL" for one in found)
-    raise typer.Exit(1 if failed else 0 if is_whole else 130)
+        terminal.say(", ".join(f"{count} {state}" for state, count in Counter(one.state for one in found).items()))
+    raise typer.Exit(1 if any(one.state == "FAIL" for one in found) else 0 if is_whole else 130)
 
 
 @command(
@@ -106,13 +102,11 @@ def _run_book(runs: Path, model: str | None, only: str | None, as_json: bool) ->
 def doctor(
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or of a study's arms."),
+        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or study's arms."),
     ] = None,
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Measure what is claimed of runs on a GPU: 30 minutes at most.")
-    ] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure what is claimed of a GPU: 30 minutes at most.")] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --gpu: a Hub id or folder; by default made-up weights.")
+        str | None, typer.Option(metavar="MODEL", help="With --gpu: Hub id or folder, else made up.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="CLAIMS", help="With --gpu: these claims alone.")] = None,
     sets: options.Sets = None,

@@ -24,9 +24,7 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
-    spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without one, defaults and --set.")
-    ] = None,
+    spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; else defaults and --set.")] = None,
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
@@ -79,8 +77,7 @@ def evaluate(
         settings=sets or (), name=name, runs=runs,
     )  # fmt: skip
     if as_json:
-        given = {"model": model, "task": task, "split": split}
-        return terminal.print_json({**given, **found.document()})
+        return terminal.print_json({"model": model, "task": task, "split": split, **found.document()})
     from ..api.result import intervals, wilson_interval
 
     result, percent = found.result, terminal.percent
@@ -196,15 +193,11 @@ def reward_model_train(
     rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
     model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
-    by: Annotated[
-        str, typer.Option(help="Value that ranks completions: reward, correct, or a reward's name.")
-    ] = "reward",
+    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or a reward's name.")] = "reward",
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
     learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of the data order and the initial head.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Of the data order and initial head.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).

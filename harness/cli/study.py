@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,6 @@ from .. import api
 from ..console import terminal
 from . import options, views
 from .commands import command
-
-if TYPE_CHECKING:
-    from ..study.launchers.ray import Cluster
-    from ..study.launchers.slurm import Slurm
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -83,7 +79,7 @@ def study_run(
         found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
     terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)
     if dry_run or workers != "0":
-        return _run(found, runs, count, as_json, dry_run, storage, cluster, together)
+        return _run(found, runs, count, as_json, dry_run, storage=storage, cluster=cluster, together=together)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -152,9 +148,7 @@ def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False)
 def study_show(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a study file, or a started study.")],
     sets: options.Sets = None,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Only what a file changes in the study that it extends.")
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Only what a file changes in the one that it extends.")] = False,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
@@ -260,9 +254,7 @@ def study_clone(
     study: options.Started,
     arm: options.Arm,
     sets: options.Sets = None,
-    warm: Annotated[
-        bool, typer.Option("--warm", help="Start from the newest checkpoints of the arm, not from the beginning.")
-    ] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="From the arm's newest checkpoints, not the beginning.")] = False,
     storage: options.Storage = None,
     runs: options.Runs = options.RUNS,
 ) -> None:
@@ -287,7 +279,7 @@ def compare(
     model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
     seeds: options.Seeds = None,
     tune: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate over N settings.")
+        int | None, typer.Option(min=1, metavar="N", help="First tune learning rates over N settings.")
     ] = None,
     controls: Annotated[
         str | None,
@@ -319,23 +311,17 @@ def compare(
     _run(study, runs, count, as_json, dry_run)
 
 
-def _run(
-    study: api.Study,
-    runs: Path,
-    workers: int | None,
-    as_json: bool,
-    dry_run: bool,
-    storage: str | None = None,
-    cluster: Cluster | Slurm | None = None,
-    together: bool | None = None,
-) -> None:
-    """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
+def _run(study: api.Study, runs: Path, workers: int | None, as_json: bool, dry_run: bool, **where: Any) -> None:
+    """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost.
+
+    `where` are the storage, the cluster and `together` of `run_to_report`.
+    """
     if dry_run:
-        document = api.dry_run(study, runs, workers, storage, together)
+        document = api.dry_run(study, runs, workers, where.get("storage"), where.get("together"))
         if as_json:
             return terminal.print_json({"study": study.name, "question": study.question, **document})
         return views.show_dry_run(study.name, study.question, document)
-    ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
+    ended = api.run_to_report(study, runs, workers, **where)
     status, record, files = ended.status, ended.record, ended.files
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}

@@ -5,7 +5,7 @@ Without a terminal it prints a line for each change of a trial's state, and now 
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,25 +34,16 @@ def study_view() -> Iterator[Callable[[StudyStatus], None]]:
     if not screen.is_terminal:
         yield LineView().update
         return
-    page, last = Page(), StudyStatus("", "starting", ())
-
-    def show(status: StudyStatus) -> None:
-        nonlocal last
-        last = status
-
-    with Live(console=screen, get_renderable=lambda: page.render(last), refresh_per_second=2, transient=True):
-        yield show
+    page, last = Page(), deque([StudyStatus("", "starting", ())], maxlen=1)
+    with Live(console=screen, get_renderable=lambda: page.render(last[0]), refresh_per_second=2, transient=True):
+        yield last.append
 
 
 def watch(read: Callable[[], StudyStatus]) -> None:
     """Show the study (from `read`) until nothing is left to run; only once if stdout is not a terminal."""
-    screen, page = console(), Page()
-    status = read()
-    if not screen.is_terminal or status.finished:
-        screen.print(page.render(status))
-        return
+    screen, page, status = console(), Page(), read()
     with Live(page.render(status), console=screen, auto_refresh=False) as live:
-        while not status.finished:
+        while screen.is_terminal and not status.finished:
             time.sleep(REFRESH_SECONDS)
             status = read()
             live.update(page.render(status), refresh=True)

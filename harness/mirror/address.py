@@ -24,8 +24,7 @@ ANSWER_SECONDS = 10.0  # after which a server counts as silent
 def tracking_uri(runs: Path) -> str:
     """The address of the MLflow store of a runs folder.
 
-    ValueError if it is unusable, or if MLflow would write elsewhere: it turns paths into URLs, and some paths do not
-    survive that.
+    ValueError if it is unusable, or if MLflow would write elsewhere: not every path survives as the URL that it makes.
     """
     if uri := remote_uri():
         return uri

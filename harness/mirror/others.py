@@ -1,5 +1,4 @@
-"""Follows a record with the mirrors that are plugins, each in a process of its own: one that hangs, raises or dies
-costs a warning, and the run or study nothing.
+"""Follows a record with the plugin mirrors, a process for each: one that hangs, raises or dies costs a warning alone.
 
 The process ends when its standard input has something or is closed: the record is whole, or its command was killed.
 """

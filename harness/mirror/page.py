@@ -1,8 +1,7 @@
 """MLflow's own app, which `cohort ui` serves, with a start page that first stores the studies' views in the browser.
 
-MLflow keeps the look of a table and its charts only in the browser, under the experiment's number. A link to a saved
-view would also show it, but with a warning. A user's changes stay until the study's view changes. MLflow finds this app
-by its entry point `mlflow.app`.
+MLflow keeps the look of tables and charts in the browser alone, under the experiment's number; a link to a saved view
+shows a warning too. A user's changes stay until the study's view changes. The entry point `mlflow.app` names this app.
 """
 
 import json

@@ -263,10 +263,9 @@ def _settle(store: Path, moved: str) -> None:
 
 
 def _look_into(store: Path) -> tuple[str, str | None]:
-    """The schema revision of a store, and the URI of the runs folder in which it was made if that is another one; waits
-    LOCK_SECONDS while it is locked.
+    """The schema revision of a store, and the URI of the runs folder in which it was made if that is another one.
 
-    sqlite3.DatabaseError for a file that is not a store, or is still locked.
+    sqlite3.DatabaseError for a file that is not a store, or is still locked after LOCK_SECONDS.
     """
     # opened for writing: the first reader rolls back a transaction that a kill left half done
     with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=LOCK_SECONDS, uri=True)) as database:

@@ -63,11 +63,8 @@ class RunHistory:
     def scores(self) -> dict[str, dict[str, float]]:
         """Area -> test problem -> fraction of its samples that were right, the mean over the area's evaluations."""
         return {
-            area: last
-            if len(steps) == 1
-            else {problem: fmean(one[problem] for one in steps.values()) for problem in last}
+            area: {problem: fmean(one[problem] for one in steps.values()) for problem in steps[max(steps)]}
             for area, steps in self.fractions.items()
-            for last in [steps[max(steps)]]
         }
 
     def latest(self) -> dict[str, float]:

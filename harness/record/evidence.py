@@ -21,7 +21,6 @@ from .run import INFO, RESULT
 from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
 
 EVIDENCE = "evidence.json"
-_DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
 
 
@@ -97,4 +96,4 @@ def is_inside(name: str) -> bool:
 
 def writing_versions() -> dict[str, str]:
     """The versions that decide how a report is written."""
-    return {**versions(), **{package: importlib.metadata.version(package) for package in _DRAWN_WITH}}
+    return {**versions(), **{one: importlib.metadata.version(one) for one in ("jinja2", "matplotlib", "scipy")}}

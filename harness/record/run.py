@@ -288,8 +288,7 @@ class RunLog:
 
 
 def system_load(process: psutil.Process) -> dict[str, float]:
-    """Percent of one core (of the process), percent of all cores (of the machine), bytes; percentages are means since
-    the last call. Takes about 0.1 ms without a GPU."""
+    """Percent of one core (process) or of all (machine), means since the last call; bytes. 0.1 ms without a GPU."""
     found = {
         "system/cpu_percent": process.cpu_percent(),
         "system/machine_cpu_percent": psutil.cpu_percent(),

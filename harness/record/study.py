@@ -316,8 +316,7 @@ def _claims(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def read_trial(directory: Path) -> TrialRecord | None:
-    """A trial as its folder records it; None if it has not begun. ValueError for files that a run cannot have
-    written, or that are of several runs."""
+    """A folder's trial; None if it has not begun. ValueError for files that no run has written, or several have."""
     info, history = RunInfo.load(directory), read_history(directory / EVENTS)
     if info is None or not history.attempts:
         return None
@@ -328,8 +327,8 @@ def read_trial(directory: Path) -> TrialRecord | None:
         raise ValueError(f"'{directory}' must hold its own run, but {INFO} is of {_words(own)} and {EVENTS} of "
                          f"{_words(other)}; restore it from a copy")  # fmt: skip
     end = history.finish[0] if history.finish else {"state": "running", "reason": None, "summary": {}}
-    scores = history.scores
     try:
+        scores = history.scores
         return TrialRecord(
             trial=directory.name,
             arm=info.tags["cohort.arm"],
