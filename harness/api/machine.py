@@ -30,8 +30,6 @@ class Check:
 
 def check_machine(runs: Path) -> list[Check]:
     """The results of all checks, in reading order. They leave nothing on disk."""
-    packages = [_package(name) for name in PACKAGES]
-
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -48,7 +46,7 @@ def check_machine(runs: Path) -> list[Check]:
         disk = Check("disk", "advice", disk.value, "checkpoints may not fit; free some space or use another --runs")
     return [
         Check("python", "ok", platform.python_version()),
-        *packages,
+        *map(_package, PACKAGES),
         Check("device", "ok", f"cuda: {gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"),
         Check("cores", "ok", f"{machine.usable_cores()} usable, {machine.default_workers()} workers by default"),
         place,

@@ -192,7 +192,7 @@ class Ended:
 
     @property
     def all_valid(self) -> bool:
-        """Whatever the queue says: a trial that cannot be read counts as failed."""
+        """Whether all trials are valid; one that cannot be read is not, whatever the queue says."""
         return self.status.all_valid and all(trial.state != "failed" for trial in self.record.trials)
 
 

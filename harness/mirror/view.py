@@ -13,7 +13,6 @@ from ..data import GREY
 VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag
 COLORS = "cohort.colors"  # an experiment tag: group -> colour
 RUN_COLOR = "mlflow.runColor"
-VIEW_NAME = "Arms"
 MAX_TAG = 20_000  # characters of an experiment's tag
 ARM = "cohort.arm"  # a tag of a trial's run, by which the table groups them; STUDY_GROUP for the parent run
 STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
@@ -70,4 +69,4 @@ def view_tag(metric: str, factors: Sequence[str], labels: Sequence[str]) -> tupl
         "compareRunCharts": [chart], "compareRunSections": [section],
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
     }  # fmt: skip
-    return VIEW, json.dumps({"name": VIEW_NAME, "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})
+    return VIEW, json.dumps({"name": "Arms", "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -112,7 +112,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
     return shown if whole else {}
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog", None]):
     """Receives the reports of a training run. Each event is flushed at once."""
 
     def __init__(
@@ -152,9 +152,6 @@ class RunLog:
         self.resumed_at = 0  # training step from which this attempt continues
         self._closed = False
         self._write_info()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
