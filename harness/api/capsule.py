@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..ground.files import FORMAT, MANIFEST, sha256
-from ..record.events import EVENTS, read_events
+from ..record.events import EVENTS, read_history
 from ..record.evidence import EVIDENCE, is_inside, read_evidence
 from ..record.study import STUDY, StudyRecord
 from .settings import runs_folder
@@ -52,8 +52,7 @@ def export_capsule(folder: Path, target: Path) -> int:
         raise ValueError(f"a capsule must be a new .zip file in a folder that exists, got '{target}'; name another")
     found = {EVIDENCE, *read_evidence(folder).files}
     for events in [name for name in found if name.endswith(f"/{EVENTS}")]:
-        directory = events.removesuffix(EVENTS)
-        found |= {directory + event["file"] for event in read_events(folder / events) if event["type"] == "kept"}
+        found |= {events.removesuffix(EVENTS) + file for file in read_history(folder / events).kept}
     names = sorted(found)
     if bad := [name for name in names if not is_inside(name)]:
         raise ValueError(f"the files of a study must be in its folder, got {bad[0]!r:.80}")

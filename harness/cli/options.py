@@ -65,7 +65,7 @@ Mirror = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20, or @FILE: many; repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a setting (steps=20), or all of an @FILE; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Seeds of each arm, such as 0,1,2.")]

@@ -102,11 +102,11 @@ def _run_book(runs: Path, model: str | None, only: str | None, as_json: bool) ->
 def doctor(
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or study's arms."),
+        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or of a study's arms."),
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure what is claimed of a GPU: 30 minutes at most.")] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --gpu: Hub id or folder, else made up.")
+        str | None, typer.Option(metavar="MODEL", help="With --gpu: a Hub id or folder; by default made-up weights.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="CLAIMS", help="With --gpu: these claims alone.")] = None,
     sets: options.Sets = None,

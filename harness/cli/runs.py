@@ -197,7 +197,7 @@ def reward_model_train(
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
     learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Of the data order and initial head.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of data order and initial head.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).

@@ -279,7 +279,7 @@ def compare(
     model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
     seeds: options.Seeds = None,
     tune: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First tune learning rates over N settings.")
+        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate over N settings.")
     ] = None,
     controls: Annotated[
         str | None,

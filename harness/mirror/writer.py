@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-    from .traces import TraceWriter
-
 POLICY = "cohort.policy"  # the tag that names the final policy
 RECORD = Path("record")  # the artifact folder with a run's record
 COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that may differ between two equal runs
@@ -92,7 +90,7 @@ class RunMirror:
         self._tail = Tail(directory / EVENTS)
         self._pending: list[_Key] = []  # logged, and perhaps not in the store
         self._info: RunInfo | None = None  # once the store's values are known
-        self._traces: TraceWriter | None = None
+        self._traces: Any = None  # a TraceWriter, whose module loads MLflow
         self._stored: dict[_Key, float] = {}
         self._told: tuple[Any, ...] = ()  # the ending that the store shows
         self._known = False  # whether the store has had an answer about a run that was copied whole
