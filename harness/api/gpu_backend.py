@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,11 @@ class Backend:
         """Bytes a second that each of two devices gets of the other's part when they gather a tensor."""
         torch.multiprocessing.spawn(_gather, (self.folder, self.device.type), nprocs=2)  # pyright: ignore
         return float((self.folder / "gathered").read_text())
+
+
+def here(folder: Path, model: str | None) -> Backend:
+    """This machine, with vLLM if it is installed, and the model or one of made-up weights in `folder`."""
+    return Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
 
 
 def make_up(folder: Path, shape: Mapping[str, Any]) -> None:

@@ -42,8 +42,10 @@ def study_view() -> Iterator[Callable[[StudyStatus], None]]:
 def watch(read: Callable[[], StudyStatus]) -> None:
     """Show the study (from `read`) until nothing is left to run; only once if stdout is not a terminal."""
     screen, page, status = console(), Page(), read()
+    if not screen.is_terminal or status.finished:
+        return screen.print(page.render(status))
     with Live(page.render(status), console=screen, auto_refresh=False) as live:
-        while screen.is_terminal and not status.finished:
+        while not status.finished:
             time.sleep(REFRESH_SECONDS)
             status = read()
             live.update(page.render(status), refresh=True)
