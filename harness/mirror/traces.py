@@ -77,8 +77,7 @@ class TraceWriter:
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
-        verdict = entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)
-        found: list[entities.Assessment] = [verdict]
+        found: list[Any] = [entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
