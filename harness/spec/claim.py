@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..data import Section, short_path
 from ..ground.words import quoted
 from .errors import did_you_mean
 
 Weights = dict[str, float]  # arm label -> its weight in a sum
+Listed = BeforeValidator(lambda raw: [raw] if isinstance(raw, Mapping) else raw)  # one may stand without brackets
 Predicts = Literal["above", "below", "equivalent", "not_below", "not_above", "ordered"]
 
 
@@ -24,7 +25,7 @@ class Claim(Section):
     sentence: str = Field(min_length=1, description="the claim, in your words")
     source: str = Field(min_length=1, description="paper, with its table or figure")
     predicts: Predicts = Field(description="the region of the contrast: see docs/studies.md")
-    contrast: list[Weights] = Field(
+    contrast: Annotated[list[Weights], Listed] = Field(
         default_factory=list, description="arm label -> weight, with sum 0; a list: each of them must be as predicted"
     )
     trend: str = Field(
@@ -37,11 +38,6 @@ class Claim(Section):
     )
     ratio: bool = Field(default=False, description="compare by ratios: the margin is a factor such as 1.7")
     margin: float = Field(default=0.0, ge=0, description="smallest difference that matters, in the metric's unit")
-
-    @field_validator("contrast", mode="before")
-    @classmethod
-    def _listed(cls, contrast: Any) -> Any:
-        return [contrast] if isinstance(contrast, Mapping) else contrast
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -56,9 +52,7 @@ class Claim(Section):
         if self.ratio and self.margin < 1:
             raise ValueError(f"the margin of a ratio must be a factor of at least 1, got {self.margin:g}")
         if self.predicts == "equivalent" and self.bound == 0:
-            raise ValueError(
-                "equivalent must have a margin, the difference that would matter; nothing is exactly equal"
-            )
+            raise ValueError("equivalent must have a margin, the difference that matters; nothing is exactly equal")
         return self
 
     @property

@@ -1,7 +1,9 @@
 """Names of settings in TRL (`GRPOConfig`, `LoraConfig`) and verl (`ppo_trainer.yaml`), and ours for the same."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from .paths import flat
 
 _THEIRS = {
     "algorithm.clip_epsilon": "epsilon clip_ratio clip_ratio_low",
@@ -57,17 +59,9 @@ DIFFERENCES = {
 
 def ours(keys: Sequence[str], value: Any) -> str:
     """`did you mean ...? ` for the first setting at or below a key that another library calls so; empty if none is."""
-    for path in _leaves(tuple(keys), value):
-        for name in (".".join(path[-2:]), path[-1]):
+    for path in flat({".".join(keys): value}):
+        for name in (".".join(path.split(".")[-2:]), path.rpartition(".")[2]):
             if name in NAMES:
                 note = f" ({DIFFERENCES[name]})" if name in DIFFERENCES else ""
                 return f"did you mean '{NAMES[name]}'{note}? "
     return ""
-
-
-def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    if not isinstance(value, Mapping):
-        yield path
-        return
-    for key, inner in value.items():
-        yield from _leaves((*path, str(key)), inner)

@@ -32,25 +32,23 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     """
     path, raw, _ = study_mapping(name_or_path)
     raw.setdefault("name", path.stem)
-    run: dict[str, Any] = {}
-    for dotted, value in parse_overrides(overrides).items():
-        if dotted.partition(".")[0] in StudySpec.model_fields:
-            raw = with_overrides(raw, {dotted: value}, whole=StudySpec.dotted_keys)
-        else:
-            run[dotted] = value
+    given = parse_overrides(overrides)
+    own = {dotted: value for dotted, value in given.items() if dotted.partition(".")[0] in StudySpec.model_fields}
+    run = {dotted: value for dotted, value in given.items() if dotted not in own}
+    raw = with_overrides(raw, own, whole=StudySpec.dotted_keys)
     if run and isinstance(raw.get("run"), dict):
         raw["run"] = with_overrides(raw["run"], run)
-        space, factors = _section(_section(raw, "search"), "space"), _section(raw, "factors")
-        for dotted in run.keys() & {*space, *factors}:
-            how = f"varies it; override the levels: --set 'factors.{dotted}=[...]'"
-            if dotted in space:
-                how = f"searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
-            raise SpecError(f"--set {dotted}: the study {how}")
     study = parse_study(raw, where=str(path))
-    arms = study.design_arms()
+    arms, space = study.design_arms(), study.search.space if study.search else {}
     for dotted in run:
-        if arms and all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
-            raise SpecError(f"--set {dotted}: every arm of the study sets it, so nothing would change; change the arms")
+        why = "every arm of the study sets it, so nothing would change; change the arms"
+        if dotted in space:
+            why = f"the study searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
+        elif dotted in study.factors:
+            why = f"the study varies it; override the levels: --set 'factors.{dotted}=[...]'"
+        elif not arms or not all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
+            continue
+        raise SpecError(f"--set {dotted}: {why}")
     return study
 
 
@@ -109,8 +107,3 @@ def _mapping(path: Path, kind: str, least: str) -> dict[str, Any]:
         got = "an empty file" if read is None else type(read).__name__
         raise SpecError(f"{path}: a {kind} file must be a mapping, got {got}; write at least {least}")
     return read
-
-
-def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = raw.get(key)
-    return section if isinstance(section, Mapping) else {}

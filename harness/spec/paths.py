@@ -37,3 +37,11 @@ def _inside(kind: Any, node: Any) -> Iterator[tuple[str, FieldInfo]]:
             yield from ((f"{name}.{path}", inner) for path, inner in _inside(get_args(kind)[1], value))
     elif isinstance(kind, type) and issubclass(kind, Section):
         yield from settings(kind, node)
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Dotted path -> value."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else {f"{above}{key}": value}
+    return found

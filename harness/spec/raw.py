@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import yaml
 
 from .errors import SpecError
+from .paths import flat
 
 MAX_BYTES, MAX_DEPTH = 100_000, 50  # of a file
 MAX_INTEGER = 2**53  # doubles (and so MLflow and JSON in JavaScript) round larger ones
@@ -21,7 +22,11 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for item in items:
         if item.startswith("@"):
-            result |= _flat(_settings(Path(item[1:])))
+            read = read_yaml(path := Path(item[1:]))
+            if not isinstance(read, Mapping):
+                rule = f"--set @{path}: the file must hold settings, such as engine: vllm"
+                raise SpecError(f"{rule}, got {type(read).__name__}")
+            result |= flat(read)
             continue
         path, equals, value = item.partition("=")
         if not equals or not path.strip():
@@ -31,21 +36,6 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {_words(error)}") from None
     return result
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
-    read = read_yaml(path)
-    if not isinstance(read, Mapping):
-        raise SpecError(f"--set @{path}: the file must hold settings, such as engine: vllm, got {type(read).__name__}")
-    return read
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Dotted path -> value."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else {f"{above}{key}": value}
-    return found
 
 
 def differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
 from ..ground.words import quoted
-from .claim import Claim, Weights
+from .claim import Claim, Listed, Weights
 from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
@@ -54,7 +54,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """One search of a study: its name ("" for the only one), base, space, objectives, and the seeds of every arm.
+    """One search of a study: its name ("" for the only one), base, space, and the seeds of every arm.
 
     The best arm also runs with the `final_seeds`, if there are any, as the final arm called `name`.
     """
@@ -62,7 +62,6 @@ class SearchPlan:
     name: str
     base: Arm
     search: Search
-    objectives: Mapping[str, Direction]
     seeds: tuple[int, ...]
     final_seeds: tuple[int, ...] = ()
 
@@ -151,12 +150,9 @@ class StudySpec(Section):
     baseline: str | None = Field(
         default=None, description="label of the arm to compare with, or a level; by default the first"
     )
-    claim: list[Claim] = Field(default_factory=list, description="a prediction, or several, fixed before the start")
-
-    @field_validator("claim", mode="before")
-    @classmethod
-    def _claims(cls, claim: Any) -> Any:
-        return [claim] if isinstance(claim, Mapping) else claim
+    claim: Annotated[list[Claim], Listed] = Field(
+        default_factory=list, description="a prediction, or several, fixed before the start"
+    )
 
     @field_validator("factors", mode="before")
     @classmethod
@@ -293,10 +289,8 @@ class StudySpec(Section):
             return []
         search, first = self.search, tuple(self.first_seeds)
         seeds, final = (first, ()) if self.compare is None else (tuple(search.seeds), first)
-        return [
-            SearchPlan(b.label, b, search.of(b.overrides.get("algorithm.name", "")), self.objectives(), seeds, final)
-            for b in self._known
-        ]
+        found = ((base, search.of(base.overrides.get("algorithm.name", ""))) for base in self._known)
+        return [SearchPlan(base.label, base, own, seeds, final) for base, own in found]
 
     def arm_labels(self) -> list[str]:
         """Labels of the compared arms, as far as they are known before the study runs."""
@@ -392,10 +386,8 @@ class StudySpec(Section):
         else:
             num_arms = math.prod(map(len, self.factors.values())) * max(len(named), 1)
             if num_arms > MAX_ARMS:
-                raise SpecError(
-                    f"study '{self.name}': a grid must have at most {MAX_ARMS:,} arms, got {num_arms:,}; take fewer "
-                    "levels, or design: search"
-                )
+                rule = f"study '{self.name}': a grid must have at most {MAX_ARMS:,} arms"
+                raise SpecError(f"{rule}, got {num_arms:,}; take fewer levels, or design: search")
             grid = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
             points = [(name, point) for name in (named or [""]) for point in grid]
         for name, point in points:
