@@ -120,10 +120,8 @@ def clone_arm(
         spec = plan.study.changed(plan.arms[parent], label, changes).spec
         _check_differs(queue, parent, changes, spec, warm)
         if spec.devices > plan.study.devices:
-            raise SpecError(
-                f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, got "
-                f"{spec.devices}; lower devices"
-            )
+            rule = f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has"
+            raise SpecError(f"{rule}, got {spec.devices}; lower devices")
         check_runs([spec], plan.runs, models=execute == EXECUTE)
         if execute == EXECUTE:
             check_metrics(plan.study, [spec])

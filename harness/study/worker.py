@@ -93,7 +93,7 @@ def worker_main(
                 claim = _patiently(queue.claim, stop)
                 if claim is None:
                     is_patient = time.monotonic() < idle_since + patience
-                    if not _patiently(queue.unfinished if is_patient else queue.awaits_more, stop):
+                    if not _patiently(queue.unfinished if is_patient else queue.coming, stop):
                         break
                     stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
                     continue
@@ -236,10 +236,9 @@ class _TrialLog(RunLog):
 
     def must_stop(self) -> bool:
         if self.resumed_at < self._least:
-            raise ValueError(
-                f"a warm clone must start from the checkpoint of step {self._least}, which is missing from "
-                f"'{self.directory}': copy it there from the host that made the clone, or clone without --warm"
-            )
+            rule = f"a warm clone must start from the checkpoint of step {self._least}"
+            fix = "copy it there from the host that made the clone, or clone without --warm"
+            raise ValueError(f"{rule}, which is missing from '{self.directory}': {fix}")
         new, self._validation = self._validation, None
         if new is not None:
             with suppress(StorageUnavailable):  # asked to stop meanwhile

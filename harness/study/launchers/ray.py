@@ -67,10 +67,9 @@ class RayPool(Pool):
         try:
             self._ray.init(address=address, **options)
         except (ConnectionError, ValueError) as error:
-            raise SpecError(
-                f"no Ray cluster answers at '{address}' ({str(error).splitlines()[0]}); check RAY_ADDRESS, or "
-                "leave it out for a cluster on this machine"
-            ) from None
+            fix = "check RAY_ADDRESS, or leave it out for a cluster on this machine"
+            words = str(error).splitlines()[0]
+            raise SpecError(f"no Ray cluster answers at '{address}' ({words}); {fix}") from None
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
         asked = self.cluster.asked(self.devices, nodes)
