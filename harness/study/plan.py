@@ -47,10 +47,14 @@ class Plan:
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.clones: dict[str, Clone] = {}
-        self.seeds: list[int] = []  # seeds of the arms of the design
-        self.keys: list[Key] = []
+        self.dropped: Collection[str] = ()  # labels of arms that were taken back
+        self._keys: dict[Key, None] = {}  # in order
         self.take(study.first_seeds)
-        self._searched: dict[str, list[int]] = {}  # arm label, of a search or a clone -> seeds
+
+    @property
+    def keys(self) -> list[Key]:
+        """The trials, without those of arms that were taken back."""
+        return [key for key in self._keys if key[0] not in self.dropped]
 
     @cached_property
     def _digest(self) -> str:
@@ -58,18 +62,13 @@ class Plan:
 
     def take(self, seeds: Sequence[int]) -> None:
         """Also run the arms of the design with these seeds."""
-        new = [seed for seed in seeds if seed not in self.seeds]
-        self.seeds += new
-        self.keys += [(arm.label, seed) for seed in new for arm in self.study.design_arms()]
+        self._keys |= dict.fromkeys((arm.label, seed) for seed in seeds for arm in self.study.design_arms())
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Add the arms that searches have found, with the seeds that they may run."""
         for arm, seeds in searched:
             self.arms[arm.label] = arm
-            known = self._searched.setdefault(arm.label, [])
-            new = [seed for seed in seeds if seed not in known]
-            known += new
-            self.keys += [(arm.label, seed) for seed in new]
+            self._keys |= dict.fromkeys((arm.label, seed) for seed in seeds)
 
     def add_clones(self, clones: Sequence[Clone]) -> None:
         """Add the exploratory arms that were cloned from others while the study ran."""
@@ -78,10 +77,6 @@ class Plan:
                 arm = self.study.changed(self.arms[clone.parent], clone.label, clone.changes)
                 self.clones[clone.label] = clone
                 self.add([(replace(arm, phase="exploratory"), clone.seeds)])
-
-    def drop(self, labels: Collection[str]) -> None:
-        """Leave out the trials of arms that were taken back."""
-        self.keys = [key for key in self.keys if key[0] not in labels]
 
     def spec(self, key: Key) -> RunSpec:
         return self.arms[key[0]].run_spec(key[1])

@@ -90,7 +90,11 @@ class Queue:
         with self.storage.lock():
             attempts = self._end_lost(self._read())
             self._advance(attempts)
-            key = self._next(attempts) or self._ask()
+            key = self._next(attempts)
+            if key is None:  # the first trial of a new arm, of the search with the fewest arms
+                searches = sorted(self._searches, key=lambda search: len(search.handed_out()))
+                key = next(filter(None, (search.ask() for search in searches)), None)
+                self._add_searched()
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
             if key is None or lease is None:
                 return None
@@ -186,10 +190,6 @@ class Queue:
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
         return any(still) or bool(self._coming(attempts))
 
-    def awaits_more(self) -> bool:
-        """Whether a search or the seeds have another trial to come."""
-        return bool(self.coming())
-
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
@@ -267,14 +267,6 @@ class Queue:
         keys = [(arm.label, seed) for arm in study.design_arms() for seed in study.first_seeds]
         return {key: attempts.state(key) for key in keys}
 
-    def _ask(self) -> Key | None:
-        """The first trial of a new arm, of the search with the fewest arms; None if no arm is due."""
-        for search in sorted(self._searches, key=lambda search: len(search.handed_out())):
-            if (key := search.ask()) is not None:
-                self._add_searched()
-                return key
-        return None
-
     def _coming(self, attempts: Attempts) -> list[tuple[Arm, int]]:
         study = self.plan.study
         if isinstance(study.seeds, TwoStage):
@@ -310,7 +302,7 @@ class Queue:
             self.plan.take(self._decided["seeds"] if self._decided else ())
             self._add_searched()
             self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
-            self.plan.drop(attributes.get(DROPPED, ()))
+            self.plan.dropped = attributes.get(DROPPED, ())
         return Attempts(trials, attributes.get(RETRY_BELOW, 0))
 
     def _attributes(self) -> Mapping[str, Any]:
@@ -417,14 +409,12 @@ def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
     folder = runs / "studies"
     storage = open_storage(folder / name, name, url)
     document = storage.read_document()
-    if document is None and url:
-        raise SpecError(
-            f"no study '{name}' was started in {storage.place}; start it with: cohort study run {name}{hint}"
-        )
     if document is None:
-        known = sorted(file.parent.name for file in folder.glob("*/study.json"))
-        there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
-        raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}{hint}")
+        place, known, fix = storage.place, [], f"start it with: cohort study run {name}"
+        if not url:
+            place, known = f"'{runs}'", sorted(file.parent.name for file in folder.glob("*/study.json"))
+            fix = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
+        raise SpecError(f"no study '{name}' was started in {place}; {did_you_mean(name, known)}{fix}{hint}")
     study = parse_study(study_settings(document), where=storage.document_place)
     return Queue(Plan(study, runs, document.get("inputs", {})), storage)
 
