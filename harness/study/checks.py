@@ -119,7 +119,8 @@ def trials_together(
     for it and no two trials can share.
     """
     sets: dict[str, list[Key]] = defaultdict(list)
-    for key in plan.keys:
+    every = plan.keys
+    for key in every:
         if (common := sharing_key(plan.spec(key))) is not None:
             sets[common].append(key)
     if together and all(len(keys) == 1 for keys in sets.values()):
@@ -130,7 +131,7 @@ def trials_together(
     count = workers or (default_workers(plan.study.devices) if here else None)
     if together is False or count is None:
         return {}
-    copies = [num_copies(plan.study, arm.spec, workers, len(plan.keys)) for arm in plan.arms.values()] if here else []
+    copies = [num_copies(plan.study, arm.spec, workers, len(every)) for arm in plan.arms.values()] if here else []
     found: dict[str, dict[str, Any]] = {}
     for common, keys in sets.items():
         at_once = -(-len(keys) // count)
@@ -155,12 +156,12 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
     left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
     for arm, count in queue.coming():
         left += [(arm.spec, plan.folder / "trials" / "to come")] * count
-    at_once = max(1, min(workers or (default_workers(plan.study.devices) if here else 1), len(left)))
-    if plan.study.interleave:
-        at_once = max(1, len(left))  # all of them are in progress
-    return check_disk(
-        plan.runs, left if isinstance(queue.storage, LocalStorage) else left[:at_once], at_once, "nothing"
-    )
+    most = workers or (default_workers(plan.study.devices) if here else 1)
+    at_once = max(
+        1, len(left) if plan.study.interleave else min(most, len(left))
+    )  # interleaved ones all are in progress
+    mine = left if isinstance(queue.storage, LocalStorage) else left[:at_once]
+    return check_disk(plan.runs, mine, at_once, "nothing")
 
 
 def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
@@ -213,10 +214,9 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
     if started is None:
         return {}
     if lost := {"digest", "seeds", "inputs"} - started.keys():
-        raise SpecError(
-            f"the record of a started study must say what it was started with, {storage.document_place} has no "
-            f"{' and no '.join(sorted(lost))}; restore it from a copy, or choose another name with --name NAME"
-        )
+        rule = f"the record of a started study must say what it was started with, {storage.document_place} has no "
+        fix = "restore it from a copy, or choose another name with --name NAME"
+        raise SpecError(f"{rule}{' and no '.join(sorted(lost))}; {fix}")
     if started["digest"] != study.digest() and not _only_adds_arms(started, study):
         now, then = study.model_dump(mode="json"), study_settings(started)
         changes = list(differences(then, {key: now[key] for key in now if key in then or now[key]}))
@@ -232,10 +232,8 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
         )
     missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
     if missing:
-        raise SpecError(
-            f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "
-            f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
-        )
+        rule = f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}"
+        raise SpecError(f"{rule}, got {study.seeds}; add {missing}, or give this one another name (--name NAME)")
     return started["inputs"]
 
 

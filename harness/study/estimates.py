@@ -8,7 +8,6 @@ was measured, they follow from the operations of a pass and the speed of a produ
 import heapq
 import json
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -100,7 +99,10 @@ class Clock:
         self._paces = {arm: _pace(ones) for arm, ones in found.items()}
         here = [one for ones in found.values() for one in ones]
         self._here = _pace(here) if here else None
-        self.past, self._threads = _newest_runs(plan.runs), max(1, usable_cores() // workers)
+        starts = tuple(ended for ended, _ in _stamped((plan.runs / "cache" / "cold-start").glob("*/")))
+        newest = heapq.nlargest(NEWEST, _stamped(_results(plan.runs)))
+        self.past = [run for ended, file in newest if (run := _past_run(file, ended, starts))]
+        self._threads = max(1, usable_cores() // workers)
         self._used: dict[object, int] = {"here": len(here)}
 
     @property
@@ -182,13 +184,6 @@ def _pace(found: Sequence[Timed]) -> float:
     return sum(one.seconds for one in found) / sum(one.passes for one in found)
 
 
-def _newest_runs(runs: Path) -> list[Timed]:
-    """The newest complete runs of the runs folder."""
-    starts = tuple(ended for ended, _ in _stamped((runs / "cache" / "cold-start").glob("*/")))
-    newest = heapq.nlargest(NEWEST, _stamped(_results(runs)))
-    return [run for ended, file in newest if (run := _past_run(file, ended, starts))]
-
-
 def _stamped(paths: Iterable[Path]) -> Iterator[tuple[float, Path]]:
     """When each was last written; without those that another process removed or renamed since they were listed."""
     for path in paths:
@@ -215,27 +210,22 @@ def _by_arithmetic(model: str, device: str, threads: int) -> float:
     """Seconds for a pass of one token through a model that was never timed here: 2 operations per weight, at the
     measured speed of a product; NaN for a model or device that is not here."""
     import torch
+    from torch.utils.benchmark import Timer
 
     from ..devices.device import resolve_device
     from ..policy.model import empty_model, model_config
 
     if not is_here(model):
         return math.nan
-    before = torch.get_num_threads()
     try:
         config, place = model_config(model), resolve_device(device)
         weights = sum(p.numel() for p in empty_model(config).parameters())
-        torch.set_num_threads(threads)
         rows, width = torch.ones(1024, config.hidden_size, device=place), config.hidden_size
-        matrix, count, began = torch.ones(width, 4 * width, device=place), 0, time.perf_counter()
-        while (took := time.perf_counter() - began) < 0.1:
-            float((rows @ matrix)[0, 0])  # waits for a GPU
-            count += 1
-        return 2 * weights * took / (count * 2 * 1024 * 4 * width**2) / EFFICIENCY
+        product = {"rows": rows, "matrix": torch.ones(width, 4 * width, device=place)}
+        took = Timer("rows @ matrix", globals=product, num_threads=threads).blocked_autorange(min_run_time=0.1).mean
+        return 2 * weights * took / (2 * 1024 * 4 * width**2) / EFFICIENCY
     except Exception:  # as in the memory estimate
         return math.nan
-    finally:
-        torch.set_num_threads(before)
 
 
 def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = ()) -> dict[str, Any]:

@@ -127,9 +127,8 @@ def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dic
             except ValueError as error:
                 reason = str(error)
         if reason is not None or trial.state == "failed":
-            key = (trial.arm, trial.seed)
-            name, factors = trial.directory.name, dict(plan.arms[trial.arm].levels)
-            found.append({"trial": name, "arm": key[0], "seed": key[1], "factors": factors, "reason": reason or ""})
+            own = {"trial": trial.directory.name, "arm": trial.arm, "seed": trial.seed}
+            found.append({**own, "factors": dict(plan.arms[trial.arm].levels), "reason": reason or ""})
     return found
 
 

@@ -55,7 +55,7 @@ class ArmSearch:
 
     def create(self) -> None:
         """Create the Optuna study if it is missing."""
-        directions = list(self.plan.objectives.values())
+        directions = list(self.study.objectives().values())
         optuna.create_study(storage=self.storage, study_name=self.name, directions=directions, load_if_exists=True)
 
     def handed_out(self) -> list[FrozenTrial]:
@@ -70,9 +70,10 @@ class ArmSearch:
 
     def advance(self, attempts: Attempts) -> None:
         """Record ended arms and hand out the next seeds of the others. Idempotent."""
-        for trial in self._unended():
+        for trial in self._trials(TrialState.RUNNING):
             self._advance(trial, attempts)
-        if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and self._complete():
+        is_over = self.plan.final_seeds and self._final_arm() is None and self._settled(attempts)
+        if is_over and self._trials(TrialState.COMPLETE):
             self._load().set_user_attr("best", self._best().user_attrs["arm"])
 
     def ask(self) -> Key | None:
@@ -102,18 +103,18 @@ class ArmSearch:
         """Number of (arm, seed) pairs, at most, that are not handed out yet."""
         seeds = len(self.plan.seeds)
         count = (self.plan.search.trials - len(self.handed_out())) * seeds if self._is_due() else 0
-        for trial in self._unended():
+        for trial in self._trials(TrialState.RUNNING):
             keys = _keys(trial)
             if not any(attempts.state(key) in ENDED_BADLY for key in keys):
                 count += seeds - len(keys)
-        hopeless = self._settled(attempts) and not self._complete()  # no final arm will come
+        hopeless = self._settled(attempts) and not self._trials(TrialState.COMPLETE)  # no final arm will come
         if self._final_arm() is None and not hopeless:
             count += len(self.plan.final_seeds)
         return count
 
     def report(self, key: Key, step: int, value: float) -> str | None:
         """Record a validation of an arm; returns why the arm is given up now, or None."""
-        trial = next((t for t in self._unended() if t.user_attrs.get("arm") == key[0]), None)
+        trial = next((t for t in self._trials(TrialState.RUNNING) if t.user_attrs.get("arm") == key[0]), None)
         if trial is None or "behind" in trial.user_attrs:
             return trial and trial.user_attrs.get("behind")
         position = trial.user_attrs["seeds"].index(key[1])
@@ -146,13 +147,13 @@ class ArmSearch:
         pareto, best labels of the arms that no other arm beats in all objectives; the best arm of a single objective
         refused      proposed points that are no valid run or repeat one, with the reason
         """
-        search, objectives, trials = self.plan.search, self.plan.objectives, self._trials()
-        is_complete = bool(self._complete())
+        search, objectives, trials = self.plan.search, self.study.objectives(), self._trials()
+        is_complete = bool(self._trials(TrialState.COMPLETE))
         return {
             "sampler": search.sampler,
             "pruner": search.pruner,
             "trials": search.trials,
-            "objectives": dict(objectives),
+            "objectives": objectives,
             "importances": self._importances(),
             "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()],
             "pareto": [trial.user_attrs["arm"] for trial in self._load().best_trials] if is_complete else [],
@@ -177,7 +178,7 @@ class ArmSearch:
                     return
         if len(keys) == len(self.plan.seeds):
             values = [attempts.end(key)["values"] for key in dict.fromkeys(keys)]
-            means = [statistics.fmean(found[name] for found in values) for name in self.plan.objectives]
+            means = [statistics.fmean(found[name] for found in values) for name in self.study.objectives()]
             self._load().tell(trial.number, means, TrialState.COMPLETE)
         elif "behind" in trial.user_attrs:
             self._end(trial, TrialState.PRUNED, trial.user_attrs["behind"])
@@ -194,14 +195,14 @@ class ArmSearch:
             "parameters": trial.params,
             "state": state,
             "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
-            "values": dict(zip(self.plan.objectives, trial.values, strict=True)) if state == "complete" else {},
+            "values": dict(zip(self.study.objectives(), trial.values, strict=True)) if state == "complete" else {},
             "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
             "num_seeds": len(states),
         }
 
     def _settled(self, attempts: Attempts) -> bool:
         """Whether no arm is due, running, or able to continue before the study is started again."""
-        for trial in self._unended():
+        for trial in self._trials(TrialState.RUNNING):
             states = {attempts.state(key) for key in _keys(trial)}
             if "failed" not in states or not states.isdisjoint(LIVE):
                 return False
@@ -257,7 +258,7 @@ class ArmSearch:
     def _best(self) -> FrozenTrial:
         """The complete arm with the best value of a single objective; the first of equal ones."""
         sign = -1 if self._load().direction == StudyDirection.MAXIMIZE else 1
-        return min(self._complete(), key=lambda trial: (sign * trial.values[0], trial.number))
+        return min(self._trials(TrialState.COMPLETE), key=lambda trial: (sign * trial.values[0], trial.number))
 
     def _importances(self) -> dict[str, Any]:
         """Shares of the variance of the first objective between complete arms that each setting explains (fANOVA).
@@ -265,7 +266,7 @@ class ArmSearch:
         A random forest is fitted to the arms and its variance decomposed (Hutter et al. 2014, PMLR 32(1):754-762); only
         the effects of single settings are counted, scaled to the sum 1. Few arms make a rough guess.
         """
-        complete = self._complete()
+        complete = self._trials(TrialState.COMPLETE)
         if len(complete) < MIN_FOR_IMPORTANCE:
             reason = f"needs {MIN_FOR_IMPORTANCE} complete arms, there are {len(complete)}"
             return {"method": None, "values": {}, "reason": reason}
@@ -279,15 +280,10 @@ class ArmSearch:
         )
         return {"method": "fANOVA", "values": {path: float(value) for path, value in values.items()}, "reason": None}
 
-    def _complete(self) -> list[FrozenTrial]:
-        return [trial for trial in self._trials() if trial.state == TrialState.COMPLETE]
-
-    def _unended(self) -> list[FrozenTrial]:
-        return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
-
-    def _trials(self) -> list[FrozenTrial]:
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """The trials in these states, by default all."""
         try:
-            return self._load().get_trials(deepcopy=False)
+            return self._load().get_trials(deepcopy=False, states=states or None)
         except KeyError:  # not created yet
             return []
 
@@ -312,10 +308,8 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
     """Optuna's description of a dimension."""
     if dimension.choices is not None:
         return CategoricalDistribution(dimension.choices)
-    assert dimension.low is not None and dimension.high is not None
-    if dimension.whole:
-        return IntDistribution(int(dimension.low), int(dimension.high), dimension.log)
-    return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log)
+    kind: Any = IntDistribution if dimension.whole else FloatDistribution
+    return kind(dimension.low, dimension.high, dimension.log)
 
 
 def _new_sampler(search: Search, seed: int) -> BaseSampler:
