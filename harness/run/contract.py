@@ -73,7 +73,8 @@ def check_package(package: str) -> Iterator[Finding]:
             try:
                 check.test(make(kind, name))
             except Exception as error:  # of foreign code
-                found = _in_words(error)
+                words = " ".join(str(error).split())
+                found = words if isinstance(error, AssertionError) and words else f"{type(error).__name__}: {words}"
             yield Finding(kind, name, check.rule, check.fix, found)
             if found and check is loads:
                 break
@@ -89,11 +90,6 @@ def make(kind: plugins.Kind, name: str) -> Any:
 
 def _engine(cls: Any, seed: int) -> Any:
     return cls(cls.Settings(), tiny_model(seed), TextCodec(tiny_tokenizer()))
-
-
-def _in_words(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if isinstance(error, AssertionError) and words else f"{type(error).__name__}: {words}"
 
 
 def _rule(kinds: str, fix: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
@@ -134,12 +130,6 @@ def batch_of(mask: Any, rewards: Any, group_size: int, **tensors: Any) -> Batch:
         **tensors,
     }
     return Batch(completion_mask_BT=mask, group_size=group_size, **named)
-
-
-def graded(correct: Any) -> list[GradedGroup]:
-    """Three groups of four."""
-    parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(CLASSES), GROUP_SIZE)]
-    return [graded_group(CLASSES[p], correct[p], prompt_id=f"p{p.start}", num_tokens=(3,) * 4) for p in parts]
 
 
 def make_batch(rewards: Any) -> Batch:
@@ -209,10 +199,11 @@ def objective_is_told(algorithm: Algorithm) -> None:
 def default_rewards_see_gold_as_declared(algorithm: Algorithm) -> None:
     """The default rewards see gold only where the algorithm declares it."""
     rewards = parse_run({"task": "arithmetic", "algorithm": algorithm}, "check").rewards
-    paid, permuted = (
-        [value for found in score(rewards, graded(correct)) for value in found.totals]
-        for correct in (CORRECT, tuple(not one for one in CORRECT))
-    )
+    paid, permuted = [], []
+    for totals, correct in ((paid, CORRECT), (permuted, [not one for one in CORRECT])):
+        parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(CLASSES), GROUP_SIZE)]
+        groups = [graded_group(CLASSES[p], correct[p], prompt_id=f"p{p.start}", num_tokens=(3,) * 4) for p in parts]
+        totals += [value for found in score(rewards, groups) for value in found.totals]
     _must(len(paid) == len(CLASSES) and all(map(math.isfinite, paid)), f"paid {paid}")
     _must(any(paid) == algorithm.learns_from_rewards, f"learns_from_rewards is {algorithm.learns_from_rewards}")
     moved = paid != permuted
