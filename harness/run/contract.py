@@ -261,10 +261,8 @@ def better_answers_become_likelier(algorithm: Algorithm) -> None:
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()
+    torch.optim.SGD(policy.parameters(), lr=0.01).step()
     with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.01 * parameter.grad
         after, _ = token_logprobs(policy, tokens, mask, 1.0)
     _must(after[0].sum() - after[1].sum() > before, "it became less likely")
 

@@ -51,19 +51,15 @@ class Claim(Section):
                 raise ValueError(f"weights of a contrast must have sum 0 and not all be 0, got {weights}")
         if self.ratio and self.margin < 1:
             raise ValueError(f"the margin of a ratio must be a factor of at least 1, got {self.margin:g}")
-        if self.predicts == "equivalent" and self.bound == 0:
+        if self.predicts == "equivalent" and self.region == (0, 0):
             raise ValueError("equivalent must have a margin, the difference that matters; nothing is exactly equal")
         return self
 
     @property
-    def bound(self) -> float:
-        """The margin on the scale of the contrast, which is logarithmic for ratios."""
-        return math.log(self.margin) if self.ratio else self.margin
-
-    @property
     def region(self) -> tuple[float, float]:
-        """The ends between which each contrast must lie."""
-        bound, below = self.bound, 0.0 - self.bound
+        """The ends between which each contrast must lie, on its scale, which is logarithmic for ratios."""
+        bound = math.log(self.margin) if self.ratio else self.margin
+        below = 0.0 - bound
         return {
             "above": (bound, math.inf), "ordered": (bound, math.inf), "below": (-math.inf, below),
             "equivalent": (below, bound), "not_below": (below, math.inf), "not_above": (-math.inf, bound),

@@ -176,10 +176,10 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
                 continue
             near = f"validation/{metric.rpartition('/')[2]}"  # the split that a study may look at
             hint = f"did you mean '{near}'? " if near in known else did_you_mean(metric, known)
+            rule, those = "search.objectives must be metrics that runs log", [*known, *COSTS]
             if metric == study.metric:
-                raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
-            raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
-                            f"{', '.join([*known, *COSTS])}")  # fmt: skip
+                rule, those = "metric must be one of an evaluation", known
+            raise SpecError(f"{rule}, got '{metric}'; {hint}{', '.join(those)}")
 
 
 def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:

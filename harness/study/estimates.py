@@ -237,30 +237,27 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     """
     counts = Counter(trial.arm for trial in status.trials)
     clock = Clock(plan, status, status.workers)
-    listed = {label: (plan.arms[label], count) for label, count in counts.items()}
-    for arm, count in coming:
-        listed[arm.label] = (arm, counts[arm.label] + count)
-    arms = []
-    for arm, count in listed.values():
-        spec = arm.spec
-        rollouts = spec.num_rollouts
-        arms.append({
-            "arm": arm.label, "overrides": dict(arm.overrides), "trials": count, "steps": spec.steps,
-            "rollouts": rollouts, "generated_tokens_bound": rollouts * spec.max_tokens, "seconds": clock.left(arm),
-        })  # fmt: skip
-    sums = {
-        key: sum(arm["trials"] * arm[key] for arm in arms) for key in ("steps", "rollouts", "generated_tokens_bound")
-    }
+    listed = {label: plan.arms[label] for label in counts} | {arm.label: arm for arm, _ in coming}
+    counts.update({arm.label: count for arm, count in coming})
+    arms: list[dict[str, Any]] = [{
+        "arm": label, "overrides": dict(arm.overrides), "trials": counts[label], "steps": arm.spec.steps,
+        "rollouts": arm.spec.num_rollouts, "generated_tokens_bound": arm.spec.num_rollouts * arm.spec.max_tokens,
+        "seconds": clock.left(arm),
+    } for label, arm in listed.items()]  # fmt: skip
+
+    def total(key: str) -> Any:
+        return sum(arm["trials"] * arm[key] for arm in arms)
+
     first = {"trials": len(status.trials), "seconds": with_time_left(status, plan, (), status.workers).left}
     return {
         "arms": arms,
         "seeds": plan.study.model_dump(mode="json")["seeds"],
         "at_least": first if isinstance(plan.study.seeds, TwoStage) else None,
-        "trials": sum(arm["trials"] for arm in arms),
+        "trials": counts.total(),
         "ended": sum(not trial.is_open for trial in status.trials),
         "workers": status.workers,
-        **sums,
-        "trial_seconds": sum(arm["trials"] * arm["seconds"] for arm in arms),
+        **{key: total(key) for key in ("steps", "rollouts", "generated_tokens_bound")},
+        "trial_seconds": total("seconds"),
         "seconds": status.left,
         "measured": status.measured,
     }

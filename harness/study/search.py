@@ -326,11 +326,10 @@ def _new_sampler(search: Search, seed: int) -> BaseSampler:
 
 def _new_pruner(plan: SearchPlan) -> BasePruner:
     """The pruner of a search; its steps are training steps, counted on from one seed of an arm to the next."""
-    spec = plan.base.spec
     match plan.search.pruner:
         case "none":
             return NopPruner()
         case "median":
             return MedianPruner(n_startup_trials=plan.search.startup)
         case "hyperband":
-            return HyperbandPruner(spec.evaluation.every, len(plan.seeds) * spec.steps)
+            return HyperbandPruner(plan.base.spec.evaluation.every, len(plan.seeds) * plan.base.spec.steps)
