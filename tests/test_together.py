@@ -3,9 +3,9 @@
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from cohort.harness.ground.files import read_json
 from cohort.harness.policy.lora import adapter_weights, policies_on
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import together as together_module
 from cohort.harness.run.cold_start import start_policy
 from cohort.harness.run.loop import train
 from cohort.harness.run.together import Together
@@ -142,7 +143,7 @@ def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, ca
 
 
 class Recorder:
-    """An engine that records the calls of each batch, and fails when it is told to."""
+    """An engine that records the calls of each batch, each of which takes a second, and fails when it is told to."""
 
     def __init__(self, failing=()):
         self.batches, self.failing, self.threads = [], failing, set()
@@ -150,10 +151,17 @@ class Recorder:
     def generate_each(self, calls, sampling):
         self.threads.add(threading.current_thread())
         self.batches.append(([call.policy for call in calls], sampling.temperature))
-        time.sleep(0.01)
         if len(self.batches) - 1 in self.failing:
             raise MemoryError("no room")
         return [[] for _ in calls]
+
+
+@pytest.fixture
+def sampling_takes_all_time(monkeypatch):
+    """Of the engine that the test gives to this function."""
+    return lambda engine: monkeypatch.setattr(
+        together_module, "time", SimpleNamespace(perf_counter=lambda: float(len(engine.batches)))
+    )
 
 
 def turns(specs, works, engine):
@@ -170,7 +178,7 @@ def ask(together, number, temperature=1.0, *, version=None):
     together.sample(number, Call(PROMPTS, 2, 0, 0, number), Sampling(temperature=temperature, max_tokens=4))
 
 
-def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_step():
+def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_step(sampling_takes_all_time):
     order = []
 
     def steps(sample, number):
@@ -185,12 +193,12 @@ def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_ste
         order.append((number, "end"))
 
     engine = Recorder()
+    sampling_takes_all_time(engine)
     together = turns([make_spec()] * 3, [steps, steps, evaluates], engine)
     together.results()
     assert engine.batches == [([0, 1, 2], 1.0), ([2], 0.0), ([0, 1, 2], 1.0)]
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, "end")]
-    # every batch takes 0.01 s, which those in it share: the one that was alone in one has most
-    assert together._seconds[2] > together._seconds[0] > 0.005
+    assert together._seconds == pytest.approx([2 / 3, 2 / 3, 5 / 3])  # a share of a third in two batches, one alone
     assert engine.threads == {threading.current_thread()}
 
 
@@ -203,17 +211,18 @@ class Writer(Recorder):
         return [[Group(PROMPTS[0], (5,), (ends[call.policy],))] for call in calls]
 
 
-def test_the_seconds_of_a_common_batch_are_shared_by_tokens():
-    together = turns([make_spec()] * 2, [], Writer())
+def test_the_seconds_of_a_common_batch_are_shared_by_tokens(sampling_takes_all_time):
+    sampling_takes_all_time(engine := Writer())
+    together = turns([make_spec()] * 2, [], engine)
     for seat in range(2):
         together._waiting[seat] = (Call(PROMPTS[:1], 1, 0, 0, seat), Sampling(max_tokens=16))
     together._sample()
-    # one more than their tokens: 3 and 15
-    assert together._seconds[1] == pytest.approx(5 * together._seconds[0]) and together._seconds[0] > 0
-    failing = turns([make_spec()] * 2, [], Recorder(failing=[0]))
+    assert together._seconds == pytest.approx([3 / 18, 15 / 18])  # one more than their tokens
+    sampling_takes_all_time(engine := Recorder(failing=[0]))
+    failing = turns([make_spec()] * 2, [], engine)
     failing._waiting.update({seat: (Call(PROMPTS[:1], 1, 0, 0, seat), Sampling(max_tokens=16)) for seat in range(2)})
     failing._sample()
-    assert failing._seconds[1] == pytest.approx(failing._seconds[0]) and failing._seconds[0] > 0
+    assert failing._seconds == [0.5, 0.5]
 
 
 def test_an_error_in_a_run_or_a_batch_leaves_nobody_waiting():
