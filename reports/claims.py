@@ -8,7 +8,7 @@ task and machine of the study, which are rarely those of the claim's source: the
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ def check_claims(analysis: Analysis) -> list[Claim]:
             measured += f" No test is possible {why if seeds > 1 else 'with fewer than two seeds'}."
         if verdict == "undecided":
             measured += _seeds_to_decide([each for _, each in some], region, ALPHA / family)
-        alone = _tested([_seeds_alone(each) for _, each in some], region)
+        alone = _tested([replace(each, tests=each.tests[:1]) for _, each in some], region)
         if (other := _verdict(alone, min(alone) * family)) != verdict and verdict != "not tested":
             measured += f" For these test problems alone it would be {other}."
         arms = {arm for weights in one["contrasts"] for arm in weights}
@@ -98,10 +98,6 @@ def _tested(found: Sequence[Contrast], region: tuple[float, float]) -> tuple[flo
     if any(math.isnan(p) for pair in ps for p in pair):
         return math.nan, math.nan
     return max(inside for inside, _ in ps), min(statistics.holm([outside for _, outside in ps]))
-
-
-def _seeds_alone(found: Contrast) -> Contrast:
-    return Contrast(found.differences, found.interval, found.tests[:1], found.resolution)
 
 
 def _seeds_to_decide(found: Sequence[Contrast], region: tuple[float, float], alpha: float) -> str:

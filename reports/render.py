@@ -11,9 +11,9 @@ import io
 import math
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ from ..harness.ground.words import duration, in_markdown
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
+from .figures import curves, outcome
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
-from .page import page_drawings, page_values
+from .page import page_drawings, page_values, sampled_rollouts
 from .prose import wording
+from .prose.answer import answer
 from .scaling import scalings
 from .statistics import Interval, t_interval
-from .tables import FLOPS, comparison
+from .tables import FLOPS, comparison, table
 from .trials import score, setting, wanted_pairs
 
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k
@@ -94,9 +96,12 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
         [(claim.sentence, claim.verdict) for claim in values["claims"]],
     )  # fmt: skip
-    markdown = Environment(autoescape=False, keep_trailing_newline=True, finalize=_finished, **_JINJA)
+    markdown = Environment(
+        autoescape=False, keep_trailing_newline=True, **_JINJA,
+        finalize=lambda value: value if isinstance(value, _Raw) else in_markdown(value),
+    )  # fmt: skip
     markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw, "sentence": str, "typeset": str}
-    write_text(files.html, _formed(html_environment(), "parts.html", Markup, values), sync=False)
+    write_text(files.html, _formed(_html_environment(), "parts.html", Markup, values), sync=False)
     write_text(files.markdown, _formed(markdown, "parts.md", _Raw, values), sync=False)
     write_text(files.csv, results_csv(record), sync=False)
     (folder / CAPABILITY).unlink(missing_ok=True)
@@ -110,19 +115,33 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
     """The content of a report in the form that the macros of `parts` give it."""
     values = {**values, "contents": {}}  # id -> title of each section, in order, as they are written
     macros = vars(environment.get_template(parts).make_module(values)).items()
-    own = {name: partial(_called, macro, kind) for name, macro in macros if not name.startswith("_")}
+    own = {name: lambda *a, m=m, **named: kind(m(*a, **named)) for name, m in macros if not name.startswith("_")}
     return environment.get_template("report.jinja").render({**values, **own})
 
 
-def _called(macro: Callable[..., str], kind: type[str], *args: Any, **named: Any) -> str:
-    return kind(macro(*args, **named))
-
-
-def html_environment() -> Environment:
+@cache
+def _html_environment() -> Environment:
     """The templates of pages, which escape all text."""
     html = Environment(autoescape=True, **_JINJA)
     html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
+    html.globals["table_of"] = table
     return html
+
+
+def live_part(part: str, **values: Any) -> str:
+    """The HTML of a part of a study's live page, a macro of `live.html`; text in `values` is escaped."""
+    macro = getattr(_html_environment().get_template("live.html").module, part)
+    return str(macro(**{key: visible(value) for key, value in values.items()}))
+
+
+def record_parts(record: StudyRecord) -> dict[str, str]:
+    """Part of the live page -> its HTML, from a study that may still run: with figures and words of a report."""
+    analysis = analysed(visible(record))
+    drawings = [*outcome.estimates(analysis), *curves.learning_curves(analysis, ["steps"])]
+    return {
+        "results": live_part("results", answer=answer(analysis), drawings=drawings),
+        "rollouts": live_part("rollouts", rollouts=sampled_rollouts(analysis)),
+    }
 
 
 def results_csv(record: StudyRecord) -> str:
@@ -229,8 +248,7 @@ def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
 def capability_csv(found: Capabilities) -> str:
     """Every k of every curve, as a file."""
     rows = []
-    curves = [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]
-    for when, one in curves:
+    for when, one in [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]:
         seeds, problems = one.counts_SN.shape
         for k in range(1, one.num_samples + 1):
             interval = one.pass_at(k)
@@ -251,11 +269,9 @@ def cell(value: Any) -> Any:
 
 def csv_text(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A table as a CSV file."""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    for row in (columns, *rows):
-        writer.writerow(map(cell, row))
-    return table.getvalue()
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(cell, row) for row in (columns, *rows))
+    return text.getvalue()
 
 
 def _limits(interval: Interval | None) -> list[float | None]:
@@ -291,10 +307,6 @@ def _mark_limits(text: str) -> Markup:
 
 class _Raw(str):
     """Markdown that needs no escaping."""
-
-
-def _finished(value: Any) -> str:
-    return value if isinstance(value, _Raw) else in_markdown(value)
 
 
 def _fenced(text: str) -> _Raw:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...reports.live import record_parts, written
+from ...reports.render import live_part, record_parts
 from ..ground.words import duration
 from ..mirror.page import app
 from ..record.status import StudyStatus, TrialStatus
@@ -62,7 +62,7 @@ class LiveStudy:
                 try:
                     self._parts |= {"problem": "", **read()}
                 except (ValueError, OSError) as error:
-                    self._parts["problem"] = written("problem", words=str(error))
+                    self._parts["problem"] = live_part("problem", words=str(error))
                 now = time.monotonic()
                 self._due[what] = now + max(REFRESH_SECONDS / 2, 9 * (now - began))
             return dict(self._parts)
@@ -86,7 +86,7 @@ class LiveStudy:
         workers = f"{status.workers} worker{'s' * (status.workers > 1)}"
         left = "" if status.finished else f"; {duration(status.left)} left with {workers}"
         failures = [[t.arm, t.seed, t.state, t.reason] for t in status.trials if t.reason and not t.held]
-        return {"progress": written(
+        return {"progress": live_part(
             "progress", rows=_rows(status, queue), failures=failures, can_steer=not queue.plan.study.searches(),
             words=f"{ended} of {len(status.trials) + status.to_come} trials have ended{left}.",
         )}  # fmt: skip
@@ -146,7 +146,7 @@ def _page(part: str, **values: Any) -> Response:
         "Content-Security-Policy": _POLICY.format(nonce), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }  # fmt: skip
-    return HTMLResponse(written(part, nonce=nonce, token=TOKEN, **values), headers=headers)
+    return HTMLResponse(live_part(part, nonce=nonce, token=TOKEN, **values), headers=headers)
 
 
 def _list(request: Request) -> Response:

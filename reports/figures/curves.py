@@ -17,7 +17,7 @@ from ..prose import wording
 from ..scaling import Scalings, curve
 from ..statistics import Floats, Interval
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, drawn, scale_of
+from .style import Draw, Drawing, End, chart, color_of, drawn, look, scale_of, unit_of
 
 _COSTS = (  # name of a figure, its metric, label on the x axis
     ("steps", None, "training steps"),
@@ -70,7 +70,7 @@ def learning_curves(analysis: Analysis, wanted: Sequence[str] = ()) -> list[Draw
     for name, cost, label in (one for one in _COSTS if not wanted or one[0] in wanted):
         if lines := _arm_lines(analysis, metric, cost):
             title = f"{wording.capitalised(wording.spoken(metric))} against {label}"
-            draw = _line_chart(lines, label, axis_label(metric))
+            draw = _line_chart(lines, label, unit_of(metric))
             drawings.append(drawn(f"learning_{name}", title, _CAPTION, draw, style.WIDE, 2.7))
     return drawings
 
@@ -128,12 +128,11 @@ def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
     def plot(axes: Axes) -> list[End]:
         ends = []
         for one in sorted(found.fits, key=lambda fit: color_of(analysis, fit.arm) != style.GREY):
-            color, costs = color_of(analysis, one.arm), one.costs_ST.mean(axis=0)
+            (color, marker), costs = look(analysis, one.arm), one.costs_ST.mean(axis=0)
             known, beyond = np.linspace(0, costs[-1], 120), np.linspace(costs[-1], end, 60)
             axes.plot(known, 100 * curve(one.parameters, known), color=color, lw=1.7)
             axes.plot(beyond, 100 * curve(one.parameters, beyond), color=color, lw=1.4, ls=":")
             if color != style.GREY:
-                marker = style.marker_of(analysis, one.arm)
                 axes.plot(costs, 100 * one.scores_ST.mean(axis=0), marker, color=color, ms=3.2, alpha=0.75)
                 axes.axhline(100 * one.ceiling.estimate, color=color, lw=0.6, alpha=0.7)
                 ends.append((100 * float(curve(one.parameters, beyond)[-1]), style.end_label(analysis, one.arm), color))
@@ -185,9 +184,8 @@ def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_s
                 values_ST = np.stack([values_ST[:, part].mean(axis=1) for part in window], axis=1)
             ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
             band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
-            name, color = style.end_label(analysis, arm), color_of(analysis, arm)
-            marker = "" if is_smooth else style.marker_of(analysis, arm)
-            found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker))
+            name, (color, marker) = style.end_label(analysis, arm), look(analysis, arm)
+            found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, "" if is_smooth else marker))
     return found
 
 

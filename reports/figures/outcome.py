@@ -15,12 +15,13 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ...harness.data import short_path
 from ..analysis import Analysis, Comparison, Contrast, marginal
+from ..anova import Grid
 from ..claims import Claim
 from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, drawn, scale_of, wrapped
+from .style import Draw, Drawing, End, chart, drawn, scale_of, unit_of, wrapped
 
 _MOST_COLUMNS, _MOST_LEVELS = 8, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
@@ -29,20 +30,17 @@ _LIGHT_TEXT = 0.75  # position from which on light text on a cell has more contr
 
 def estimates(analysis: Analysis) -> list[Drawing]:
     """Every arm's outcome, and every paired difference to the baseline: a mean with its interval and seeds as dots."""
-    outcome, arms, apart = analysis.outcome, analysis.finished_arms, analysis.comparisons
+    outcome, apart = analysis.outcome, analysis.comparisons
     marks, drawings = "bar: 95 % interval; small dots: single seeds.", []
-    if arms:
+    if arms := {arm.label: arm for arm in analysis.finished_arms}:
         title = f"{wording.capitalised(outcome.label)} of each arm at the end of training"
-        shown = {arm.label: (arm.mean, arm) for arm in arms}
-        x_label = axis_label(outcome.name, outcome.label)
-        drawings.append(_estimates("final", title, f"Large mark: mean over seeds; {marks}", analysis, shown, x_label))
-    if apart:
-        to = f"to {apart[0].baseline.label}" if apart[0].is_alone else "of arms"
-        title = f"Difference {to}, seed by seed"
+        plot = partial(_estimates, analysis, arms, f"{outcome.label}{', %' if outcome.is_fraction else ''}")
+        drawings.append(style.row_chart("final", title, f"Large mark: mean over seeds; {marks}", list(arms), plot))
+    if pairs := {one.name: one for one in apart}:
+        title = f"Difference {f'to {apart[0].baseline.label}' if apart[0].is_alone else 'of arms'}, seed by seed"
         caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
-        shown, x_label = {one.name: (one.estimate, one) for one in apart}, "difference"
-        x_label += ", points" if outcome.is_fraction else ""
-        drawings.append(_estimates("differences", title, caption, analysis, shown, x_label))
+        plot = partial(_estimates, analysis, pairs, f"difference{', points' if outcome.is_fraction else ''}")
+        drawings.append(style.row_chart("differences", title, caption, list(pairs), plot))
     return drawings
 
 
@@ -57,14 +55,13 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
         name = short_path(grid.factors[last])
         kept = [axis for axis in range(3) if axis != last]
         maps = [(f", {name} = {level}", grid.labels.take(i, axis=last)) for i, level in enumerate(grid.levels[last])]
-    factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
     title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
     why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
     shade = "stronger colour is higher" if grid.is_any_detected else f"{why}, so all cells have one colour"
     caption = f"Mean over seeds with its 95 % interval; {shade}."
     return [
-        drawn(f"heat_{index}", f"{title}{suffix}", caption, partial(_heat_map, analysis, labels, factors, levels,
-              grid.is_any_detected), style.WIDE, 1.1 + 0.62 * labels.shape[0])
+        drawn(f"heat_{index}", f"{title}{suffix}", caption, partial(_heat_map, analysis, grid, labels, kept),
+              style.WIDE, 1.1 + 0.62 * labels.shape[0])
         for index, (suffix, labels) in enumerate(maps)
     ]  # fmt: skip
 
@@ -166,37 +163,27 @@ def slices(analysis: Analysis) -> list[Drawing]:
         for place, path in enumerate(sorted(shared, key=lambda path: -importance.get(path, 0.0))):
             title = f"{wording.capitalised(wording.spoken(metric))} against {short_path(path)}{of}"
             plot = partial(_slice, [arm["parameters"][path] for arm in arms], values)
-            draw = chart(plot, path, axis_label(metric))
+            draw = chart(plot, path, unit_of(metric))
             drawings.append(drawn(f"slice_{number}_{place}", title, caption, draw, style.NARROW, 2.6))
     return drawings
 
 
-def _estimates(
-    name: str,
-    title: str,
-    caption: str,
-    analysis: Analysis,
-    shown: Mapping[str, tuple[float, ArmSummary | Comparison]],
-    x_label: str,
-) -> Drawing:
+def _estimates(analysis: Analysis, shown: Mapping[str, ArmSummary | Comparison], x_label: str, axes: Axes) -> None:
     """A row each: the seeds as dots, the interval as a bar, the value as a mark with its number at the right."""
-    metric, scale, signed = analysis.outcome.name, scale_of(analysis.outcome.name), name == "differences"
-
-    def plot(axes: Axes) -> None:
-        if signed:
+    metric, scale = analysis.outcome.name, scale_of(analysis.outcome.name)
+    for row, (label, one) in enumerate(shown.items()):
+        is_difference = isinstance(one, Comparison)
+        if is_difference and row == 0:
             axes.axvline(0, color=style.INK, lw=0.8)
-        for row, (label, (value, one)) in enumerate(shown.items()):
-            color, seeds = color_of(analysis, label), scale * np.array(one.values)
-            axes.plot(seeds, np.full(len(seeds), row + 0.24), "o", color=color, ms=3.2, alpha=0.65, mew=0)
-            if one.interval is not None:
-                ends = [scale * one.interval.low, scale * one.interval.high]
-                axes.plot(ends, [row, row], color=color, lw=2.2, solid_capstyle="round")
-            marker = style.marker_of(analysis, label)
-            axes.plot([scale * value], [row], marker, color=color, ms=6.5, mec="white", mew=0.8)
-            style.text_beside(axes, row, wording.number(value, metric, signed))
-        axes.set_xlabel(x_label)
-
-    return style.row_chart(name, title, caption, list(shown), plot)
+        (color, marker), seeds = style.look(analysis, label), scale * np.array(one.values)
+        axes.plot(seeds, np.full(len(seeds), row + 0.24), "o", color=color, ms=3.2, alpha=0.65, mew=0)
+        if one.interval is not None:
+            ends = [scale * one.interval.low, scale * one.interval.high]
+            axes.plot(ends, [row, row], color=color, lw=2.2, solid_capstyle="round")
+        value = one.estimate if is_difference else one.mean
+        axes.plot([scale * value], [row], marker, color=color, ms=6.5, mec="white", mew=0.8)
+        style.text_beside(axes, row, wording.number(value, metric, signed=is_difference))
+    axes.set_xlabel(x_label)
 
 
 def claims(found: Sequence[Claim]) -> list[Drawing]:
@@ -240,28 +227,22 @@ def _claims(rows: Sequence[tuple[Claim, str, Contrast]], is_ratio: bool, unit: s
     axes.set_xlabel(unit)
 
 
-def _heat_map(
-    analysis: Analysis,
-    labels: np.ndarray,
-    factors: Sequence[str],
-    levels: Sequence[Sequence[Any]],
-    is_detected: bool,
-    figure: Figure,
-) -> None:
-    """A cell per arm; colour follows the mean only if an effect `is_detected`, because noise gets no colour."""
+def _heat_map(analysis: Analysis, grid: Grid, labels: np.ndarray, kept: Sequence[int], figure: Figure) -> None:
+    """A cell per arm; colour follows the mean only if an effect is detected, because noise gets no colour."""
     metric, means = analysis.outcome.name, [arm.mean for arm in analysis.finished_arms]
+    down, across = kept
     low, high = min(means), max(means)  # one scale for all maps of a study
     axes = figure.add_subplot()
     for (row, column), label in np.ndenumerate(labels):
         arm = analysis.arm(str(label))
-        position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
+        position = (arm.mean - low) / (high - low) if grid.is_any_detected and high > low else 0.1
         value = "no result" if math.isnan(arm.mean) else wording.number(arm.mean, metric)
         limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
         _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
     axes.set_ylim(labels.shape[0] - 0.5, -0.5)
-    axes.set_yticks(range(labels.shape[0]), ["\n".join(wrapped(str(level), 12)) for level in levels[0]])
-    axes.set_ylabel(short_path(factors[0]))
-    _columns(axes, levels[1], short_path(factors[1]))
+    axes.set_yticks(range(labels.shape[0]), ["\n".join(wrapped(str(level), 12)) for level in grid.levels[down]])
+    axes.set_ylabel(short_path(grid.factors[down]))
+    _columns(axes, grid.levels[across], short_path(grid.factors[across]))
 
 
 def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: str) -> None:
@@ -323,7 +304,7 @@ def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], line
         axes.text(1.02, 1.05, short_path(lines), transform=axes.transAxes, color=style.MUTED, size=7.5)
         return ends
 
-    return chart(plot, short_path(across), axis_label(metric))
+    return chart(plot, short_path(across), unit_of(metric))
 
 
 def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list[End]:

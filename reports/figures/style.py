@@ -132,11 +132,14 @@ def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str
 
 def color_of(analysis: Analysis, label: str) -> str:
     """An arm's colour in every figure."""
-    return _look(analysis, label)[0]
+    return look(analysis, label)[0]
 
 
-def marker_of(analysis: Analysis, label: str) -> str:
-    return _look(analysis, label)[1]
+def look(analysis: Analysis, label: str) -> tuple[str, str]:
+    """Colour and marker of an arm; those of the grey background if it is none of few, and none with a role of many."""
+    labels = list(roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
+    place = labels.index(label) if label in labels else None
+    return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
 
 
 def end_label(analysis: Analysis, label: str) -> str:
@@ -201,11 +204,9 @@ def scale_of(metric: str) -> float:
     return 100.0 if is_fraction(metric) else 1.0
 
 
-def axis_label(metric: str, label: str = "") -> str:
-    """The label with its unit, or the unit alone; fractions are in percent."""
-    if not is_fraction(metric):
-        return label
-    return f"{label}, %" if label else "%"
+def unit_of(metric: str) -> str:
+    """The unit of the number shown: `%` for a fraction, none otherwise."""
+    return "%" if is_fraction(metric) else ""
 
 
 def wrapped(label: str, width: int) -> list[str]:
@@ -224,13 +225,6 @@ def _saved(figure: Figure, suffix: str) -> bytes:
     with matplotlib.rc_context(_FRESH_STYLE):
         figure.savefig(content, format=suffix, dpi=DPI, metadata=dict.fromkeys(unwanted[suffix]), **look)
     return content.getvalue()
-
-
-def _look(analysis: Analysis, label: str) -> tuple[str, str]:
-    """Colour and marker of an arm; those of the grey background if it is none of few, and none with a role of many."""
-    labels = list(roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
-    place = labels.index(label) if label in labels else None
-    return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
 
 
 def roles(analysis: Analysis) -> dict[str, str]:

@@ -1,8 +1,6 @@
 """Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ...harness.data import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
@@ -22,21 +20,11 @@ def answer(analysis: Analysis) -> str:
         states = [gap.state for gap in analysis.gaps]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
-    search = search_of(analysis.record)
-    if search is not None:
-        candidates = [_search_finding(analysis, search), _left_out(analysis)]
-    else:
-        candidates = [
-            _claims(analysis),
-            _learnt(analysis),
-            _grid_finding(analysis),
-            _finding(analysis),
-            _detectable(analysis),
-            _components(analysis),
-        ]
-        candidates += [_unexplained(analysis), _twins(analysis), _tuned(analysis), _left_out(analysis)]
-        candidates += [_added(analysis)]
-    parts = [part for part in candidates if part]
+    found = (
+        _claims, _learnt, _grid_finding, _finding, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
+        _added,
+    ) if search_of(analysis.record) is None else (_search_finding, _left_out)  # fmt: skip
+    parts = [part for each in found if (part := each(analysis))]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
     if analysis.outcome.is_fraction and max(arm.mean for arm in analysis.finished_arms) < NEAR_ZERO:
@@ -54,8 +42,9 @@ def progress(analysis: Analysis) -> str:
     return f"{analysis.num_complete} of {wording.plural(expected, 'trial')} complete"
 
 
-def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
+def _search_finding(analysis: Analysis) -> str:
     """The findings of a search; its best arm is not compared with the others, because the selection is biased."""
+    search = search_of(analysis.record) or {}
     complete = [arm for arm in search["arms"] if arm["state"] == "complete"]
     if not complete:
         return "No arm of the search is complete"
@@ -136,17 +125,11 @@ def _learnt(analysis: Analysis) -> str:
     """The arms that end above their start, in a Holm family of their own; empty if all do, or if none can be tested."""
     known = [arm for arm in analysis.finished_arms if not math.isnan(arm.gain_p)]
     adjusted = holm([arm.gain_p for arm in known])
-    above = [
-        a.label
-        for a, p in zip(known, adjusted, strict=True)
-        if p < ALPHA and a.gain is not None and a.gain.estimate > 0
-    ]
+    above = [a.label for a, p in zip(known, adjusted, strict=True) if p < ALPHA and a.gain and a.gain.estimate > 0]
     if len(known) < len(analysis.finished_arms) or len(above) == len(known):
         return ""
     if not above:
-        return (
-            "No arm ends detectably above its start" if len(known) > 1 else "It does not end detectably above its start"
-        )
+        return f"{'No arm ends' if len(known) > 1 else 'It does not end'} detectably above its start"
     verb = "ends" if len(above) == 1 else "end"
     return f"Only {wording.quoted(above, len(above))} {verb} detectably above the start"
 
