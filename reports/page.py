@@ -7,7 +7,6 @@ from typing import Any
 import yaml
 
 from ..harness.data import SampleRow
-from ..harness.record.study import StudyRecord
 from . import contamination, tables
 from .analysis import Analysis
 from .capability import Capabilities
@@ -46,10 +45,7 @@ def page_drawings(
 
 
 def page_values(
-    analysis: Analysis,
-    drawings: Mapping[str, Sequence[Drawing]],
-    capable: Capabilities | None,
-    scaled: Scalings | None,
+    analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]], capable: Capabilities | None, scaled: Scalings | None
 ) -> dict[str, Any]:
     """The values that the templates read."""
     record, found = analysis.record, check_claims(analysis)
@@ -59,6 +55,9 @@ def page_values(
         facts.append(wording.plural(len(analysis.controls), "control arm"))
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
         facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, 'unknown')) for t in record.trials))}")
+    counts = sorted({number for trial in record.trials for number in trial.threads})
+    threads = f"{' or '.join(counts)} {'thread' if counts == ['1'] else 'threads'}"
+    threads += " (the number of workers changed)" if len(counts) > 1 else ""
     spec = json.loads(json.dumps(record.spec, default=str))  # only the types that YAML writes without tags
     others = suite_rows(suite(analysis), analysis)
     return {
@@ -96,17 +95,9 @@ def page_values(
         "notes": notes(analysis),
         "methods": methods(analysis),
         "rollouts": sampled_rollouts(analysis),
-        "threads": _threads(record),
+        "threads": f"A trial had {threads}; with another number its last bits differ." if counts else "",
         "spec_yaml": yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100).strip(),
     }
-
-
-def _threads(record: StudyRecord) -> str:
-    """The trials' numbers of threads, needed to repeat them exactly; empty if unknown."""
-    known = sorted({number for trial in record.trials for number in trial.threads})
-    count = f"{' or '.join(known)} {'thread' if known == ['1'] else 'threads'}"
-    changed = " (the number of workers changed)" if len(known) > 1 else ""
-    return f"A trial had {count}{changed}; with another number its last bits differ." if known else ""
 
 
 def sampled_rollouts(analysis: Analysis) -> dict[str, Any]:

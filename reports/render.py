@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 
 from ..harness.data import SampleRow
 from ..harness.ground.files import write_text
-from ..harness.ground.words import duration, in_markdown
+from ..harness.ground.words import in_markdown
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
@@ -31,8 +31,8 @@ from .figures import curves, outcome
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
 from .page import page_drawings, page_values, sampled_rollouts
-from .prose import wording
 from .prose.answer import answer
+from .prose.wording import shorten
 from .scaling import scalings
 from .statistics import Interval, t_interval
 from .tables import FLOPS, comparison, table
@@ -54,10 +54,6 @@ _LATEX = {
 _JINJA: dict[str, Any] = {
     "loader": FileSystemLoader(Path(__file__).parent / "templates"), "undefined": StrictUndefined,
     "trim_blocks": True, "lstrip_blocks": True,
-}  # fmt: skip
-_WORDS = ("p_value", "factor_title", "number", "limits", "shorten", "quantity", "size", "cost")
-_FILTERS: dict[str, Any] = {
-    **{name: getattr(wording, name) for name in _WORDS}, "duration": lambda seconds: duration(seconds, "n/a"),
 }  # fmt: skip
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
@@ -100,7 +96,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         autoescape=False, keep_trailing_newline=True, **_JINJA,
         finalize=lambda value: value if isinstance(value, _Raw) else in_markdown(value),
     )  # fmt: skip
-    markdown.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw, "sentence": str, "typeset": str}
+    markdown.filters |= {"shorten": shorten, "fenced": _fenced, "raw": _Raw, "sentence": str}
     write_text(files.html, _formed(_html_environment(), "parts.html", Markup, values), sync=False)
     write_text(files.markdown, _formed(markdown, "parts.md", _Raw, values), sync=False)
     write_text(files.csv, results_csv(record), sync=False)
@@ -123,7 +119,7 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
 def _html_environment() -> Environment:
     """The templates of pages, which escape all text."""
     html = Environment(autoescape=True, **_JINJA)
-    html.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
+    html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits}
     html.globals["table_of"] = table
     return html
 

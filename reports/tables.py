@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..harness.ground.words import duration
 from .analysis import PLANNED_DIFFERENCES, Analysis, held_out_accuracies
@@ -37,16 +37,10 @@ class Cell:
     color: str = ""
 
 
-@dataclass(frozen=True)
-class Column:
-    """`label` names a cell where columns have no heads, as on a phone."""
-
+class Column(NamedTuple):
     name: str
     is_text: bool
-
-    @property
-    def label(self) -> str:
-        return self.name.removesuffix(_LIMITS).replace("\n", " ")
+    label: str  # names a cell where columns have no heads, as on a phone
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,8 @@ class Table:
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str | int | Part | list[Part] | Cell]]) -> Table:
     """A table; one without rows counts as false. A name that begins with `<` is that of a column of words."""
-    columns = [Column(name.removeprefix("<"), name.startswith("<")) for name in names]
+    labels = [name.removeprefix("<").removesuffix(_LIMITS).replace("\n", " ") for name in names]
+    columns = [Column(n.removeprefix("<"), n.startswith("<"), label) for n, label in zip(names, labels, strict=True)]
     return Table(columns, [[_cell(value) for value in row] for row in rows])
 
 

@@ -63,8 +63,12 @@ def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
             made = _relate(choose(used if move == "branch" else loose, uniform), graph, limits, uniform)
         else:
             first = loose[-1] if move == "join fact" else choose(loose, uniform)
-            others = used if move == "share" else [i for i in loose if i != first]
-            made = _combine(first, choose(others, uniform), graph, uniform)
+            second = choose(used if move == "share" else [i for i in loose if i != first], uniform)
+            one, other = graph[first].value, graph[second].value
+            if uniform() < 0.5:
+                made = Quantity("both", (first, second), (), one + other)
+            else:  # the larger one less the other
+                made = Quantity("gap", (second, first) if one < other else (first, second), (), abs(one - other))
         if made is None or not _is_within(made.value, limits):
             return None
         loose = [i for i in loose if i not in made.sources] + [len(graph)]
@@ -136,15 +140,6 @@ def _relate(source: int, graph: Sequence[Quantity], limits: Limits, uniform: Uni
     ]
     within = [one for one in made if _is_within(one.value, limits)]
     return choose(within, uniform) if within else None
-
-
-def _combine(first: int, second: int, graph: Sequence[Quantity], uniform: Uniform) -> Quantity:
-    """The sum of two quantities, or the larger one less the other."""
-    if uniform() < 0.5:
-        return Quantity("both", (first, second), (), graph[first].value + graph[second].value)
-    if graph[first].value < graph[second].value:
-        first, second = second, first
-    return Quantity("gap", (first, second), (), graph[first].value - graph[second].value)
 
 
 def _is_within(value: Fraction, limits: Limits) -> bool:

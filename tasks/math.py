@@ -88,7 +88,11 @@ class Math(DatasetTask):
         tags = [("subject", _subject(str(row.get("subject") or row.get("type") or "")))]
         if level and level[1] != "?":  # MATH has a few problems of `Level ?`
             tags.insert(0, ("level", level[1]))
-        worked = solution and self._completion(solution, boxed, answer, gold)
+        worked = solution
+        if solution and self.answer_format != "boxed":
+            worked = write(self.answer_format, solution, " ".join(answer.split()))  # so that 3/4 stays a fraction
+        elif solution and boxed is None:
+            worked = write("boxed", solution, gold)
         return Problem(question, gold, worked, tuple((name, value) for name, value in tags if value))
 
     def read(self, text: str) -> str | None:
@@ -108,12 +112,6 @@ class Math(DatasetTask):
 
     def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
         return _latex.is_answered(answer, question, gold)
-
-    def _completion(self, solution: str, boxed: str | None, answer: str, gold: str) -> str:
-        """The worked solution with the answer in the format, as the row writes it, so that 3/4 stays a fraction."""
-        if self.answer_format == "boxed":
-            return solution if boxed is not None else write("boxed", solution, gold)
-        return write(self.answer_format, solution, " ".join(answer.split()))
 
 
 def _subject(text: str) -> str:

@@ -208,11 +208,7 @@ def read_prompts(spec: RunSpec) -> list[Prompt]:
 
 
 def estimate(
-    spec: RunSpec,
-    config: PretrainedConfig,
-    prompt_tokens: int,
-    device: torch.device | None = None,
-    together: int = 1,
+    spec: RunSpec, config: PretrainedConfig, prompt_tokens: int, device: torch.device | None = None, together: int = 1
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
@@ -230,22 +226,14 @@ def estimate(
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
     alone = spec.devices == 1
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
-    counts, recompute = count(shape), spec.gradient_checkpointing is True
-    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
-    if counts.can_share and spec.algorithm.group_size > 1:
-        # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
-        # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.
-        before, tokens = prompt_tokens - 1, shape.rows * (prompt_tokens + spec.max_tokens)
-        prompts = min(rows * spec.devices, spec.prompts_per_step)
-        own = -(-prompts // spec.devices)
-        keys = own if recompute else shape.rows
-        once = trunk * (own * before + shape.rows * spec.max_tokens)
-        once += sum(counts.trunk.cache) * (keys + (2 * prompts if recompute or not alone else 0)) * before
-        trunk, longest_pass = max(trunk, once // tokens), max(1.0, own * before / tokens)
+    counts = count(shape)
     overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
-    needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
+    reference = counts.policy if spec.algorithm.needs_reference and spec.lora is None else 0  # else an adapter is off
+    if spec.kl.reference is not None:
+        parameters = empty_model(model_config(spec.kl.reference)).parameters()
+        reference = sum(p.numel() for p in parameters) * getattr(torch, spec.dtype).itemsize
     gathered = 0
     if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
         roots = counts.root * (2 if own_trunk else 1)
@@ -259,45 +247,39 @@ def estimate(
         "policy": part(counts.policy * copies)
         + (together - 1) * counts.trainable
         + spec.staleness * min(counts.policy, counts.trainable),  # older weights
-        "reference": part(_reference_bytes(spec, counts) * together) if needs_copy or spec.kl.reference else 0,
+        "reference": part(reference * together),
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each
         "gradients": part(together * counts.trainable),
         "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
         "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
-        "activations": _activation_bytes(
-            spec, counts, shape, device, trunk, own_trunk, longest_pass, several=rows > shape.rows
-        ),
+        "activations": _activation_bytes(spec, counts, shape, device, rows),
         **_engine_bytes(spec, counts, shape, device, together),
     }
 
 
-def _reference_bytes(spec: RunSpec, counts: Counts) -> int:
-    if spec.kl.reference is None:
-        return counts.policy
-    parameters = empty_model(model_config(spec.kl.reference)).parameters()
-    return sum(p.numel() for p in parameters) * getattr(torch, spec.dtype).itemsize
-
-
-def _activation_bytes(
-    spec: RunSpec,
-    counts: Counts,
-    shape: Shape,
-    device: torch.device,
-    trunk: int,
-    own_trunk: bool,
-    longest_pass: float,
-    *,
-    several: bool,
-) -> int:
-    """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
+def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, rows: int) -> int:
+    """Bytes that one micro-batch of a device's `rows` keeps for its backward pass and adds at its worst moment."""
+    recompute = spec.gradient_checkpointing is True
+    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
+    if counts.can_share and spec.algorithm.group_size > 1:
+        # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
+        # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.
+        before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
+        prompts = min(rows * spec.devices, spec.prompts_per_step)
+        own = -(-prompts // spec.devices)
+        keys = own if recompute else shape.rows
+        once = trunk * (own * before + shape.rows * spec.max_tokens)
+        once += sum(counts.trunk.cache) * (keys + (2 * prompts if recompute or spec.devices > 1 else 0)) * before
+        trunk, longest_pass = max(trunk, once // tokens), max(1.0, own * before / tokens)
+    own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     completion = shape.rows * shape.max_tokens
     policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
     block = 4 * counts.vocabulary * min(block_tokens(counts.vocabulary, device), completion)
     again = is_recomputed(completion, counts.vocabulary)
-    head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
+    head_gradient = counts.head if rows > shape.rows else 0  # a temporary if there is a gradient to add it to
     if block == 4 * counts.vocabulary * completion and not again:  # all at once
         worst = max(3 * block, block + head_gradient)
     else:  # one product, copies of head and gradient in its precision, and a block, or the gradient's next term
@@ -307,7 +289,7 @@ def _activation_bytes(
         worst = chunk + max(4 * block, half) + half + head_gradient
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
     stages = [policy + critic, policy + worst]
-    if spec.gradient_checkpointing is True:
+    if recompute:
         others = policy + critic if own_trunk else trunk + counts.states
         kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
         largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input

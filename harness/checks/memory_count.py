@@ -26,11 +26,10 @@ from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
 from ..policy.lora import add_adapter, hold_frozen_products
 from ..policy.model import empty_model
+from ..spec.run import LoRA, RunSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from ..spec.run import LoRA, RunSpec
 
 
 @dataclass(frozen=True)

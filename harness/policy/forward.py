@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,6 @@ from ..devices.sharding import is_sharded, under_hooks
 from ..spec.run import Optimizer
 from . import fused_llama
 from .lora import around_frozen
-
-if TYPE_CHECKING:
-    from .fused_llama import Fused
-
 
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
 BLOCK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of them in float32 that become log-probs at once, with 4 such tensors
@@ -145,43 +141,28 @@ def token_logprobs(
     return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
 
 
-@under_hooks
-def token_uniform_kls(
-    model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, temperature: float, *, prompts: PromptStates | None = None
-) -> Tensor:
-    """[B, T] KL(uniform || policy) in nats: of the distributions from which the tokens in `mask_BT` came, 0 elsewhere.
+def uniform_kl(logits: Tensor) -> Tensor:
+    """KL(uniform || policy) in nats, uniform over all V logits of the head: logsumexp(logits) - mean(logits) - ln V."""
+    return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
 
-    Uniform over all V logits of the head: KL = logsumexp(logits) - mean(logits) - ln V, logits as `token_logprobs` has
-    them.
-    """
 
-    def divergence(logits: Tensor) -> Tensor:
-        return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
-
-    return _of_logits(divergence, model, tokens_BT, mask_BT, temperature, prompts)
+def collision(logits: Tensor) -> Tensor:
+    """The sum of p^2."""
+    return logits.softmax(-1).square().sum(-1)
 
 
 @under_hooks
-def token_collisions(
-    model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, temperature: float, *, prompts: PromptStates | None = None
-) -> Tensor:
-    """[B, T]: the sum of p^2 of the distributions from which the tokens in `mask_BT` came, 0 elsewhere."""
-
-    def collision(logits: Tensor) -> Tensor:
-        return logits.softmax(-1).square().sum(-1)
-
-    return _of_logits(collision, model, tokens_BT, mask_BT, temperature, prompts)
-
-
-def _of_logits(
-    measure: Callable[[Tensor], Tensor],
+def token_measures(
     model: nn.Module,
     tokens_BT: Tensor,
     mask_BT: Tensor,
     temperature: float,
-    prompts: PromptStates | None,
+    *,
+    prompts: PromptStates | None = None,
+    measure: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """[B, T]: a measure of the logits [.., V] before each token in the mask, 0 elsewhere."""
+    """[B, T]: a measure of the distributions from which the tokens in `mask_BT` came, by their logits [.., V] as
+    `token_logprobs` has them; 0 elsewhere."""
     hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
     found = []
@@ -227,25 +208,20 @@ def state_logprobs(
     if len(targets_N) <= block and not again:
         return score(hidden_NH, targets_N)
     if type(head) is nn.Linear:
+        read: list[Tensor] = []  # [1, N, H]: what the head reads of last hidden states, which some models scale
+        with _answering(head, lambda given: read.append(given) or given[..., :1]):
+            output_logits(model, hidden_NH)
         known = hidden_NH.detach()[:block]
         found = _LinearHead.apply(
             lambda product, targets: score(known[: len(targets)], targets, product),
             (block, torch.is_grad_enabled() and not again, entropy_gradient),
-            _head_input(model, hidden_NH), head.weight, head.bias, targets_N,
+            read[0][0], head.weight, head.bias, targets_N,
         )  # fmt: skip
         return found  # pyright: ignore
     one = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False) if again else score
     found = [one(*part) for part in zip(hidden_NH.split(block), targets_N.split(block), strict=True)]
     logprobs, entropies = zip(*found, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _head_input(model: nn.Module, hidden_NH: Tensor) -> Tensor:
-    """[N, H]: what the model's language-model head reads of last hidden states, which some models scale."""
-    read = []
-    with _answering(model.get_output_embeddings(), lambda given: read.append(given[0]) or given[..., :1]):  # pyright: ignore
-        output_logits(model, hidden_NH)
-    return read[0]
 
 
 class _LinearHead(torch.autograd.Function):
@@ -323,7 +299,7 @@ class PromptStates:
     computed: list[list[tuple[Tensor, Tensor]]]
     lengths_U: Tensor
     prompt_B: Tensor
-    lean: Fused | None = None
+    lean: fused_llama.Fused | None = None
     hidden: Tensor | None = None
 
     def rows(self, index: Tensor) -> PromptStates:

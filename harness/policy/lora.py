@@ -15,17 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..devices.ranks import world_size
+from ..spec.run import LoRA
 from .sources import ADAPTER_CONFIG
-
-if TYPE_CHECKING:
-    from ..spec.run import LoRA
 
 M = TypeVar("M", bound=nn.Module)
 ADAPTER = "default"

@@ -49,8 +49,17 @@ class TextCodec:
                 f"prompt.format=chat, prompt.system and prompt.template_arguments need a chat template, which the "
                 f"tokenizer of '{self._model}' lacks; leave them out or use another model"
             )
-        if self.is_chat:
-            self._check_template()
+        if self.is_chat:  # whose template may fail, leave something out, or not get some arguments
+            taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}
+            if refused := sorted(taken & settings.template_arguments.keys()):
+                raise ValueError(
+                    "prompt.template_arguments must be names that are free for a template, got "
+                    f"{', '.join(refused)}; leave them out"
+                )
+            prompt = self._render(QUESTION)
+            for part, name in ((QUESTION, "the question"), ((settings.system or "").strip(), "prompt.system")):
+                if part not in prompt:
+                    raise self._refusal(f"leaves out {name}")
         self.turn_end = self._find_turn_end() if tokenizer.chat_template else None
 
     def encode_completion(self, text: str) -> list[int]:
@@ -95,20 +104,6 @@ class TextCodec:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             raise self._refusal(f"fails ({reason})") from None
         return str(rendered)
-
-    def _check_template(self) -> None:
-        """ValueError for a chat template that fails or leaves something out, or arguments that it would not get."""
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}
-        if refused := sorted(taken & self.settings.template_arguments.keys()):
-            raise ValueError(
-                f"prompt.template_arguments must be names that are free for a template, got {', '.join(refused)}; "
-                "leave them out"
-            )
-        prompt = self._render(QUESTION)
-        if QUESTION not in prompt:
-            raise self._refusal("leaves out the question")
-        if (self.settings.system or "").strip() not in prompt:
-            raise self._refusal("leaves out prompt.system")
 
     def _find_turn_end(self) -> int | None:
         """The first special token after an answer in the chat template; None without one."""

@@ -26,13 +26,14 @@ from ..interfaces import Distribution
 from ..policy.forward import (
     Critic,
     PromptStates,
+    collision,
     completion_states,
     microbatch_tokens,
     prompt_states,
     recomputes,
-    token_collisions,
     token_logprobs,
-    token_uniform_kls,
+    token_measures,
+    uniform_kl,
 )
 from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
 from ..spec.run import Mismatch, RunSpec
@@ -376,8 +377,8 @@ class Learner:
     @torch.no_grad()
     def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
         measures: dict[Distribution, Callable[..., Tensor]] = {
-            "uniform_kl": token_uniform_kls,
-            "collision": token_collisions,
+            "uniform_kl": partial(token_measures, measure=uniform_kl),
+            "collision": partial(token_measures, measure=collision),
             "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
         }
         return self._forward_rows(batch, self.policy, measures[distribution])

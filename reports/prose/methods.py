@@ -6,9 +6,7 @@ learning.
 """
 
 import math
-from collections.abc import Mapping
 from statistics import fmean
-from typing import Any
 
 from ...harness.ground.words import duration
 from ..analysis import Analysis
@@ -40,10 +38,10 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
         planned += f" fixed before the first run{', as the notes say' if later else ''}."
         start, budget = cold_start_note(specs)[1], budget_note(analysis, specs)[1]
         tuning, test = _tuning(analysis), evaluation_note(analysis, specs)[1]
-        test += " They were scored before the first step, too." * any(
-            trial.start_per_problem for trial in record.trials
-        )
+        test += " They were scored before the first step, too." * any(one.start_per_problem for one in record.trials)
         compute = _compute(analysis)
+    last = max(map(test_last, specs.values()))
+    counts = f"mean over the policies of each run's last {last} evaluations" if last > 1 else "last step of each run"
     lost = [f"'{gap.arm}', seed {gap.seed} ({gap.state}: {wording.shorten(gap.reason, 100)})" for gap in analysis.gaps]
     return [
         ("What was compared, over how many seeds?", f"We compare {names}, with {seeds}. {planned}"),
@@ -51,7 +49,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
         ("Are the budgets equal?", budget),
         ("How were the settings found?", tuning),
         ("What was the test used for?", test),
-        ("Which checkpoint counts?", f"{_counts(specs)} {best_checkpoint(analysis)}".strip()),
+        ("Which checkpoint counts?", f"The {counts} counts. {best_checkpoint(analysis)}".strip()),
         ("What do intervals and tests cover?", interval_method(analysis)),
         ("What was left out?", f"Left out: {wording.listed(lost) or 'no run'}."),
         ("How much compute, on what?", compute),
@@ -66,17 +64,10 @@ def best_checkpoint(analysis: Analysis) -> str:
         known = [[value for step, value in one if step and math.isfinite(value)] for one in series]
         if all(len(one) > 1 for one in known):
             found[arm.label] = fmean(max(one) - one[-1] for one in known)
-    each = [
-        f"{wording.points(gain, metric)} to '{arm}'" for arm, gain in sorted(found.items(), key=lambda one: -one[1])
-    ]
+    ranked = sorted(found.items(), key=lambda one: -one[1])
+    each = [f"{wording.points(gain, metric)} to '{arm}'" for arm, gain in ranked]
     by = f"Choosing each run's best step by the {wording.spoken(metric)} that judges it, as some do on a test,"
     return f"{by} would have added {wording.listed(each, 4)}." if each else ""
-
-
-def _counts(specs: Mapping[str, Mapping[str, Any]]) -> str:
-    if (last := max(map(test_last, specs.values()), default=1)) > 1:
-        return f"The mean over the policies of each run's last {last} evaluations counts."
-    return "The last step of each run counts."
 
 
 def _tuning(analysis: Analysis) -> str:
