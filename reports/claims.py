@@ -60,11 +60,9 @@ def check_claims(analysis: Analysis) -> list[Claim]:
     for one, some, region, ps, p in zip(given, found, regions, tested, adjusted, strict=True):
         verdict = _verdict(ps, p)
         metric, is_ratio = _metric(analysis, one), bool(one["ratio"])
-        parts = [f"{name} {_value(each, metric, is_ratio)}" for name, each in some]
+        shown = "; ".join(f"{name} {_value(each, metric, is_ratio)}" for name, each in some)
         seeds = min(len(each.differences) for _, each in some)
-        measured = (
-            f"{wording.capitalised(wording.spoken(metric))}: {'; '.join(parts)} ({wording.plural(seeds, 'seed')})."
-        )
+        measured = f"{wording.capitalised(wording.spoken(metric))}: {shown} ({wording.plural(seeds, 'seed')})."
         if verdict == "not tested":
             waits = any(not each.tests for _, each in some)
             why = "before all planned seeds have ended" if waits else "without any spread over seeds"

@@ -69,8 +69,7 @@ def collapses(analysis: Analysis) -> list[Collapse]:
         ended = [t for t in analysis.record.trials if t.arm == arm.label and t.state in ("complete", "invalid")]
         for what, (metric, window) in _SERIES.items():
             series = [trial.history[metric] for trial in ended if trial.history.get(metric)]
-            each = [collapse_step(one, window) for one in series]
-            if steps := tuple(step for step in each if step is not None):
+            if steps := tuple(step for one in series if (step := collapse_step(one, window)) is not None):
                 found.append(Collapse(arm.label, what, steps, len(series)))
     return found
 

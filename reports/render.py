@@ -219,8 +219,7 @@ def comparison_latex(analysis: Analysis) -> str:
 
 def latex(text: str) -> str:
     """A text that LaTeX sets as it is: no character of it is a command. A minus before a number is a real one."""
-    one_line = " ".join(text.split())
-    escaped = "".join(_LATEX.get(character, character) for character in one_line)
+    escaped = "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
     opening = "{}" if escaped.startswith(("[", "*")) else ""  # which the end of the row before would take for its own
     return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
 
@@ -297,8 +296,7 @@ def _typeset(text: str) -> str:
 
 def _mark_limits(text: str) -> Markup:
     """An escaped sentence whose intervals do not break and are less prominent than their estimates."""
-    safe = str(escape(_typeset(text)))
-    return Markup(re.sub(r"\[[\d.\u2212, +]+\]", r'<span class="limits">\g<0></span>', safe))
+    return Markup(re.sub(r"\[[\d.\u2212, +]+\]", r'<span class="limits">\g<0></span>', str(escape(_typeset(text)))))
 
 
 class _Raw(str):

@@ -207,8 +207,7 @@ def search(analysis: Analysis) -> dict[str, Any] | None:
         label = Cell([(arm["label"], "")], tag=tag if arm["label"] in named else "")
         rows.append([label, wording.settings(arm["parameters"], short_names=False), *values, arm["state"]])
     units = [f"{wording.spoken(name)}{' (%)' if wording.is_fraction(name) else ''}" for name in objectives]
-    names = ["Arm", "<Setting", *units, "<State"]
-    return {"is_tuning": bool(tuning), "objectives": units, "table": table(names, rows)}
+    return {"is_tuning": bool(tuning), "objectives": units, "table": table(["Arm", "<Setting", *units, "<State"], rows)}
 
 
 def components(analysis: Analysis) -> Table:

@@ -110,11 +110,8 @@ def share_of_alpha(record: StudyRecord, seeds: Collection[int]) -> float:
 
 def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
     """The record restricted to these arms."""
-    kept = replace(
-        record,
-        arms=[arm for arm in record.arms if arm in arms],
-        trials=[trial for trial in record.trials if trial.arm in arms],
-    )
+    trials = [trial for trial in record.trials if trial.arm in arms]
+    kept = replace(record, arms=[arm for arm in record.arms if arm in arms], trials=trials)
     return replace(kept, expected=record.expected - len(wanted_pairs(record)) + len(wanted_pairs(kept)))
 
 

@@ -278,8 +278,7 @@ def _columns(axes: Axes, names: Sequence[Any], label: str) -> None:
 
 def _name_places(axes: Axes, names: Sequence[Any]) -> None:
     """Whole names below 0, 1, 2, ..., in lines that leave each other room."""
-    width = max(4, 44 // len(names))
-    axes.set_xticks(range(len(names)), ["\n".join(wrapped(str(name), width)) for name in names])
+    axes.set_xticks(range(len(names)), ["\n".join(wrapped(str(name), max(4, 44 // len(names)))) for name in names])
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:

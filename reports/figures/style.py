@@ -255,11 +255,9 @@ def _label_ends(axes: Axes, ends: Sequence[End]) -> None:
         center = max(value, bottom + half)
         bottom = center + half
         placed.append([center, half, "\n".join(lines), color])
-    overflow = max(0.0, bottom - high)
-    ceiling = math.inf
     for item in reversed(placed):
-        item[0] = min(item[0], ceiling - item[1]) if ceiling < math.inf else item[0] - overflow
-        ceiling = item[0] - item[1]
+        item[0] = min(item[0], high - item[1])
+        high = item[0] - item[1]
     for center, _, text, color in placed:
         shown = {"color": color, "va": "center", "size": size, "weight": "bold", "linespacing": 1.05}
         axes.text(1.02, center, text, transform=axes.get_yaxis_transform(), **shown)

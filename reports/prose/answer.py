@@ -189,8 +189,7 @@ def _finding(analysis: Analysis) -> str:
 
 def _pairs(analysis: Analysis) -> str:
     """The differences of arms that are compared with others than one baseline, the surest first."""
-    compared = [one for one in analysis.comparisons if one.interval is not None]
-    compared = sorted((one for one in compared if not math.isnan(one.p)), key=lambda one: one.p)
+    compared = sorted((c for c in analysis.comparisons if c.interval and not math.isnan(c.p)), key=lambda c: c.p)
     if not compared:
         return "no test is possible yet of the arms that are to be compared"
     found = [one for one in compared if one.is_detected]
@@ -198,9 +197,8 @@ def _pairs(analysis: Analysis) -> str:
     others = len(compared) - len(found)
     if not found:
         return f"no arm could be told from the one that it is compared with: the surest, {each[0]}"
-    return "; ".join(
-        [*each, *([f"{wording.plural(others, 'other difference')} could not be detected"] if others else [])]
-    )
+    each += [f"{wording.plural(others, 'other difference')} could not be detected"] if others else []
+    return "; ".join(each)
 
 
 def _grid_finding(analysis: Analysis) -> str:

@@ -35,8 +35,8 @@ def interval_method(analysis: Analysis) -> str:
         )
     reach = "seeds (for these test problems only)"
     if analysis.outcome.per_problem:
-        related = bool(analysis.outcome.families)
-        reach = f"seeds and {'families of test problems' if related else 'test problems, taken as independent,'}"
+        problems = "families of test problems" if analysis.outcome.families else "test problems, taken as independent,"
+        reach = f"seeds and {problems}"
     text = f"Each interval by itself covers the mean over {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(counts) < 2:
@@ -51,12 +51,11 @@ def interval_method(analysis: Analysis) -> str:
 
 def interval_reading(analysis: Analysis) -> str:
     """The method of the stated interval, and its limits."""
-    stage = analysis.record.two_stage
     seeds = (
         " All speak of a mean over seeds: arms of equal means whose seeds collapse more or less often are told apart "
         "before one collapses, so look at the single seeds too."
     )
-    if stage is not None:
+    if (stage := analysis.record.two_stage) is not None:
         seeds += f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
     if analysis.outcome.per_problem:
         return (
@@ -409,9 +408,8 @@ def evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
     spec, is_test = next(iter(specs.values())), analysis.outcome.name.startswith("test/")
     samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
     samples = (is_test and setting(spec, "evaluation.num_test_samples")) or samples
-    text = (
-        f"Accuracy is the mean over problems of {wording.plural(samples, 'sample')} each at temperature {temperature}."
-    )
+    each = f"{wording.plural(samples, 'sample')} each at temperature {temperature}"
+    text = f"Accuracy is the mean over problems of {each}."
     if is_test:
         count = next((arm.num_problems for arm in analysis.arms if arm.cells is not None), 0)
         problems = f"the same {count} test problems are" if count else "the test split is"

@@ -17,8 +17,7 @@ _FRACTIONS = (
 
 def is_fraction(metric: str) -> bool:
     """Whether a metric is a fraction in [0, 1], shown in percent."""
-    quantity = metric.rpartition("/")[2]
-    return metric.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
+    return metric.endswith(_FRACTIONS) or metric.rpartition("/")[2].startswith(("accuracy_", "pass_at_", "maj_at_"))
 
 
 def number(value: float | None, metric: str, signed: bool = False) -> str:
