@@ -101,8 +101,7 @@ def compare(first: str, second: str, begin: Stage) -> str:
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
-    is_equal = _equal(one, other) or (roots != [one, other] and _equal(*roots))
-    return "equal" if is_equal else "different"
+    return "equal" if _equal(one, other) or (roots != [one, other] and _equal(*roots)) else "different"
 
 
 def hasten() -> None:
@@ -262,8 +261,12 @@ def _entries(value: Any, other: Any) -> tuple[tuple[Any, ...], list[Any]] | None
 def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, _Cases) or isinstance(second, _Cases):
         return type(first) is type(second) and _match(first.args, second.args)
-    if isinstance(first, Or) or isinstance(second, Or):
-        return _same_alternatives(first, second)
+    if isinstance(first, Or) or isinstance(second, Or):  # conditions for the same values of one variable, or the same
+        (variable, values), (other_variable, other_values) = _solutions(first), _solutions(second)
+        if values is None or other_values is None:
+            return isinstance(first, Or) and isinstance(second, Or) and _match(first.args, second.args)
+        same_variable = variable is None or other_variable is None or variable == other_variable
+        return bool(same_variable and (values == other_values or values.symmetric_difference(other_values).is_empty))
     if surely_differ(first, second):
         return False
     parts, others = _entries(first, second), _entries(second, first)
@@ -292,16 +295,6 @@ def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
             return False
         left.remove(same)
     return not left
-
-
-def _same_alternatives(first: Any, second: Any) -> bool:
-    """Whether conditions, one of them joined by `or`, hold for the same values of one variable, or are the same."""
-    variable, values = _solutions(first)
-    other_variable, other_values = _solutions(second)
-    if values is None or other_values is None:
-        return isinstance(first, Or) and isinstance(second, Or) and _match(first.args, second.args)
-    same_variable = variable is None or other_variable is None or variable == other_variable
-    return bool(same_variable and (values == other_values or values.symmetric_difference(other_values).is_empty))
 
 
 def _solutions(value: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,7 @@ from ..harness.ground.inputs import REVISION, Sources, Unreachable, digest, dige
 from ._answers import QuestionTask
 
 SourceSplit = Literal["train", "test"]
+DataSource = Annotated[str, Field(min_length=1, description="Hub id, or a local file or folder")]
 Row = Mapping[str, Any]
 # Where the rows of a split are (files here, or a Hub commit), and a function that reads them with their places. The
 # names of files are the same on every machine.
@@ -67,7 +68,7 @@ class DatasetTask(QuestionTask):
 
     train_words: ClassVar[tuple[str, ...]] = ("train",)  # possible names of the training source
 
-    path: str = Field(min_length=1, description="Hub id, or a local file or folder")
+    path: DataSource
     config: str | None = Field(
         default=None, description="Hub configuration, or subfolder; by default `default`, or else all"
     )

@@ -133,9 +133,8 @@ _JOIN_CHARS = 60
 _JOIN = re.compile(r"(?:(?!\n\s*\n)[\s$,;~]|\\[()\[\],;: ]|\\q?quad|(?:\\text\s*\{\s*)?(?:and|or)(?:\s*\})?)*+")
 
 # Chinese numerals, by code point: zero (two forms) to nine, two (a second form); ten, hundred, thousand; 10^4, 10^8.
-_CHINESE_VALUES = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d", range(10), strict=True))
-_CHINESE_VALUES |= {"\u3007": 0, "\u4e24": 2, "\u5341": 10, "\u767e": 100, "\u5343": 1000}
-_CHINESE_VALUES |= {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
+_CHINESE_VALUES = {char: int(unicodedata.numeric(char)) for char in "\u96f6\u3007\u4e00\u4e8c\u4e09\u56db\u4e94\u516d"
+                   "\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104"} | {"\u4e24": 2}  # fmt: skip
 _KILO = "(?![\u7c73\u514b\u74e6\u5361\u5347])"  # a thousand before metre, gram, watt, calorie, litre is a prefix
 _CHINESE_CHARS = "".join(_CHINESE_VALUES.keys() - {"\u5343"})
 _CHINESE = re.compile(f"(?:[{_CHINESE_CHARS}]|\u5343{_KILO}){{1,30}}")

@@ -8,10 +8,8 @@ Rows have no worked solutions, so there are neither demonstrations nor worked ex
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from ._answers import AnswerFormat
-from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 
 # "Problem: ... Solution:", with an instruction in between.
 _FRAME = "\u95ee\u9898\uff1a{{question}}\n{}\n\u89e3\u7b54\uff1a\n"
@@ -38,7 +36,7 @@ class CMATH(DatasetTask):
     train_words: ClassVar[tuple[str, ...]] = ("train", "dev", "validation")
 
     name: Literal["cmath"] = "cmath"
-    path: str = Field(default="weitianwen/cmath", min_length=1, description="Hub id, or a local file or folder")
+    path: DataSource = "weitianwen/cmath"
 
     def parse_row(self, row: Row) -> Problem:
         question, stated = text_field(row, "question"), text_field(row, "golden")

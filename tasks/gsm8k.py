@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from ._answers import first_readable, stated, write
-from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 
 _CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
@@ -19,7 +19,7 @@ class GSM8K(DatasetTask):
     """By default the Hub's `openai/gsm8k`; `path` may be any source of rows in its schema."""
 
     name: Literal["gsm8k"] = "gsm8k"
-    path: str = Field(default="openai/gsm8k", min_length=1, description="Hub id, or a local file or folder")
+    path: DataSource = "openai/gsm8k"
     config: str | None = Field(
         default="main", description="Hub configuration, or subfolder if there is one of that name"
     )

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from ..harness.ground.words import did_you_mean
 from . import _latex
 from ._answers import AnswerFormat, last_resort_latex, stated, write
-from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 
 SUBJECTS = (
     "algebra",
@@ -38,9 +38,7 @@ class Math(DatasetTask):
     }
 
     name: Literal["math"] = "math"
-    path: str = Field(
-        default="EleutherAI/hendrycks_math", min_length=1, description="Hub id, or a local file or folder"
-    )
+    path: DataSource = "EleutherAI/hendrycks_math"
     answer_format: AnswerFormat = Field(
         default="boxed", description="how the prompt and the worked solutions ask for answers"
     )

@@ -8,11 +8,9 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from pydantic import Field
-
 from ..harness.ground import rationals
 from ._answers import write
-from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 from ._numbers import spell
 
 MAX_EQUATION_CHARS = 200
@@ -22,7 +20,7 @@ class SVAMP(DatasetTask):
     """By default the Hub's `ChilleD/SVAMP`; `path` may be any source of rows in its schema."""
 
     name: Literal["svamp"] = "svamp"
-    path: str = Field(default="ChilleD/SVAMP", min_length=1, description="Hub id, or a local file or folder")
+    path: DataSource = "ChilleD/SVAMP"
 
     def parse_row(self, row: Row) -> Problem:
         if row.get("Body") is None and row.get("question_concat") is not None:

@@ -126,8 +126,7 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
         depth = depths[int(uniform() * len(depths))]
         for _ in range(_TRIES):
             family = task.families[int(uniform() * len(task.families))]
-            fractions = task.fractions and FAMILIES[family].divisible
-            limits = Limits(task.max_number, task.max_value, fractions)
+            limits = Limits(task.max_number, task.max_value, task.fractions and FAMILIES[family].divisible)
             graph = _stories.draw(depth, limits, uniform)
             if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names.split()):
                 continue

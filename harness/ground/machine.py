@@ -40,8 +40,7 @@ def usable_gpus() -> tuple[str, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    gpus = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
-    return tuple(str(i) for i, _ in enumerate(gpus))
+    return tuple(map(str, range(sum(line.startswith("GPU ") for line in found.stdout.splitlines()))))
 
 
 def default_workers(devices: int = 1) -> int:

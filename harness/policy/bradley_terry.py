@@ -86,8 +86,7 @@ class Scorer:
         padding: Any = self.codec.tokenizer.pad_token_id
         tokens = pad_right(ids, torch.int64).masked_fill(mask == 0, padding)
         device = next(self.model.parameters()).device
-        output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
-        return output.logits[:, 0].float()
+        return self.model(input_ids=tokens.to(device), attention_mask=mask.to(device)).logits[:, 0].float()
 
 
 def load_scorer(path: str) -> Scorer:
@@ -247,8 +246,7 @@ def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:
     """(pairs whose higher-ranked completion scores higher, all pairs)."""
     right = total = 0
     for item in ranked:
-        scores = torch.tensor(scorer.score(item.rows()))
-        better = item.better()
+        scores, better = torch.tensor(scorer.score(item.rows())), item.better()
         right += int(((scores[:, None] > scores[None, :]) & better).sum())
         total += int(better.sum())
     return right, total

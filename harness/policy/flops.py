@@ -168,8 +168,7 @@ def learned(
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
     group, part = size // len(rows), size // parts
-    shared = share and costs.can_share and part > 1
-    prompts, completions = _read(rows, shared, headed)
+    prompts, completions = _read(rows, share and costs.can_share and part > 1, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
     prompts = Work(*(parts * met * count for count in prompts))
     total = prompts.plus(completions).at(costs.forward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -56,11 +56,10 @@ def output_logits(model: nn.Module, hidden_NH: Tensor, product_NV: Tensor | None
     The states replace the output of the model's backbone in that pass, `product_NV` that of its language-model head.
     """
     tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
-    with _answering(backbone(model), lambda *_, **__: _States((hidden_NH[None],))):
-        if product_NV is None:
-            return model(input_ids=tokens, use_cache=False).logits[0]
-        with _answering(model.get_output_embeddings(), lambda _: product_NV[None]):  # pyright: ignore
-            return model(input_ids=tokens, use_cache=False).logits[0]
+    head: Any = model.get_output_embeddings()  # pyright: ignore
+    known = nullcontext() if product_NV is None else _answering(head, lambda _: product_NV[None])
+    with _answering(backbone(model), lambda *_, **__: _States((hidden_NH[None],))), known:
+        return model(input_ids=tokens, use_cache=False).logits[0]
 
 
 @contextmanager
@@ -167,8 +166,7 @@ def token_measures(
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
     found = []
     for part in hidden_NH.split(block_tokens(vocabulary, hidden_NH.device)):
-        logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
-        found.append(measure(logits))
+        found.append(measure(_at_least_float32(output_logits(model, part)) / (temperature or 1.0)))
     return _scatter(torch.cat(found), mask_BT)
 
 
@@ -338,13 +336,9 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     else:
         lean, weights = fused_llama.fuse(model, tokens_BT.shape[1]).leaves()
         _, states = fused_llama.hidden_states(lean, inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
-    computed = [
-        (x, ranks.all_dealt(x.detach(), len(prompts_UT)).requires_grad_(x.requires_grad))
-        for pair in states
-        for x in pair
-    ]
-    leaves = [leaf for _, leaf in computed]
-    pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
+    flat = [x for pair in states for x in pair]
+    leaves = [ranks.all_dealt(x.detach(), len(prompts_UT)).requires_grad_(x.requires_grad) for x in flat]
+    pairs, computed = list(zip(leaves[::2], leaves[1::2], strict=True)), list(zip(flat, leaves, strict=True))
     return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean, hidden if is_sharded(model) else None)
 
 
@@ -370,8 +364,7 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
     all_filled = bool(filled.all())
     if prompts.lean is not None:
         past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
-        before = None if all_filled else filled
-        hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, before)
+        hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, None if all_filled else filled)
     else:
         hidden = backbone(model)(
             input_ids=inputs,
@@ -397,11 +390,8 @@ def _cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
                 self.first = self.first or (key_states, value_states)
                 return key_states, value_states
             assert self.keys is not None and self.values is not None
-            own, rows = (self.keys, self.values), prompts.prompt_B
-            keys, values = (
-                torch.cat([x[rows], new], -2) for x, new in zip(own, (key_states, value_states), strict=True)
-            )
-            return keys, values
+            rows = prompts.prompt_B
+            return torch.cat([self.keys[rows], key_states], -2), torch.cat([self.values[rows], value_states], -2)
 
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore
     cache.layers = [Shared() for _ in cache.layers]

@@ -130,7 +130,16 @@ def hidden_states(
     """
     (rows, columns), turns = tokens_RC.shape, model.turns[positions]
     heads, epsilon = model.heads, model.epsilon
-    bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=tokens_RC.device).tril()[None]
+    if past is not None:
+        if filled_RT is None:
+            before = causal.new_ones(1, columns, past[0][0].shape[2])
+        else:
+            before = filled_RT[:, None].expand(-1, columns, -1)
+        causal = torch.cat([before, causal.expand(len(before), -1, -1)], dim=2)
+    # [R or 1, 1, C, T + C]: a term of the scores, minus infinity where a token must not be read
+    bias = torch.zeros(causal.shape, dtype=model.embedding.dtype, device=causal.device)
+    bias = bias.masked_fill_(~causal, -torch.inf)[:, None]
     x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
     states: list[States] = []
     for i, layer in enumerate(model.layers):
@@ -147,24 +156,10 @@ def hidden_states(
     return _Normalise.apply(x, epsilon).view(rows, columns, -1) * model.norm, states
 
 
-def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[R or 1, 1, C, T + C]: a term of the scores, minus infinity where a token must not be read."""
-    columns = tokens_RC.shape[1]
-    causal = torch.ones(columns, columns, dtype=torch.bool, device=tokens_RC.device).tril()[None]
-    if past is not None:
-        if filled_RT is None:
-            before = causal.new_ones(1, columns, past[0][0].shape[2])
-        else:
-            before = filled_RT[:, None].expand(-1, columns, -1)
-        causal = torch.cat([before, causal.expand(len(before), -1, -1)], dim=2)
-    return torch.zeros(causal.shape, dtype=dtype, device=causal.device).masked_fill_(~causal, -torch.inf)[:, None]
-
-
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """[R, heads, C, D]; plain products for short rows: 55 to 75 % of the time of the library's kernel on a CPU."""
     rows, heads, columns, width = queries.shape
-    length = keys.shape[2]
-    if length > _SHORT:
+    if keys.shape[2] > _SHORT:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0)
     bias = bias[:, 0] if len(bias) == 1 else bias.expand(-1, heads, -1, -1).flatten(0, 1)
     queries, keys, values = (x.reshape(rows * heads, -1, width) for x in (queries, keys, values))
