@@ -22,6 +22,7 @@ from .suites import suite, suite_rows
 from .trials import setting
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
+_TABLES = ("comparison", "effects", "search", "components", "controls", "gaps", "exploratory", "costs", "statistics")
 
 
 def page_drawings(
@@ -68,22 +69,14 @@ def page_values(
         "drawings": drawings,
         "outcome": analysis.outcome.label,
         "metric": wording.spoken(record.metric),
-        "comparison": tables.comparison(analysis),
+        **{name: getattr(tables, name)(analysis) for name in _TABLES},
         "accuracies": tables.accuracies(analysis, capable),
         "suite": others and {**others, "table": tables.table(["Arm", *others["names"]], others["rows"])},
-        "effects": tables.effects(analysis),
-        "search": tables.search(analysis),
-        "components": tables.components(analysis),
-        "controls": tables.controls(analysis),
-        "gaps": tables.gaps(analysis),
-        "exploratory": tables.exploratory(analysis),
-        "costs": tables.costs(analysis),
         "capability": capable,
         "capabilities": tables.capability(capable),
         "scaling": tables.scaling(analysis, scaled),
         "claims": found,
         "claims_table": tables.claims(found),
-        "statistics": tables.statistics(analysis),
         "probes": [
             {**one, "table": tables.table(["Test", *one["headers"][1:]], one["rows"])}
             for one in map(contamination.summary, record.probes)

@@ -161,15 +161,9 @@ def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
     studies = record.studies if isinstance(record, JoinedStudy) else {}
     rows = []
     for trial in record.trials:
-        fixed = {
-            "study": studies.get(trial.arm, record.name),
-            "trial": trial.trial,
-            "arm": trial.arm,
-            "seed": trial.seed,
-            "state": trial.state,
-            "algorithm": setting(trial.spec, "algorithm.name"),
-            "task": setting(trial.spec, "task.name"),
-        }
+        fixed = {"study": studies.get(trial.arm, record.name)}
+        fixed |= {name: getattr(trial, name) for name in ("trial", "arm", "seed", "state")}
+        fixed |= {part: setting(trial.spec, f"{part}.name") for part in ("algorithm", "task")}
         if record.two_stage is not None:
             stage = 1 if trial.seed < record.two_stage["first"] else 2
             fixed |= {"stage": stage, **{name: record.two_stage[name] for name in staged[1:]}}

@@ -26,8 +26,7 @@ def is_worked_out(answer: Any, gold: Any) -> bool:
 
 def _right_side(value: Any) -> Any:
     """The value of a stated variable or constant: `5` for `x=5`."""
-    is_value = isinstance(value, Eq) and (value.lhs.is_Symbol or not value.free_symbols)
-    return value.rhs if is_value else value
+    return value.rhs if isinstance(value, Eq) and (value.lhs.is_Symbol or not value.free_symbols) else value
 
 
 def _rooted(value: Any) -> Any:
@@ -69,12 +68,10 @@ def _work(value: Any) -> Iterator[str]:
             yield "divide"
     if isinstance(value, Pow) and not value.base.free_symbols and value.exp.is_Rational:
         base: Any = value.base
-        if value.exp.is_Integer:
-            if value.exp != -1 and base not in (sympy.pi, sympy.E):
-                yield "raise"
-        else:
-            if _is_exact(value) or base.has(Pow):
-                yield "root"
+        if value.exp.is_Integer and value.exp != -1 and base not in (sympy.pi, sympy.E):
+            yield "raise"
+        if not value.exp.is_Integer and (_is_exact(value) or base.has(Pow)):
+            yield "root"
     is_exponential = isinstance(value, sympy.exp) and not value.has(I)
     if isinstance(value, sympy.Function) and not value.free_symbols and not is_exponential:
         is_trigonometric = isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)

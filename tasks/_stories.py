@@ -314,8 +314,7 @@ def tell(
     for extra in extras:
         sentences.insert(int(uniform() * (len(sentences) + 1)), extra)
 
-    named = family.both if graph[-1].kind == "both" else family.gap
-    question = named if asks_operation else family.asked
+    question = (family.both if graph[-1].kind == "both" else family.gap) if asks_operation else family.asked
     sentences.append(_fill(question, things, names, graph[-1], names[len(told) - 1]))
     labels = [*names[: len(told)], "Answer"]
     steps: list[str] = []

@@ -95,8 +95,7 @@ def fuse(model: nn.Module, length: int) -> Fused:
     decoder, config = _decoder(model), _decoder(model).config
     embedding, width = decoder.embed_tokens, decoder.layers[0].self_attn.head_dim
     with torch.no_grad():
-        positions = torch.arange(length, device=embedding.weight.device)[None]
-        angles = decoder.rotary_emb(embedding.weight, positions)
+        angles = decoder.rotary_emb(embedding.weight, torch.arange(length, device=embedding.weight.device)[None])
     turns = torch.complex(*(part[0, :, : width // 2].contiguous() for part in angles))
     layers = [_layer(layer, width) for layer in decoder.layers]
     return Fused(
@@ -107,8 +106,7 @@ def fuse(model: nn.Module, length: int) -> Fused:
 
 def rotate(pairs: Tensor, turns: Tensor) -> Tensor:
     """`pairs` [..., D] turned by `turns` [..., D / 2]."""
-    turned = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * turns
-    return torch.view_as_real(turned).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * turns).flatten(-2)
 
 
 def normalise(x: Tensor, epsilon: float) -> Tensor:
