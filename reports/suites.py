@@ -26,25 +26,20 @@ def suite(analysis: Analysis) -> Suite | None:
     """The tests that every usable trial has in its record, with equal settings; None without any."""
     trials = list(analysis.usable.values())
     asked = [{one["name"]: one for one in setting(trial.spec, "evaluation.tests", ())} for trial in trials]
-    tests = {
-        name: _on_test(analysis, f"test_{name}")
-        for name, task in (asked[0].items() if asked else ())
-        if all(own.get(name) == task and f"test_{name}" in one.tests for own, one in zip(asked, trials, strict=True))
-    }
+    tests = {}
+    for name, task in asked[0].items() if asked else ():
+        area, scored = f"test_{name}", []  # the study's trials as if its test problems were those of this test
+        for own, trial in zip(asked, trials, strict=True):
+            if own.get(name) == task and area in trial.tests:
+                areas = ((key.partition("/"), series) for key, series in trial.history.items())
+                history = {f"test/{metric}": series for (of, _, metric), series in areas if of == area}
+                summary = {**trial.summary, "test_accuracy": history["test/accuracy"][-1][1]}
+                scored.append(replace(trial, per_problem=trial.tests[area], history=history, summary=summary))
+        if len(scored) == len(trials):
+            tests[name] = analysed(replace(analysis.record, metric="validation/accuracy", trials=scored))
     compared = [(one.arm, name, one.p) for name, found in tests.items() for one in found.comparisons]
     adjusted = statistics.holm([p for *_, p in compared])
     return Suite(tests, {(a, t): p for (a, t, _), p in zip(compared, adjusted, strict=True)}) if tests else None
-
-
-def _on_test(analysis: Analysis, area: str) -> Analysis:
-    """The numbers of the study if its test problems were those of an area."""
-    trials = []
-    for trial in analysis.usable.values():
-        own = {key: series for key, series in trial.history.items() if key.startswith(f"{area}/")}
-        history = {f"test/{key.partition('/')[2]}": series for key, series in own.items()}
-        summary = {**trial.summary, "test_accuracy": history["test/accuracy"][-1][1]}
-        trials.append(replace(trial, per_problem=trial.tests[area], history=history, summary=summary))
-    return analysed(replace(analysis.record, metric="validation/accuracy", trials=trials))
 
 
 def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:

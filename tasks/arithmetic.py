@@ -8,7 +8,7 @@ problem decides its split.
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, Self
@@ -92,23 +92,14 @@ def _distinct(task: Arithmetic) -> Iterator[tuple[int, ...]]:
     while lengths:
         length = lengths[int(uniform() * len(lengths))]
         for _ in range(_TRIES):
-            operands = _draw(length, uniform)
+            operands: tuple[int, ...] = ()
+            for position in range(length):
+                operand, total = 1 + int(uniform() * MAX_OPERAND), sum(operands)
+                is_taken_off = position and total >= operand and uniform() < 0.5  # the total is never negative
+                operands += (-operand if is_taken_off else operand,)
             if operands not in seen:
                 seen.add(operands)
                 yield operands
                 break
         else:
             lengths.remove(length)
-
-
-def _draw(length: int, uniform: Callable[[], float]) -> tuple[int, ...]:
-    """Signed operands whose running total is never negative."""
-    operands: list[int] = []
-    total = 0
-    for position in range(length):
-        operand = 1 + int(uniform() * MAX_OPERAND)
-        if position and total >= operand and uniform() < 0.5:
-            operand = -operand
-        total += operand
-        operands.append(operand)
-    return tuple(operands)

@@ -21,7 +21,7 @@ from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
 from . import style
-from .style import Draw, Drawing, End, chart, drawn, scale_of, unit_of, wrapped
+from .style import Drawing, End, chart, drawn, scale_of, unit_of, wrapped
 
 _MOST_COLUMNS, _MOST_LEVELS = 8, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
@@ -122,7 +122,8 @@ def interactions(analysis: Analysis) -> list[Drawing]:
             found = "they interact" if p < ALPHA else "no interaction detected"
             tested = "no test possible" if math.isnan(p) else f"{found} (Holm-adjusted {wording.p_equals(p)})"
             title = f"{wording.factor_title((across, lines))}: {tested}"
-            draw = _interaction(analysis, across, levels[across], lines, levels[lines])
+            plot = partial(_interaction, analysis, across, levels[across], lines, levels[lines])
+            draw = chart(plot, short_path(across), unit_of(analysis.outcome.name))
             drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
 
@@ -281,29 +282,26 @@ def _name_places(axes: Axes, names: Sequence[Any]) -> None:
     axes.set_xticks(range(len(names)), ["\n".join(wrapped(str(name), max(4, 44 // len(names)))) for name in names])
 
 
-def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
-    metric, scale = analysis.outcome.name, scale_of(analysis.outcome.name)
-
-    def plot(axes: Axes) -> list[End]:
-        ends = []
-        for color, marker, level in zip(style.PALETTE, style.MARKERS, levels, strict=False):
-            shift = 0.05 * (len(ends) - (len(levels) - 1) / 2)  # so that intervals do not hide each other
-            points = []
-            for place, position in enumerate(positions):
-                if (found := marginal(analysis, {across: position, lines: level})) is not None:
-                    points.append((place + shift, scale * found.estimate))
-                    if found.interval is not None:
-                        limits = [scale * found.interval.low, scale * found.interval.high]
-                        axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
-            if points:
-                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
-                ends.append((points[-1][1], str(level), color))
-        axes.set_xlim(-0.3, len(positions) - 0.7)
-        _name_places(axes, positions)
-        axes.text(1.02, 1.05, short_path(lines), transform=axes.transAxes, color=style.MUTED, size=7.5)
-        return ends
-
-    return chart(plot, short_path(across), unit_of(metric))
+def _interaction(
+    analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any], axes: Axes
+) -> list[End]:
+    scale, ends = scale_of(analysis.outcome.name), []
+    for color, marker, level in zip(style.PALETTE, style.MARKERS, levels, strict=False):
+        shift = 0.05 * (len(ends) - (len(levels) - 1) / 2)  # so that intervals do not hide each other
+        points = []
+        for place, position in enumerate(positions):
+            if (found := marginal(analysis, {across: position, lines: level})) is not None:
+                points.append((place + shift, scale * found.estimate))
+                if found.interval is not None:
+                    limits = [scale * found.interval.low, scale * found.interval.high]
+                    axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
+            ends.append((points[-1][1], str(level), color))
+    axes.set_xlim(-0.3, len(positions) - 0.7)
+    _name_places(axes, positions)
+    axes.text(1.02, 1.05, short_path(lines), transform=axes.transAxes, color=style.MUTED, size=7.5)
+    return ends
 
 
 def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list[End]:

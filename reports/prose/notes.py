@@ -9,7 +9,7 @@ from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA, any_time_width
-from ..trials import Outcome, arm_specs, is_imported, search_of, setting, share_of_alpha, test_last
+from ..trials import arm_specs, is_imported, search_of, setting, share_of_alpha, test_last
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -57,36 +57,32 @@ def interval_reading(analysis: Analysis) -> str:
     )
     if (stage := analysis.record.two_stage) is not None:
         seeds += f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
-    if analysis.outcome.per_problem:
+    if (outcome := analysis.outcome).per_problem:
+        related = (
+            " The task names no families of problems, so problems count as independent: if some are variants of one "
+            "template, the intervals are too narrow and p is too small."
+        )
+        if outcome.families:
+            problems, named = sum(map(len, outcome.blocks)), len(outcome.families)
+            alone = f"; {problems - named} name none and count as one each" if named < problems else ""
+            related = (
+                f" Families of the {problems} test problems: {len(set(outcome.families.values()))}{alone}. "
+                f"{len(outcome.blocks)} blocks of whole families stand for the problems, so the intervals hold for new "
+                "families; Student's interval over the blocks counts too."
+            )
         return (
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
             "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It holds for new seeds "
             "and new problems of the same kind, not for other tasks, models or cold starts. Student's interval and "
             "the bootstrap over seeds hold for new seeds on these test problems only."
-            f"{_related(analysis.outcome)}{seeds}"
+            f"{related}{seeds}"
         )
     why = "Scores of single problems are not known for this metric, or not of the same problems in all trials"
-    if analysis.outcome.families:
+    if outcome.families:
         why = "More than half of the test problems are of one family"
     return (
         f"The stated interval is Student's t interval over seeds. {why}, so it holds for new seeds on these test "
         f"problems, and is too narrow for new problems.{seeds}"
-    )
-
-
-def _related(outcome: Outcome) -> str:
-    """A sentence or two on related problems."""
-    if not outcome.families:
-        return (
-            " The task names no families of problems, so problems count as independent: if some are variants of one "
-            "template, the intervals are too narrow and p is too small."
-        )
-    problems, named = sum(map(len, outcome.blocks)), len(outcome.families)
-    alone = f"; {problems - named} name none and count as one each" if named < problems else ""
-    return (
-        f" Families of the {problems} test problems: {len(set(outcome.families.values()))}{alone}. "
-        f"{len(outcome.blocks)} blocks of whole families stand for the problems, so the intervals hold for new "
-        "families; Student's interval over the blocks counts too."
     )
 
 
