@@ -120,8 +120,7 @@ def to_ascii(char: str) -> str:
         return "-"
     if category == "No":
         form = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
-        is_superscript = unicodedata.decomposition(char).startswith("<super>")
-        return f"^{form}" if is_superscript else f" {form} "
+        return f"^{form}" if unicodedata.decomposition(char).startswith("<super>") else f" {form} "
     if "\uff01" <= char <= "\uff5e":
         return chr(ord(char) - 0xFEE0)
     return _PUNCTUATION.get(char, char)

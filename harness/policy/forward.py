@@ -422,8 +422,7 @@ class Critic(nn.Module):
 
         `hidden_NH` are the `completion_states` of its own backbone, or of the policy.
         """
-        values_N = _at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0]
-        return _scatter(values_N, mask_BT)
+        return _scatter(_at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0], mask_BT)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -97,7 +97,19 @@ def fuse(model: nn.Module, length: int) -> Fused:
     with torch.no_grad():
         angles = decoder.rotary_emb(embedding.weight, torch.arange(length, device=embedding.weight.device)[None])
     turns = torch.complex(*(part[0, :, : width // 2].contiguous() for part in angles))
-    layers = [_layer(layer, width) for layer in decoder.layers]
+
+    def paired(rows: Tensor) -> Tensor:
+        """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
+        return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).reshape(rows.shape)
+
+    layers = []
+    for layer in decoder.layers:
+        queries, keys, values = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv")
+        qkv = torch.cat([paired(queries) * width**-0.5, paired(keys), values]) * layer.input_layernorm.weight
+        gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+        gate_up = gate_up * layer.post_attention_layernorm.weight
+        weights = qkv, layer.self_attn.o_proj.weight, gate_up, layer.mlp.down_proj.weight
+        layers.append(Layer(*(weight.t() for weight in weights)))
     return Fused(
         config.num_attention_heads, width, config.rms_norm_eps, embedding.weight, embedding.padding_idx, layers,
         decoder.norm.weight, turns,
@@ -191,22 +203,6 @@ def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
 def _decoder(model: nn.Module) -> Any:
     """The backbone of a recognised model, which may be all that there is."""
     return getattr(model, "model", model)
-
-
-def _layer(layer: Any, width: int) -> Layer:
-    def paired(rows: Tensor) -> Tensor:
-        """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
-        return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).reshape(rows.shape)
-
-    queries, keys, values = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv")
-    qkv = torch.cat([paired(queries) * width**-0.5, paired(keys), values])
-    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
-    return Layer(
-        (qkv * layer.input_layernorm.weight).t(),
-        layer.self_attn.o_proj.weight.t(),
-        (gate_up * layer.post_attention_layernorm.weight).t(),
-        layer.mlp.down_proj.weight.t(),
-    )
 
 
 def _is_plain(module: nn.Module) -> bool:
