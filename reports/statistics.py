@@ -165,7 +165,7 @@ def crossed_interval(scores_SN: ArrayLike, first: int | None = None, share: floa
     seed, problem, rest = _mean_squares(scores)
     seed, df_seed = max(seed, _mean_squares(scores[:first])[0]), len(scores[:first]) - 1
     if seed == problem == rest == 0:
-        return _t_interval(float(scores.flat[0]), 0.0, df_seed, share)
+        return _t_interval(float(scores.mean()), 0.0, df_seed, share)
     seed, problem = max(seed, rest), max(problem, rest)
     total = seed + problem - rest
     df_problem, df_rest = scores.shape[1] - 1, (scores.shape[0] - 1) * (scores.shape[1] - 1)
@@ -227,7 +227,7 @@ def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_proble
     interval = paired_interval(scores, first)
     if interval is None:
         return None
-    mean, columns, t = min(max(interval.estimate, 0.0), 1.0), scores.shape[1], _t_quantile(0.025, interval.df)
+    mean, columns, t = interval.estimate, scores.shape[1], _t_quantile(0.025, interval.df)
     spread = mean * (1 - mean)
     count = spread / interval.error**2 if interval.error > 1e-9 else float(columns)
     if min(count, num_problems or columns) * min(mean, 1 - mean) < RARE:
@@ -354,15 +354,14 @@ def improvement_interval(probability: float, num_seeds: int, num_baseline: int) 
     shrink to a point if the arms do not overlap. It treats the arms as independent, which is cautious for arms that
     share seeds.
     """
-    z, runs = -float(special.ndtri((1 - LEVEL) / 2)), (num_seeds + num_baseline) / 2 - 1
+    z_squared, runs = float(special.chdtri(1, 1 - LEVEL)), (num_seeds + num_baseline) / 2 - 1
 
     def excess(limit: float) -> float:
         spread = 1 + runs * (1 - limit) / (2 - limit) + runs * limit / (1 + limit)
-        return (limit - probability) ** 2 - z**2 * limit * (1 - limit) * spread / (num_seeds * num_baseline)
+        return (limit - probability) ** 2 - z_squared * limit * (1 - limit) * spread / (num_seeds * num_baseline)
 
     edge = 1e-9  # the equation has another root at an estimate of 0 or 1
-    low = 0.0 if probability == 0 else _root(excess, edge, min(probability, 1 - edge))
-    high = 1.0 if probability == 1 else _root(excess, max(probability, edge), 1 - edge)
+    low, high = _root(excess, 0.0, min(probability, 1 - edge)), _root(excess, max(probability, edge), 1.0)
     return Interval(probability, low, high)
 
 
@@ -371,8 +370,6 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA)
 
     From the non-central t distribution; as uncertain as `error` itself, so a guide and no guarantee.
     """
-    if error == 0:
-        return 0.0
     critical = _t_quantile(alpha / 2, df)
 
     def excess(standardised: float) -> float:
@@ -380,7 +377,7 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA)
 
     high = critical
     while excess(high) < 0:
-        high *= 2
+        high += critical
     return _root(excess, 0.0, high) * error
 
 
@@ -408,7 +405,7 @@ def seeds_needed(
 def _mean_squares(scores: Floats) -> tuple[float, float, float]:
     num_seeds, num_problems = scores.shape
     grand = scores.mean()
-    seeds, problems = scores.mean(axis=1, keepdims=True), scores.mean(axis=0, keepdims=True)
+    seeds, problems = scores.mean(axis=1, keepdims=True), scores.mean(axis=0)
     rest = scores - seeds - problems + grand
     by_seed = num_problems * ((seeds - grand) ** 2).sum() / (num_seeds - 1)
     by_problem = num_seeds * ((problems - grand) ** 2).sum() / (num_problems - 1)

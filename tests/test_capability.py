@@ -81,6 +81,7 @@ def test_an_interval_of_fractions_stays_between_0_and_1_and_never_ends_at_a_cert
     # all 50 problems solved: Wilson with 50 problems and t(49) = 2.0096: 50 / (50 + t^2) = 0.9253
     assert fraction_interval(np.ones((1, 50))).low == pytest.approx(0.92526, abs=1e-4)
     assert fraction_interval(np.zeros((3, 50))).high > 0
+    assert fraction_interval(np.ones((1, 37))).high == 1  # 1 + 2e-16 by the formula
     rng = np.random.default_rng(0)
     for mean in (0.001, 0.5, 0.999):
         cells = np.clip(rng.normal(mean, 0.01, (3, 40)), 0, 1)

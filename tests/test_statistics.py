@@ -1,6 +1,7 @@
 """The statistics against hand arithmetic, scipy and simulated studies whose truth is known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -49,6 +50,9 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand() -> None:
     assert interval is not None
     assert (interval.estimate, interval.error, interval.df) == (close(0.5), close(0.5), close(1.0))
     assert interval.high == close(0.5 + 0.5 * stats.t.ppf(0.975, 1))
+    # the mean of three 0.1 is not 0.1: what rounding leaves is no spread
+    flat = ours.crossed_interval([[0.1] * 3] * 2)
+    assert flat is not None and (flat.low, flat.estimate, flat.error, flat.df) == (flat.high, close(0.1), 0.0, 1)
 
 
 def test_a_negative_variance_component_counts_as_zero() -> None:
@@ -131,6 +135,8 @@ def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
 
 def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed() -> None:
     # all three draws are the lowest seed in 1 of 27 resamples, 3.7 %, more than the 2.5 % cut off
+    two = ours.bootstrap_interval([0.2, 0.5], 0)
+    assert two is not None and (two.low, two.estimate, two.high) == (close(0.2), close(0.35), close(0.5))
     three = ours.bootstrap_interval([0.2, 0.5, 0.9], np.random.default_rng(0))
     assert three is not None and (three.low, three.high) == (close(0.2), close(0.9))
     values = np.random.default_rng(0).normal(size=20)
@@ -153,6 +159,7 @@ def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_score
     assert ours.t_test(flat, resolution=1 / 50) == pytest.approx(2 * math.atan(1 / 17.3205) / math.pi, rel=1e-4)
     spread = ours.Interval(0.1, 0.0, 0.2, 0.05, 1)  # an error above that of rounding stays as it is
     assert ours.t_test(spread, resolution=1 / 50) == ours.t_test(spread)
+    assert ours.t_test(replace(spread, share=0.1)) == 1.0  # t = 2, p = 0.295, ten times that with a tenth of alpha
 
 
 def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() -> None:
@@ -232,6 +239,7 @@ def test_a_permutation_test_counts_the_divisions_that_are_as_high() -> None:
     # of the 6 ways to take 2 of 1, 2, 3, 4 only 3 + 4 is as high; of equal values every way is
     for limit in (6, 7, 9999):
         assert ours.permutation_test([3, 4], [1, 2], rng, resamples=limit) == close(1 / 6)
+    assert ours.permutation_test([3e-12, 4e-12], [1e-12, 2e-12], rng) == close(1 / 6)
     assert ours.permutation_test([0.5, 0.5], [0.5], rng) == ours.permutation_test([0.0], [0.0], rng) == 1.0
     assert math.isnan(ours.permutation_test([], [1.0], rng)) and math.isnan(ours.permutation_test([1.0], [], rng))
     # random ones: the one that was seen counts too, so never 0
