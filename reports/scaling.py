@@ -167,14 +167,13 @@ def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
     over the whole compute, is none, but the residuals that it leaves exceed those of the curve by no more.
     """
     costs, scores = costs_ST.mean(axis=0)[None], scores_ST.mean(axis=0)[None]
-    powers = np.where(costs > 0, np.maximum(costs, 1e-300), 0.0)[0]
 
     def left(rise: Floats) -> float:
         design = np.stack([np.ones(costs.size), rise], axis=1)
-        return float(np.linalg.lstsq(design, scores[0], rcond=None)[1].sum())
+        return float(np.linalg.lstsq(design, scores[0])[1].sum())
 
-    rises = [powers**power for power in np.geomspace(0.02, 10, 120)]
-    rises += [np.log1p(rate * powers) for rate in np.geomspace(0.3, 3000, 80)]
+    rises = [costs[0] ** power for power in np.geomspace(0.02, 10, 120)]
+    rises += [np.log1p(rate * costs[0]) for rate in np.geomspace(0.3, 3000, 80)]
     without = min(map(left, rises))
     _, error = _least_squares(costs, scores)
     freedom = costs.size - 4
@@ -188,7 +187,7 @@ def _least_squares(costs_ST: Floats, scores_ST: Floats) -> tuple[Floats, float]:
         return (curve(parameters, costs_ST) - scores_ST).ravel()
 
     def gradients(parameters: Floats) -> Floats:
-        return _gradients(parameters, costs_ST).reshape(-1, 4)
+        return _gradients(parameters, costs_ST).reshape(scores_ST.size, 4)
 
     slopes: Any = gradients  # scipy's stubs know only the names of its own schemes
     bounds = ([-0.5, -0.5, math.log(1e-4), -2.0], [1.5, 1.5, math.log(100.0), 2.5])

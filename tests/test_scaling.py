@@ -35,6 +35,8 @@ def test_a_curve_without_noise_is_found_again_whatever_the_unit_of_compute():
         assert found.exponent.estimate == pytest.approx(1.5, rel=1e-5)
         assert found.reached == pytest.approx(1 / (1 + (2e5 / 1e6) ** 1.5), abs=1e-6)
         assert found.prediction is not None and found.prediction.estimate == pytest.approx(0, abs=1e-4)
+        for values in (found.parameters, *found.by_seed.values()):
+            assert values == pytest.approx(truth + np.array([0, 0, math.log(unit), 0]), abs=1e-5)
 
 
 def test_of_several_starts_the_one_that_ends_best_counts():
@@ -47,6 +49,24 @@ def test_what_seeds_say_has_the_fit_as_its_mean():
     found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
     assert isinstance(found, Scaling)
     assert np.mean(list(found.by_seed.values()), axis=0) == pytest.approx(found.parameters, abs=2e-4)
+
+
+def test_what_a_seed_says_is_what_leaving_it_out_takes_away():
+    costs, scores = draw(Design(seeds=3, points=10, spread=0.002, noise=0.001), np.random.default_rng(0))
+    found = fit_curve("a", range(3), 1e6 * costs, scores)
+    assert isinstance(found, Scaling)
+    for seed, value in found.by_seed.items():
+        others, _ = scaling._least_squares(np.delete(costs, seed, 0), np.delete(scores, seed, 0))
+        # the pseudo-value of the jackknife, 3 times the whole minus 2 times the others, is the same to first order
+        pseudo = 3 * found.parameters - 2 * (others + np.array([0, 0, math.log(1e6), 0]))
+        assert value == pytest.approx(pseudo, abs=0.01)  # midpoints are 8 % apart
+
+
+def test_a_midpoint_counts_as_late_by_the_mean_of_what_seeds_have_spent():
+    costs = np.linspace(0, 1, 9) * np.array([[2.0], [1.0]])  # the last quarter begins at 0.75 * 1.5 = 1.125
+    for middle, is_late in ((1.1, False), (1.15, True)):
+        found = fit_curve("a", (0, 1), costs, curve(np.array([0.7, 0.3, math.log(middle), 1.0]), costs))
+        assert isinstance(found, str) == is_late and (not is_late or "last quarter of training" in found)
 
 
 def test_ceilings_and_midpoints_of_identified_curves_are_enclosed():
@@ -90,6 +110,23 @@ def test_a_refusal_names_its_reason(name: str, reason: str):
     design = {**UNIDENTIFIED, "late": Design(middle=0.85, spread=0.002, noise=0.001)}[name]
     found = fit_curve("a", range(design.seeds), *draw(design, np.random.default_rng(0)))
     assert isinstance(found, str) and reason in found
+
+
+def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch: pytest.MonkeyPatch):
+    says = {("a", 0): 0.1, ("a", 1): 0.3, ("a", 2): 0.9, ("b", 1): 0.2, ("b", 2): 0.5, ("b", 3): 0.7, ("c", 3): 0.0}
+    monkeypatch.setattr(scaling, "fit_curve", lambda arm, seeds, *_: SimpleNamespace(
+        arm=arm, by_seed={seed: np.array([says[arm, seed], 0.0, 2 * says[arm, seed], 0.0]) for seed in seeds}
+    ))  # fmt: skip
+    absent = {(arm, seed): None for arm in "abc" for seed in range(4) if (arm, seed) not in says}
+    record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in "abc"], range(4), states=absent, num_steps=10)
+    found = scaled(dataclasses.replace(record, baseline="b"))
+    assert [one.arm for one in found.fits] == ["a", "b", "c"]
+    # seeds 1 and 2: ceilings 0.1 and 0.4 higher, logarithms of midpoints 0.2 and 0.8; c has seed 3 alone
+    higher, later = statistics.t_interval([0.1, 0.4]), statistics.t_interval([0.2, 0.8])
+    (one, two) = found.shifts
+    assert dataclasses.astuple(one.ceiling) == pytest.approx(dataclasses.astuple(higher))
+    assert (one.midpoint.low, one.midpoint.high) == pytest.approx((math.exp(later.low), math.exp(later.high)))
+    assert (one.arm, two) == ("a", scaling.Shift("c", None, None))
 
 
 def curved_study(designs: dict[str, Design]) -> StudyRecord:
@@ -153,6 +190,8 @@ def test_an_arm_whose_policy_collapsed_has_no_curve():
     other = dataclasses.replace(trial, history={**trial.history, "validation/accuracy": fallen})
     trials = [record.trials[0], other, record.trials[2]]
     assert "seed 1 collapsed" in scaled(dataclasses.replace(record, trials=trials)).refused["base"]
+    del other.history[scaling.COST]  # of one trial
+    assert scalings(analysed(dataclasses.replace(record, trials=trials))) is None
 
 
 def test_the_first_half_of_compute_predicts_the_rest():
@@ -162,18 +201,28 @@ def test_the_first_half_of_compute_predicts_the_rest():
     assert isinstance(whole, Scaling) and whole.prediction is not None and isinstance(early, Scaling)
     misses = curve(early.parameters, costs[:, 13:]) - scores[:, 13:]
     assert whole.prediction.estimate == pytest.approx(misses.mean(), abs=2e-5)
+    # to first order a seed's own curve misses by as much
+    of_seeds = [float((curve(v, costs[i, 13:]) - scores[i, 13:]).mean()) for i, v in early.by_seed.items()]
+    assert whole.prediction.error == pytest.approx(statistics.t_interval(of_seeds).error, rel=0.05)
 
 
 def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_leave():
-    costs, scores = (values[:1] for values in draw(Design(points=9, noise=0.01), np.random.default_rng(0)))
-    with_ceiling = scaling._least_squares(costs / costs.max(), scores)[1]
-    rises = [(costs[0] / costs.max()) ** power for power in np.geomspace(0.02, 10, 120)]
-    rises += [np.log1p(rate * costs[0] / costs.max()) for rate in np.geomspace(0.3, 3000, 80)]
-    power = min(float(np.linalg.lstsq(np.stack([np.ones(9), rise], axis=1), scores[0])[1].sum()) for rise in rises)
-    # F of one more parameter than the three of the power law and of the logarithm, with 9 - 4 = 5 degrees of freedom
-    expected = stats.f.sf((power - with_ceiling) / (with_ceiling / 5), 1, 5)
-    assert scaling._p_without_ceiling(costs / costs.max(), scores) == pytest.approx(expected, rel=1e-6)
-    assert 1e-4 < expected < 0.5
+    best = []
+    for seed, design in enumerate(
+        (Design(points=9, noise=0.01), Design(points=9, middle=0.6, steepness=3, noise=0.02))
+    ):
+        costs, scores = (values[:1] for values in draw(design, np.random.default_rng(seed)))
+        costs = costs / costs.max()
+        rises = [np.log1p(rate * costs[0]) for rate in np.geomspace(0.3, 3000, 80)]
+        rises += [costs[0] ** power for power in np.geomspace(0.02, 10, 120)]
+        left = [float(np.linalg.lstsq(np.stack([np.ones(9), rise], axis=1), scores[0])[1].sum()) for rise in rises]
+        with_ceiling = scaling._least_squares(costs, scores)[1]
+        # F of one more parameter than the three of a power law or a logarithm, with 9 - 4 = 5 degrees of freedom
+        expected = stats.f.sf((min(left) - with_ceiling) / (with_ceiling / 5), 1, 5)
+        assert scaling._p_without_ceiling(costs, scores) == pytest.approx(expected, rel=1e-6)
+        assert 1e-4 < expected < 0.5
+        best.append("a logarithm" if left.index(min(left)) < 80 else "a power law")
+    assert best == ["a logarithm", "a power law"]
 
 
 def test_the_ceiling_of_a_fraction_is_at_most_one():
