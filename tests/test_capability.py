@@ -65,6 +65,7 @@ def found_in(record: StudyRecord) -> Capabilities | None:
 
 def test_pass_at_k_of_1024_samples_agrees_with_exact_fractions():
     table = pass_table(1024)
+    assert table.shape == (1025, 1024)
     for right, k in ((0, 1024), (1, 1), (1, 512), (3, 700), (40, 20), (500, 7), (1023, 1), (1024, 1024)):
         exact = 1 - Fraction(comb(1024 - right, k), comb(1024, k))
         assert table[right, k - 1] == pytest.approx(float(exact), abs=1e-12)
@@ -113,6 +114,12 @@ def test_a_lead_of_fewer_than_five_problems_is_not_shown():
         apart = 100 * (rows[0].passes(1) - rows[1].passes(1)).mean()
         found = crossover(*rows)
         assert found.leader == "one" and (apart >= 5) == is_shown == (found.low is not None)
+
+
+def test_a_lead_of_five_problems_is_shown():
+    ahead, many = np.zeros(128, int), np.zeros(128, int)
+    ahead[:16], many[:16], many[16:80] = 64, 40, 1  # 16 to 10 + 1 problems at one sample, 15.8 to 13.8 + 2 at two
+    assert crossover(Capability("one", (0,), ahead[None], 64), Capability("many", (0,), many[None], 64)).low == 2
 
 
 def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
@@ -282,6 +289,19 @@ def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
     write_report(record, tmp_path, formats=())
     write_report(fake_study(num_steps=20), tmp_path, formats=())
     assert not (tmp_path / "capability.csv").exists()
+
+
+def test_two_problems_sixteen_samples_and_a_single_seed_are_enough_for_the_curves_of_a_study():
+    record = capability_study(num_problems=2, num_samples=16)
+    found, (trial, *others) = found_in(record), record.trials
+    assert list(found.after) == ["sharp", "mild"] and [one.label for one in found.before] == ["'sharp' and 'mild'"]
+    pairs = [("sharp", "start of sharp"), ("mild", "start of mild"), ("mild", "sharp")]
+    assert [{one.leader, one.other} for one in found.crossovers] == [set(pair) for pair in pairs]
+    alone = found_in(dataclasses.replace(record, trials=[trial]))
+    assert alone.after["sharp"].seeds == (0,) and [one.label for one in alone.before] == ["'sharp'"]
+    means = {**trial.history, "test/num_samples": [(10, 16.0), (20, 16.0)]}  # over two evaluations
+    mixed = [dataclasses.replace(trial, history=means), *others]
+    assert list(found_in(dataclasses.replace(record, trials=mixed)).after) == ["mild"]
 
 
 def test_a_table_has_the_powers_of_four_and_all_samples():

@@ -99,6 +99,7 @@ def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_
     whole = outcome_contrast(analysis, {"arm 1": 1.0, "arm 0": -1.0})
     part = outcome_contrast(analysis, {"arm 2": 1.0, "arm 0": -1.0})
     assert whole.p < 0.05 and math.isnan(part.p)  # so no claim is tested by it
+    assert waits.cells is not None and part.interval == statistics.cautious_interval(waits.cells, share=1 / 6)
     grid = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.1]}
     first = factor_grid(grid)[0].label
     assert (found := analysed(fake_study(factor_grid(grid), range(5), num_steps=10)).grid) is not None and found.effects

@@ -560,6 +560,28 @@ def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_othe
     found = marginal(analysis, {"algorithm.kl_beta": 0.1})
     assert found is not None and found.interval is not None and found.estimate == expected
     assert found.interval.low < found.estimate < found.interval.high
+    assert marginal(analysis, {"algorithm.kl_beta": 9.0}) is None
+    apart = {(one.label, seed): None for one, seed in zip(two_by_two(), (0, 0, 1, 1), strict=True)}
+    assert marginal(analysed(fake_study(two_by_two(), (0, 1), states=apart)), {"algorithm.kl_beta": 0.1}) is None
+
+
+def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_its_spread() -> None:
+    arms, weights = [*two_arms(0.6, 0.7), FakeArm("c", "grpo", 0.7, {}, {})], {"a": -1.0, "b": 0.75, "c": 0.25}
+    record = fake_study(arms, range(4), states={("c", 3): "invalid"}, num_steps=10, seed_deviation=0.0, rng_seed=1)
+    analysis = analysed(record)
+    found = outcome_contrast(analysis, weights)
+    cells = sum(weight * analysis.arm(arm).cells_of(range(3)) for arm, weight in weights.items())
+    assert list(found.differences) == [0, 1, 2] and [*found.differences.values()] == pytest.approx(cells.mean(axis=1))
+    assert (found.interval, found.num_problems) == (statistics.cautious_interval(cells), 128)
+    assert found.variance == statistics.crossed_variance(cells)
+    tests = statistics.cautious_intervals(cells)
+    assert found.p == pytest.approx(max(statistics.t_test(one, 1 / 128) for one in tests))
+    plain = outcome_contrast(analysed(with_trials(record, lambda _: {"per_problem": {}})), weights)
+    assert plain.interval == statistics.t_interval([*plain.differences.values()]) != found.interval
+    assert len(plain.tests) == plain.num_problems == 1
+    spread = np.var(cells.mean(axis=1), ddof=1)
+    assert dataclasses.astuple(plain.variance) == (pytest.approx(spread), 0.0, 0.0) and plain.resolution == 0.0
+    assert found.resolution == 1 / 128
 
 
 def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family() -> None:
