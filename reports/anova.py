@@ -83,9 +83,9 @@ def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
     if len(seeds[:first]) > 1 and share > 0 and not awaits_seeds(record, seeds):
         scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*shape, len(seeds))
         found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
-        cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
-        resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
-        tested = anova(scores, varied, cells, resolution, first)
+        cells = np.reshape(found, (*shape, *np.shape(found)[1:])) if len(found) == len(ordered) else None
+        fewest = min(arm.num_problems for arm in ordered)
+        tested = anova(scores, varied, cells, 1 / fewest if fewest else 0.0, first)
         effects = [replace(one, p=min(one.p / share, 1.0)) for one in tested]
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
@@ -138,7 +138,7 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
         spread = float(np.trace(error)) / df
         has_spread = spread > nothing
         mean_error = max(spread if has_spread else 0.0, resolution**2 / 12)
-        if mean_square == 0 or mean_error == 0:
+        if mean_error == 0:
             return (0.0, 1.0) if mean_square == 0 else (math.inf, math.nan)
         between, within = 1.0, float(df_seed)
         if has_spread:  # Satterthwaite (1946), for contrasts that are correlated or differ in spread (Box 1954)
@@ -166,7 +166,7 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
 
 def _covariance(deviations: Floats, degrees: int) -> Floats:
     """[df, df] from deviations [df, ...]."""
-    flat = deviations.reshape(len(deviations), -1)
+    flat = deviations.reshape(len(deviations), deviations[0].size)
     return flat @ flat.T / degrees
 
 

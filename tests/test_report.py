@@ -17,6 +17,7 @@ from cohort.harness.record.events import RunHistory
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
+from cohort.reports.anova import anova
 from cohort.reports.capability import capabilities
 from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import DYNAMICS, aligned
@@ -601,6 +602,41 @@ def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family() -> None:
         assert comparison.cells is not None
         variance = statistics.crossed_variance(comparison.cells)
         assert comparison.seeds_for[0.05] == statistics.seeds_needed(0.05, variance, 128, 0.05 / 8)
+
+
+def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms() -> None:
+    varied = {"algorithm.group_size": [4, 2], "algorithm.kl_beta": [0.0, 0.1]}
+    arms = factor_grid({**varied, "algorithm.clip_epsilon": [0.2]})
+    record = fake_study(arms, (0, 1), num_steps=10)
+    analysis = analysed(record)
+    order = [analysis.arms[i] for i in (2, 3, 0, 1)]  # by group size, then beta
+    cells = np.array([arm.cells for arm in order]).reshape(2, 2, 2, 128)
+
+    def same_p(record: StudyRecord, *values: Any, share: float = 1.0) -> None:
+        grid = analysed(record).grid
+        assert grid is not None and grid.factors == tuple(varied)
+        expected = [min(one.p / share, 1.0) for one in anova(values[0], grid.factors, *values[1:])]
+        assert [one.p for one in grid.effects] == pytest.approx(expected, nan_ok=True)
+
+    same_p(record, cells.mean(axis=-1), cells, 1 / 128)
+    flat = {arm.label: 0.5 + 0.125 * place for place, arm in enumerate(order)}  # in every seed: no error but rounding
+    scores = np.repeat([*flat.values()], 2).reshape(2, 2, 2)
+
+    def scored(trial: TrialRecord, *numbers: float) -> dict[str, Any]:
+        history = {**trial.history, "test/num_prompts": [(10, numbers[trial.arm == order[0].label])]} if numbers else {}
+        return {"summary": {"test_accuracy": flat[trial.arm]}, "history": history, "per_problem": {}}
+
+    same_p(with_trials(record, lambda trial: scored(trial, 16.0, 8.0)), scores, None, 1 / 8)
+    same_p(with_trials(record, lambda trial: scored(trial, 8.0, 16.0)), scores, None, 1 / 8)
+    same_p(with_trials(record, scored), scores)
+    longer = fake_study(arms, (0, 1, 2), num_steps=10, rng_seed=4)
+    analysis = analysed(longer)
+    cells = np.array([analysis.arm(arm.label).cells for arm in order]).reshape(2, 2, 3, 128)
+    same_p(dataclasses.replace(longer, any_time=True), cells.mean(axis=-1), cells, 1 / 128, share=1 / 3)
+    for less in (dataclasses.replace(record, any_time=True), fake_study(arms, (0,), num_steps=10)):
+        grid = analysed(less).grid
+        assert grid is not None and grid.effects == []
+    assert analysed(fake_study(arms[:3], (0, 1), num_steps=10)).grid is None
 
 
 def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:

@@ -122,6 +122,9 @@ def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest() -> N
     assert ours.cautious_interval(cells.mean(axis=1, keepdims=True)) == student  # a single block: these problems only
     effect, *_ = anova(np.stack([cells.mean(axis=1), np.zeros(10)]), ["a"], np.stack([cells, 0 * cells]), 1e-9)
     assert effect.p == close(ours.t_test(blocks))
+    cells = np.array([0.3, 0.4, 0.5]) + rng.normal(0, 0.1, (10, 1)) + rng.normal(0, 0.01, (10, 3))  # 3 blocks have 2 df
+    effect, *_ = anova(np.stack([cells.mean(axis=1), np.zeros(10)]), ["a"], np.stack([cells, 0 * cells]), 1e-9)
+    assert effect.p == close(stats.ttest_1samp(cells.mean(axis=0), 0).pvalue)
 
 
 @pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
@@ -282,19 +285,25 @@ def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> 
     epsilon = np.trace(covariance) ** 2 / (2 * (covariance**2).sum())
     assert 0.5 < epsilon < 0.9
     assert effect.p == close(stats.f.sf(effect.f, 2 * epsilon, 2 * epsilon * 5))
+    # the error of the first 3 seeds alone is larger, and has 2 degrees of freedom for each of the contrasts
+    (by_first,) = anova(scores, ["beta"], first=3)
+    larger = np.cov(contrasts @ scores[:, :3])
+    assert by_first.f == close(effect.f * np.trace(covariance) / np.trace(larger)) and by_first.f < effect.f
+    epsilon = np.trace(larger) ** 2 / (2 * (larger**2).sum())
+    assert by_first.p == close(stats.f.sf(by_first.f, 2 * epsilon, 2 * epsilon * 2))
 
 
 def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_them() -> None:
     rng = np.random.default_rng(3)
-    tests = (lambda cells: ours.t_interval(cells.mean(axis=1)), ours.crossed_interval)
+    tests = (lambda cells, first: ours.t_interval(cells.mean(axis=1), first), ours.crossed_interval)
     largest = set()
-    for seed_deviation in (0.1, 1.0, 3.0):
+    for seed_deviation, deciding in ((0.1, None), (1.0, None), (3.0, None), (3.0, 2)):
         cells = random_scores(rng, 4, 3, 32, seed_deviations=[seed_deviation]).reshape(2, 2, 3, 32)
-        effects = anova(cells.mean(axis=-1), ["a", "b"], cells, resolution=1e-9)
+        effects = anova(cells.mean(axis=-1), ["a", "b"], cells, 1e-9, deciding)
         first, second = (cells[0] - cells[1]).mean(axis=0), (cells[:, 0] - cells[:, 1]).mean(axis=0)
         both = (cells[0, 0] - cells[0, 1] - cells[1, 0] + cells[1, 1]) / 2
         for effect, difference in zip(effects, (first, second, both), strict=True):
-            found = [ours.t_test(interval) for test in tests if (interval := test(difference)) is not None]
+            found = [ours.t_test(interval) for test in tests if (interval := test(difference, deciding)) is not None]
             assert effect.p == close(max(found))
             largest.add(found.index(max(found)))
     assert largest == {0, 1}
@@ -310,7 +319,13 @@ def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all() -> 
     cells = np.repeat(flat[..., None], 4, axis=2)
     assert math.isnan(anova(flat, ["beta"], cells)[0].p)
     (same,) = anova(np.array([[0.1, 0.7, 0.3]] * 3), ["beta"])
-    assert (same.p, same.partial_omega_squared) == (1.0, 0.0)
+    assert (same.f, same.p, same.partial_omega_squared) == (0.0, 1.0, 0.0)
+    for scale in (1e-30, 1.0, 1e30):  # what rounding leaves is no spread, whatever the unit
+        (effect,) = anova(scale * np.array([[0.0, 0.7, 0.3], [0.1, 0.8, 0.4]]), ["beta"])
+        assert math.isnan(effect.p) and (effect.f, effect.partial_omega_squared) == (math.inf, 1.0)
+    spread = np.array([[0.5, 0.75, 0.25], [0.625, 0.5, 0.5]])  # over seeds, but not over problems
+    assert anova(spread, ["beta"])[0].p > 0.5
+    assert math.isnan(anova(spread, ["beta"], np.repeat(spread[..., None], 4, axis=2))[0].p)
 
 
 def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
