@@ -204,7 +204,7 @@ def _gradients(parameters: Floats, costs: Floats) -> Floats:
     """[..., 4]: the derivatives of the curve by A, R_0, log C_mid and log B."""
     share, steep = _share(parameters, costs), math.exp(parameters[_LOG_B])
     slope = (parameters[_A] - parameters[_R0]) * share * (1 - share)
-    by_steep = np.where(costs > 0, slope * steep * (_log(costs) - parameters[_LOG_MID]), 0.0)
+    by_steep = slope * steep * (_log(costs) - parameters[_LOG_MID])
     return np.stack([share, 1 - share, -steep * slope, by_steep], axis=-1)
 
 

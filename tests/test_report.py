@@ -286,9 +286,13 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing() -> 
     assert (comparison.interval.low, comparison.interval.high, comparison.p) == (0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("baseline", [0.0, 0.5])
-def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(baseline: float) -> None:
-    scores = {"ppo": baseline, "grpo": 1.0}  # of every problem, in every seed
+@pytest.mark.parametrize(
+    ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.888, 1.0), (1.0, 0.0, -1.0, -0.888), (0.5, 1.0, 0.5, 0.5)]
+)
+def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(
+    baseline: float, arm: float, low: float, high: float
+) -> None:
+    scores = {"ppo": baseline, "grpo": arm}  # of every problem, in every seed
 
     def alike(trial: TrialRecord) -> dict[str, Any]:
         score = scores[trial.arm]
@@ -302,8 +306,8 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(basel
     assert interval is not None
     # Clopper-Pearson: 64 of 64 right is above 0.025^(1/64) = 0.94400, none right below 0.056: from 0.944 - 0.056 on.
     # A score between 0 and 1 could have varied and did not.
-    assert interval.low == pytest.approx(0.888 if baseline == 0 else 0.5, abs=1e-4)
-    assert (interval.estimate, interval.high) == (1 - baseline, 1 - baseline)
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
+    assert interval.estimate == arm - baseline
 
 
 def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path: Path) -> None:

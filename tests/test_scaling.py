@@ -216,7 +216,7 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
         rises = [np.log1p(rate * costs[0]) for rate in np.geomspace(0.3, 3000, 80)]
         rises += [costs[0] ** power for power in np.geomspace(0.02, 10, 120)]
         left = [float(np.linalg.lstsq(np.stack([np.ones(9), rise], axis=1), scores[0])[1].sum()) for rise in rises]
-        with_ceiling = scaling._least_squares(costs, scores)[1]
+        with_ceiling = float(((curve(scaling._least_squares(costs, scores)[0], costs) - scores) ** 2).sum())
         # F of one more parameter than the three of a power law or a logarithm, with 9 - 4 = 5 degrees of freedom
         expected = stats.f.sf((min(left) - with_ceiling) / (with_ceiling / 5), 1, 5)
         assert scaling._p_without_ceiling(costs, scores) == pytest.approx(expected, rel=1e-6)
