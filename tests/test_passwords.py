@@ -112,7 +112,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
         raise typer.Exit(0)
 
     monkeypatch.setattr("cohort.harness.study.runner.run_study", run)
-    monkeypatch.setattr("cohort.harness.ground.machine.default_workers", lambda devices: 7)
+    monkeypatch.setattr("cohort.harness.api.study.default_workers", lambda devices: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
     with pytest.raises(SystemExit, match="0"):
         app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])

@@ -59,7 +59,7 @@ class Learner:
             hold_frozen_products(policy, torch.bfloat16)
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.warms_critic = False  # whether the last update has trained the critic alone
-        self.fits_head: bool  # whether the last update has fitted the critic's head
+        self.fits_head = False  # whether the last update has fitted the critic's head
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         if reference is None and needs_copy:
