@@ -1,7 +1,12 @@
 """Dynamic sampling: what is replaced, what it costs, that it ends, and that its prompts have keys."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import factories
 import pytest
+from cohort.harness.data import Prompt, PromptDraw
 from cohort.harness.run.loop import charge_step
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, train_step
@@ -33,9 +38,19 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
     return run, prompts, place
 
 
+def noted_calls(engine):
+    """Names of the calls that the engine gets from now on."""
+    calls, generate = [], engine.generate
+    engine.generate = lambda *given, **named: calls.append("generate") or generate(*given, **named)
+    engine.sleep = lambda: calls.append("sleep")
+    return calls
+
+
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
+    calls = noted_calls(run.engine)
     metrics, drawn = train_step(run, prompts, 0)
+    assert calls == [*drawn.num_batches * ["generate"], "sleep"]
     costs = charge_step(run, drawn.lengths(4), 1.0)
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches
@@ -140,3 +155,16 @@ def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
 def test_groups_of_one_cannot_differ():
     with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
         make_spec(4, **{"algorithm.group_size": 1})
+
+
+def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():
+    told: list[Any] = []
+    sampler = SimpleNamespace(order=lambda prompts, draw: told.append(draw) or range(9))
+    spec = make_spec(1, steps=8).model_copy(update={"sampler": sampler})
+    engine = SimpleNamespace(sample=lambda prompts, **_: [told.append("sample")])
+    run: Any = SimpleNamespace(
+        spec=spec, stage=SimpleNamespace(start=4), engine=engine, pass_rates={},
+        learner=SimpleNamespace(older_weights=lambda: nullcontext(told.append("older"))),
+    )  # fmt: skip
+    generate(run, [Prompt(str(i), "", "") for i in range(9)], 6, Drawn(num_batches=3))
+    assert told == [PromptDraw(4, 0, 6, 3, 0.25, {}), "older", "sample"]  # (6 - 4) / 8 of the stage

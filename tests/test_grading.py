@@ -12,6 +12,7 @@ from cohort.algorithms.grpo import GRPO
 from cohort.harness.data import Group, Prompt, Rollout, Score
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
+from cohort.harness.run import step
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.run.state import prepare
@@ -188,10 +189,15 @@ def test_partial_credit_is_refused_for_a_task_without_it():
     assert parse_run({**run, "task": "reasoning_gym", "rewards": {"accuracy": {"partial": True}}}, "test").digest()
 
 
-def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_graded(tmp_path):
-    told, annotated = [], threading.Event()
+def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_graded_and_each_phase_is_timed(
+    tmp_path, monkeypatch
+):
+    told, annotated, clock = [], threading.Event(), [9.0]
 
     class Patient(Arithmetic):
+        def num_unparsable(self):
+            return 5 + told.count("grade")
+
         def extract(self, completion):
             told.append("grade" if annotated.wait(60) else "grade, after waiting in vain")
             annotated.set()
@@ -208,10 +214,24 @@ def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_grade
         annotated.set()
         return batch
 
-    learner.annotate, engine.sleep = annotate, lambda: told.append("sleep")
-    _, drawn = train_step(run, spec.task.prompts("train"), 0)
+    def taking(seconds, work):
+        def timed(*given):
+            clock[0] += seconds
+            return work(*given)
+
+        return timed
+
+    run.models.now = lambda: clock[0]
+    engine.sleep, learner.annotate = taking(1, lambda: told.append("sleep")), taking(2, annotate)
+    learner.token_means, learner.update = taking(4, learner.token_means), taking(16, learner.update)
+    monkeypatch.setattr(step, "rewarded", taking(8, step.rewarded))
+    engine.load_weights = taking(32, engine.load_weights)
+    metrics, drawn = train_step(run, spec.task.prompts("train"), 0)
     assert told == ["sleep", "annotate", *["grade"] * 8]
     assert all(group.token_means["uniform_kl"] for group in drawn.graded)
+    assert metrics["grading/unparsable"] == 8  # 13 - 5
+    seconds = {"generate": 1, "annotate": 2 + 8, "grade": 4, "update": 16, "sync": 32, "step": 63}
+    assert {name: metrics[f"seconds/{name}"] for name in seconds} == seconds
 
 
 class Broken(GRPO):

@@ -13,7 +13,6 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -43,7 +42,7 @@ T = TypeVar("T")
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], "Drawn"]:
     """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
     spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
-    unparsable, drawn, batch, scheduled = _num_unparsable(run), Drawn(), None, {}
+    unparsable, drawn, batch, scheduled = _unparsable(run), Drawn(), None, {}
     while not drawn.is_enough(spec, len(prompts)):  # more than one batch with dynamic sampling
         groups = generate(run, prompts, step, drawn)
         grading = [begin_grading(spec.task, ranks.own_part(part), spec.max_tokens) for part in groups]
@@ -86,7 +85,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     metrics = merged(
         updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),
         rollout_metrics(drawn.graded, drawn.totals), drawn.metrics(spec), group_metrics(batch, run.gates),
-        {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
+        {name: count - unparsable[name] for name, count in _unparsable(run).items()},
         clock.metrics,
     )  # fmt: skip
     return metrics, drawn
@@ -170,8 +169,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
         return ranks.shared(chosen, draw, spec.engine.processes)
 
     sampling = spec.sampling_with_limit()
-    weights = run.learner.older_weights() if spec.staleness else nullcontext()
-    with mixed_precision(resolve_device(spec.device), spec.autocast), weights:
+    with mixed_precision(resolve_device(spec.device), spec.autocast), run.learner.older_weights():
         groups = [sampled(spec.algorithm.group_size, sampling)]
         if spec.algorithm.needs_greedy:
             groups.append(sampled(1, sampling.model_copy(update={"temperature": 0.0})))
@@ -350,7 +348,7 @@ def merged(*parts: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _num_unparsable(run: Run) -> int | None:
-    """The number of comparisons without a verdict so far, over all ranks."""
+def _unparsable(run: Run) -> dict[str, int]:
+    """The number of comparisons without a verdict so far, over all ranks; empty if every comparison has one."""
     counted = ranks.shared(range(ranks.world_size()), lambda _: [run.spec.task.num_unparsable()])
-    return None if None in counted else sum(filter(None, counted))
+    return {} if None in counted else {"grading/unparsable": sum(filter(None, counted))}
