@@ -65,6 +65,12 @@ def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, 
     assert step == end and words in reason
 
 
+@pytest.mark.parametrize(("bad", "steps"), [(STUCK, 20), (SAME, 5), (FEW_ANSWERS, 20)])
+def test_a_gate_waits_for_its_number_of_steps(bad, steps):
+    assert run_gates(Gates(), {}, *(steps - 1) * [bad])[0] is None
+    assert run_gates(Gates(), {}, *steps * [bad])[0] == 1 + steps
+
+
 def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_the_run():
     def shares(state, rewards, advantages):
         mask, flat = [[1, 1]] * (2 * len(rewards)), [reward for group in rewards for reward in group]

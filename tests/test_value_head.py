@@ -54,10 +54,11 @@ def test_the_penalty_is_the_one_that_predicts_best_across_the_halves():
 
 def test_returns_that_do_not_vary_and_halves_without_tokens_give_a_constant():
     x, _ = drawn(20, noise=0.0, seed=4)
-    for other in (moments(x, np.full(20, 0.7)), moments(x[:0], np.zeros(0))):
-        found, explained = fitted_head(moments(x, np.full(20, 0.7)), other)
-        assert found.tolist() == pytest.approx([0, 0, 0, 0, 0, 0.7], abs=1e-6)
+    for value, size in ((0.7, 20), (0.7, 0), (10000.1, 20), (10000.1, 1)):
+        found, explained = fitted_head(moments(x, np.full(20, value)), moments(x[:size], np.full(size, value)))
+        assert found.tolist() == pytest.approx([0, 0, 0, 0, 0, value], abs=1e-6)
         assert explained == 0.0
+    assert moments(x[:1], np.full(1, 0.7)).fit(0.1).tolist() == pytest.approx([0, 0, 0, 0, 0, 0.7])  # of one token
     x, y = drawn(20, noise=1.0, seed=5)  # of one prompt: nothing tells penalties apart, so the largest
     found, explained = fitted_head(moments(x, y), moments(x[:0], y[:0]))
     assert found.tolist() == pytest.approx(ridge(x, y, 100.0).tolist())
