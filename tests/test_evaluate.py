@@ -2,16 +2,21 @@
 
 import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from cohort.harness.data import EvaluationResult, Prompt
+from cohort.harness.data import EvaluationResult, Prompt, Sampling
+from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.ground.files import sha256
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
 from cohort.harness.rewards.majority_vote import majority_correct
+from cohort.harness.run import evaluate
 from cohort.harness.run.evaluate import (
     breakdown,
     completions_file,
@@ -26,7 +31,7 @@ from cohort.harness.run.evaluate import (
 )
 from cohort.harness.spec.run import parse_run
 from cohort.reports.statistics import wilson_interval
-from fakes import graded_group, tiny_codec
+from fakes import MemoryLog, graded_group, tiny_codec
 
 
 def graded(classes, correct):
@@ -42,8 +47,10 @@ def test_majority_counts_ties_by_their_chance_and_ignores_missing_answers():
 
 def test_sample_metrics_of_a_known_outcome():
     groups = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0, 0, 0, 1], [False, False, False, True])]
+    groups[1] = replace(groups[1], answers=("1", None, "1", "2"), truncated=(False, True, True, True))
     metrics = sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
     assert metrics["accuracy"] == 3 / 8
+    assert (metrics["answered"], metrics["truncated"]) == (7 / 8, 3 / 8)
     # pass@2 from 4 samples with c right: 1 - C(4 - c, 2) / 6, so 5/6 for c = 2 and 1/2 for c = 1
     assert metrics["pass_at_2"] == pytest.approx((5 / 6 + 1 / 2) / 2, abs=1e-12)
     assert metrics["format"] == 1.0
@@ -59,39 +66,45 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     gold = {p.id: p.gold for p in spec.task.prompts("validation")}
     # sample 0 is right, the others are wrong: greedy 1, mean 1/4, pass@4 1, majority 0
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
-    result = evaluate_run(spec, engine, "validation", step=0)
+    result = evaluate_run(spec, engine, "validation", step=0, num_shown=14)
     assert result.metrics["greedy_accuracy"] == 1
     assert result.metrics["accuracy"] == pytest.approx(0.25)
     assert result.metrics["pass_at_4"] == 1
     assert result.metrics["maj_at_4"] == 0
     assert result.metrics["num_prompts"] == 10
     assert set(result.correct_counts.values()) == {1}
-    assert len(result.samples) > 0
+    assert result.families == {}
+    first = [prompt.id for prompt in spec.task.prompts("validation")[:10]]
+    shown = [(row.prompt_id, row.correct) for row in result.samples]  # the first of all 10, the second of 4
+    assert shown == [*((name, True) for name in first), *((name, False) for name in first[:4])]
     assert list(result.metrics) == metric_names(spec.evaluation)
 
 
 class NotingEngine(ScriptedEngine):
-    """Notes the size, the seed and the temperature of each call."""
+    """Notes the size, the seed and the settings of each call."""
 
-    calls: ClassVar[list[tuple[int, int, float]]] = []
+    calls: ClassVar[list[tuple[int, int, Sampling]]] = []
 
     def generate(self, prompts, group_size, sampling, *, seed, step):
-        self.calls.append((group_size, seed, sampling.temperature))
+        self.calls.append((group_size, seed, sampling))
         return super().generate(prompts, group_size, sampling, seed=seed, step=step)
 
 
 def test_many_samples_are_drawn_in_calls_with_a_seed_of_their_own(monkeypatch):
-    settings = {"evaluation": {"num_prompts": 2, "num_samples": 130, "temperature": 0.7}, "sampling": {"max_tokens": 8}}
+    few = {"num_prompts": 2, "num_samples": 130, "temperature": 0.7}
+    settings = {"evaluation": few, "sampling": {"max_tokens": 8, "stop": ["Q:"]}}
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": 3, **settings}, "test")
+    sampling, best = (Sampling(temperature=t, max_tokens=8, stop=("Q:",)) for t in (0.7, 0.0))
     engine = NotingEngine(NotingEngine.Settings(), tiny_model(0), tiny_codec())
     for plans, sizes in ((False, [64, 64, 2]), (True, [130])):
         monkeypatch.setattr(NotingEngine, "plans_batches", plans)
         engine.calls.clear()
         assert evaluate_run(spec, engine, "validation", step=0).metrics["num_samples"] == 130
         *drawn, greedy = engine.calls
-        assert [size for size, _, _ in drawn] == sizes and {t for _, _, t in drawn} == {0.7}
-        assert drawn[0][1] == 3 and len({seed for _, seed, _ in drawn}) == len(sizes)  # or the samples repeat
-        assert greedy == (1, 3, 0.0)
+        assert [size for size, _, _ in drawn] == sizes and all(how == sampling for _, _, how in drawn)
+        seeds = [seed for _, seed, _ in drawn]
+        assert seeds[0] == 3 and len({*seeds}) == len(sizes) and min(seeds[1:], default=2**40) > 2**32  # none repeats
+        assert greedy == (1, 3, best)
 
 
 def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_completions(tmp_path):
@@ -109,6 +122,27 @@ def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_comple
     assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
     trial = read_trial(tmp_path / "run")
     assert trial is not None and trial.families == wanted and trial.per_problem.keys() == wanted.keys()
+
+
+def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tmp_path, monkeypatch):
+    few = {"num_prompts": 2, "num_test_prompts": 2, "num_samples": 2}
+    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "evaluation": few}, "test")
+    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    gold = {p.id: p.gold for split in ("validation", "test") for p in spec.task.prompts(split)}  # pyright: ignore
+    engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
+    for rank, split, area in ((0, "test", "start"), (0, "validation", ""), (1, "test", "")):
+        monkeypatch.setattr(evaluate, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
+        log, kept, name = MemoryLog(), tmp_path / completions_file(area or split, 5), area or split
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("of an attempt that was killed")
+        result = logged_evaluation(spec, engine, tmp_path, log, split, 5, lambda drawn: {"cost": len(drawn)}, area)  # pyright: ignore
+        assert log.files == ({f"completions/{name}-000005.jsonl": sha256(kept)} if rank == 0 else {})
+        assert len(kept.read_text().splitlines()) == (2 if rank == 0 else 1)
+        assert log.events == [(5, evaluation_metrics(result, name) | {"cost": 4})]
+        assert log.phases == [(split, 2, 2)]
+        fractions = dict.fromkeys([prompt.id for prompt in spec.task.prompts("test")[:2]], 0.5)
+        assert log.start_fractions | log.fractions == (fractions if split == "test" else {})
+        assert log.rows == (result.samples if not area else [])
 
 
 def test_pass_at_k_is_unbiased():
@@ -141,3 +175,4 @@ def test_wilson_intervals_match_the_textbook():
     assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
     assert wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
     assert wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
+    assert all(wilson_interval(0.0, count)[0] >= 0 and wilson_interval(1.0, count)[1] <= 1 for count in range(1, 99))

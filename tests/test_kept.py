@@ -1,6 +1,7 @@
 """Evaluations with many samples: few completions in memory, all of them on disk, and a kill loses no whole problem."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import evaluate
 from cohort.harness.run.evaluate import evaluate_run, kept_problems
 from cohort.harness.run.single import evaluate_once
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -61,12 +63,15 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
 def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int, tmp_path: Path):
     spec = make_spec(200, num_samples=2)  # 64 problems at a time: 4 parts of two calls each
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, num_shown=10_000)
-    kept = tmp_path / "validation.jsonl"
+    assert len(whole.drawn) == 2 * 200
+    kept, told = tmp_path / "new/folder/validation.jsonl", []
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(spec, CountingEngine(spec, die_at), "validation", 0, num_shown=10_000, kept=kept)
     again = CountingEngine(spec)
-    assert evaluate_run(spec, again, "validation", 0, num_shown=10_000, kept=kept) == whole
+    found = evaluate_run(spec, again, "validation", 0, lambda *done: told.append(done), num_shown=10_000, kept=kept)
+    assert found == whole
     assert len(again.asked) == 8 - die_at // 2 * 2
+    assert told == [(done, 200) for done in (64, 128, 192, 200)[die_at // 2 :]]
     done = CountingEngine(spec)
     assert evaluate_run(spec, done, "validation", 0, num_shown=10_000, kept=kept) == whole
     assert done.asked == []
@@ -91,6 +96,18 @@ def test_a_line_that_no_evaluation_wrote_is_named(tmp_path: Path):
     kept.write_text('{"score": {}, "samples": [{}]}\n')
     with pytest.raises(ValueError, match="no problem of an evaluation in line 1"):
         list(kept_problems(kept))
+
+
+def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept, told, spec = tmp_path / "test.jsonl", [], make_spec(2, num_samples=1)
+    monkeypatch.setattr(evaluate, "PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr(os, "fsync", lambda file: told.append(os.fstat(file).st_size))
+    monkeypatch.setattr(evaluate, "sync", told.append)
+    engine = CountingEngine(spec)
+    evaluate_run(spec, engine, "validation", 0, lambda *done: told.append(len(kept.read_bytes())), kept=kept)
+    first, end = len(kept.read_bytes().splitlines(keepends=True)[0]), len(kept.read_bytes())
+    assert told == [first, tmp_path, first, end, tmp_path, end]
+    assert engine.asked == 4 * [(1, 1)]
 
 
 def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
