@@ -116,7 +116,7 @@ def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_p
 def test_random_rewards_are_fair_and_keyed_by_seed_step_prompt_and_sample():
     def coins(seed: int = 0, step: int = 0, prompt: str = "p", count: int = 2000) -> list[float]:
         group = dataclasses.replace(graded_group([0]), prompt_id=prompt, completions=("",) * count).blind()
-        return control_rewards(spec_of(control="random", seed=seed), [], [], [group], step)[0]
+        return control_rewards(spec_of(control="random", seed=seed), [], [], [group], step, 0)[0]
 
     base = coins()
     assert set(base) == {0.0, 1.0} and 0.46 < np.mean(base) < 0.54
@@ -127,11 +127,11 @@ def test_random_rewards_are_fair_and_keyed_by_seed_step_prompt_and_sample():
 
 def test_what_must_not_see_gold_is_paid_without_it():
     group = graded_group([0, None], correct=(True, False), format_scores=(1.0, 0.0))
-    assert control_rewards(spec_of(control="inverted"), [], [], [group], 0) == [[0.0, 1.0]]
+    assert control_rewards(spec_of(control="inverted"), [], [], [group], 0, 0) == [[0.0, 1.0]]
     blind = group.blind()
-    assert control_rewards(spec_of(control="format_only"), [], [], [blind], 0) == [[1.0, 0.0]]
+    assert control_rewards(spec_of(control="format_only"), [], [], [blind], 0, 0) == [[1.0, 0.0]]
     with pytest.raises(AssertionError):
-        control_rewards(spec_of(control="inverted"), [], [], [blind], 0)
+        control_rewards(spec_of(control="inverted"), [], [], [blind], 0, 0)
     blinded = {"name": "grpo_self_consistency", "group_size": 4}
     for control in ("inverted", "shuffled_gold"):
         with pytest.raises(SpecError, match="control must be random, format_only or frozen for grpo_self_cons"):
@@ -169,9 +169,9 @@ def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_se
     said = tuple(Rollout(str(answer), (1,), (0.0,), "stop") for answer in range(8))
     groups = [Group(prompt, (1,), said) for prompt in prompts]
 
-    def golds(seed: int, part: slice = slice(None)) -> list[int]:
+    def golds(seed: int, part: slice = slice(None), split: int = 8) -> list[int]:
         spec: Any = SimpleNamespace(task=task, seed=seed, max_tokens=4, control="shuffled_gold")
-        paid = control_rewards(spec, prompts, groups[part], [], 0)
+        paid = control_rewards(spec, prompts[:split], groups[:split][part], [], 0, 0)
         assert all(sum(one) == 1 for one in paid)
         return [one.index(1.0) for one in paid]
 
@@ -179,6 +179,7 @@ def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_se
     assert all(gold != own for own, gold in enumerate(golds(0)))
     assert golds(0)[2:5] == golds(0, slice(2, 5))
     assert golds(0) != golds(1)
+    assert golds(0, split=2) == [1, 0]  # of two problems each has the other's
 
 
 def test_a_split_of_one_problem_cannot_be_shuffled(tmp_path: Path):
@@ -305,6 +306,6 @@ def test_a_grader_that_accepts_everything_pays_a_control_what_it_pays_the_run():
         groups = [Group(prompt, (1,), said) for prompt in prompts]
         graded = grade(task, groups, 4)
         spec: Any = SimpleNamespace(task=task, seed=7, max_tokens=4, control="shuffled_gold")
-        controlled = control_rewards(spec, prompts, groups, graded, 0)
+        controlled = control_rewards(spec, prompts, groups, graded, 0, 0)
         # equal rewards train equally, and the report calls an effect that a control reproduces unexplained (above)
         assert ([[float(right) for right in group.correct or ()] for group in graded] == controlled) == lax

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 from cohort.algorithms.grpo import GRPO
-from cohort.harness.data import Group, Prompt, Rollout, Score
+from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
-from cohort.harness.run.grading import grade, sample_rows
+from cohort.harness.run.grading import begin_grading, grade, sample_rows
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.spec.errors import SpecError
@@ -104,7 +104,8 @@ def test_groups_without_any_answer_and_empty_groups_are_graded():
 def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any():
     groups = [group("1", "=1", "=2", prompt_id="a"), group("5", "=5555", "x", prompt_id="b")]
     graded = grade(FractionTask(), groups, 8)
-    scores = [Score([1.0, 0.0], None, None, {}), Score([0.5, 0.25], None, None, {})]
+    parts = ({"format": [1.0, 2.0]}, {"format": [3.0, 4.0]})
+    scores = [Score([1.0, 0.0], None, None, parts[0]), Score([0.5, 0.25], None, None, parts[1])]
     rows = sample_rows(groups, graded, scores, step=7, split="train", limit=3)
     found = [(r.prompt_id, r.completion, r.reward, r.gold, r.answer, r.correct, r.num_tokens) for r in rows]
     assert found == [
@@ -113,11 +114,46 @@ def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any(
         ("a", "=2", 0.0, "1", "2", False, 3),
     ]
     assert [row.finish_reason for row in rows] == ["stop", "length", "stop"]
+    assert [row.rewards for row in rows] == [{"format": 1.0}, {"format": 3.0}, {"format": 2.0}]
     assert {(row.step, row.split) for row in rows} == {(7, "train")}
     assert rows[1].prompt == "b?"
 
     evaluated = sample_rows(groups, graded, step=0, split="test", limit=10)
     assert [(row.completion, row.reward) for row in evaluated] == [(text, None) for text in ("=1", "=5555", "=2", "x")]
+
+
+@pytest.mark.parametrize(
+    ("equal", "format_score", "told"),
+    [(True, 0.0, ""), (False, 1.0, ""), (None, 1.0, "got None"), (2, 1.0, "got 2"), (True, 1.01, "got 1.01"),
+     (True, -0.01, "got -0.01"), (True, float("nan"), "got nan")],
+)  # fmt: skip
+def test_a_grader_that_gives_no_verdict_or_no_share_is_named_with_its_problem(equal, format_score, told):
+    class Odd(FractionTask):
+        def equivalent(self, answer, other):
+            return equal
+
+        def format_score(self, completion):
+            return format_score
+
+    if told:
+        with pytest.raises(InvalidRun, match=rf"^Odd\.equivalent must .*, {told} for problem 'p'$"):
+            grade(Odd(), [group("1", "=2")], 8)
+    else:
+        assert grade(Odd(), [group("1", "=2")], 8)[0].correct == (equal,)
+
+
+def test_one_thread_grades_at_a_time():
+    threads, goes_on = [], threading.Event()
+
+    class Waiting(FractionTask):
+        def extract(self, completion):
+            threads.append(threading.get_ident())
+            assert goes_on.wait(60)
+
+    both = [begin_grading(Waiting(), [group("1", "=1")], 8) for _ in range(2)]
+    goes_on.set()
+    assert [one.result()[0].correct for one in both] == [(False,)] * 2
+    assert len(threads) == 2 and len({*threads, threading.get_ident()}) == 2
 
 
 class StrictTask(FractionTask):

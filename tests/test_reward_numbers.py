@@ -354,6 +354,34 @@ def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_
         score({"dense": Steps()}, [graded_group([0, 1], [True, False])], step=7)
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [([1.0, 0.5], "2 values"), ("12", "'12'"), ([math.nan], "nan"), (["1.0"], "'1.0'"),
+     ([10**5000], "a number of too many digits")],
+)  # fmt: skip
+def test_the_value_that_a_reward_must_not_give_is_told(values: Any, told: str):
+    class Odd(Reward):
+        def score(self, group):
+            return values
+
+    with pytest.raises(InvalidRun, match=rf"for steps, got {told} for problem p in step 0; correct Odd in "):
+        score({"odd": Odd()}, [graded_group([0], [True])])
+
+
+def test_dense_rewards_are_added_by_their_weights_and_one_without_weight_is_only_measured():
+    class Steps(StepReward):
+        value: float
+
+        def steps(self, group):
+            assert group.correct is None  # it does not see gold
+            return [[(2, self.value)], []]
+
+    rewards = {"a": Steps(value=1, weight=2.0), "b": Steps(value=3), "c": Steps(value=5, weight=0)}
+    (found,) = score(rewards, [graded_group([0, 1], [True, False])])
+    assert found.steps == [[(2, 2.0), (2, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
+    assert found.parts == {"a": [1, 0], "b": [3, 0], "c": [5, 0]}
+
+
 def test_a_step_may_end_before_the_first_character():
     class Steps(StepReward):
         def steps(self, group):

@@ -74,8 +74,9 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
         scores: dict[str | None, float] = {None: 0.0}
         for answer, number in classes.items():
             correct[answer] = is_gold[number] and (answer == gold or task.is_answered(answer, question, gold))
-            scores[answer] = task.score(answer, gold) if task.partial_credit else 0.0
             votes[answer] = number if task.is_answered(answer, question, None) else None
+            if task.partial_credit:
+                scores[answer] = task.score(answer, gold)
         texts = tuple(rollout.text for rollout in group.rollouts)
         marked = GradedGroup(
             prompt_id=group.prompt.id, prompt=question, completions=texts, max_tokens=max_tokens, answers=answers,
@@ -98,7 +99,7 @@ def control_rewards(
     groups: Sequence[Group],
     graded: Sequence[GradedGroup],
     step: int,
-    first: int = 0,
+    first: int,
 ) -> list[list[float]]:
     """[P][G] rewards of the control in training step `step`; arguments as in `score_rollouts`.
 
