@@ -4,10 +4,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cohort.harness import plugins
+from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import evaluate
@@ -108,6 +110,12 @@ def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path: Path, monkeypatc
     first, end = len(kept.read_bytes().splitlines(keepends=True)[0]), len(kept.read_bytes())
     assert told == [first, tmp_path, first, end, tmp_path, end]
     assert engine.asked == 4 * [(1, 1)]
+    monkeypatch.setattr(evaluate, "ranks", SimpleNamespace(**{**vars(ranks), "world_size": lambda: 2}))
+    evaluate_run(spec, engine := CountingEngine(spec), "validation", 0)
+    assert engine.asked == [(2, 1), (2, 1)]  # one for each rank
+    spec, engine.asked, engine.plans_batches = make_spec(5, num_samples=1), [], True
+    evaluate_run(spec, engine, "validation", 0)
+    assert engine.asked == [(5, 1), (5, 1)]
 
 
 def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
