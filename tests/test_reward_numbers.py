@@ -3,6 +3,7 @@
 import math
 import re
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,8 @@ def test_metrics_average_over_the_groups_in_which_they_are_defined():
     metrics = reward_metrics(rewards, groups, score(rewards, groups))
     assert metrics["vote/label_accuracy"] == 1.0  # the group without votes has no label
     assert metrics["vote/answered"] == 0.5
+    with warnings.catch_warnings(action="error"):
+        assert math.isnan(reward_metrics(rewards, groups[:1], score(rewards, groups[:1]))["vote/label_accuracy"])
 
 
 def rollout(text: str) -> Rollout:

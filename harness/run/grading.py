@@ -260,7 +260,7 @@ def sample_rows(
     assert scores is None or len(scores) == len(groups)
     places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
     if limit is not None:
-        places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
+        places = sorted(places, key=lambda place: place[1])[:limit]
     rows = []
     for p, i in places:
         prompt, rollout, correct = groups[p].prompt, groups[p].rollouts[i], graded[p].correct
