@@ -220,6 +220,7 @@ def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
     assert metrics["reward/format"] == 0.25
     assert metrics["reward/majority_vote"] == pytest.approx(0.45)
     assert metrics["vote/label_accuracy"] == 1.0
+    assert score(rewards, [group], [[7.0, 8.0]]) == [Score([7.0, 8.0], [7.0, 8.0], None, scores.parts)]  # a control
 
 
 def test_metrics_average_over_the_groups_in_which_they_are_defined():
