@@ -86,6 +86,7 @@ def test_sampling_ends_when_the_task_has_no_more_prompts(tmp_path):
     metrics, _ = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == 60 / 4
     assert metrics["sampling/filled_groups"] == 4
+    assert "grading/unparsable" not in metrics  # each comparison of this task has a verdict
 
 
 def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_sampling(tmp_path):
