@@ -29,7 +29,7 @@ from cohort.harness.run.evaluate import (
     problem_score,
     sample_metrics,
 )
-from cohort.harness.spec.run import parse_run
+from cohort.harness.spec.run import Evaluation, parse_run
 from cohort.reports.statistics import wilson_interval
 from fakes import MemoryLog, graded_group, tiny_codec
 
@@ -55,6 +55,8 @@ def test_sample_metrics_of_a_known_outcome():
     assert metrics["pass_at_2"] == pytest.approx((5 / 6 + 1 / 2) / 2, abs=1e-12)
     assert metrics["format"] == 1.0
     assert metrics["pass_at_4"] == 1.0
+    powers = [name for name in metric_names(Evaluation(num_samples=9)) if name.startswith("pass")]
+    assert powers == ["pass_at_2", "pass_at_4", "pass_at_8", "pass_at_9"]
     assert metrics["maj_at_4"] == 0.5
     assert metrics["num_tokens"] == 3
 
@@ -134,7 +136,7 @@ def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tm
         monkeypatch.setattr(evaluate, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
         log, kept, name = MemoryLog(), tmp_path / completions_file(area or split, 5), area or split
         kept.parent.mkdir(exist_ok=True)
-        kept.write_text("of an attempt that was killed")
+        kept.write_text("of an attempt that was killed\n")
         result = logged_evaluation(spec, engine, tmp_path, log, split, 5, lambda drawn: {"cost": len(drawn)}, area)  # pyright: ignore
         assert log.files == ({f"completions/{name}-000005.jsonl": sha256(kept)} if rank == 0 else {})
         assert len(kept.read_text().splitlines()) == (2 if rank == 0 else 1)
