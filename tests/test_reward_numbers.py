@@ -14,7 +14,7 @@ from cohort.harness.interfaces import Reward, StepReward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.format import Format
-from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.rewards.majority_vote import MajorityVote, majority_correct
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
 from cohort.harness.rewards.reasoning_length import ReasoningLength
@@ -34,6 +34,11 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
     assert reward.score(graded_group([0, 0, 1, 1, 2])) == [1.0, 1.0, 1.0, 1.0, -0.1]
     assert reward.score(graded_group([None, None, None, 3])) == [-0.1, -0.1, -0.1, 1.0]
     assert reward.score(graded_group([None, None])) == [-0.1, -0.1]  # no answer never wins
+
+
+def test_a_majority_is_right_by_the_share_of_its_tied_classes_that_are():
+    for classes, expected in (([0, 0, 1, 2], 1.0), ([0, 0, 1, 1], 0.5), ([0, 1, 1, None], 0.0), ([None] * 4, 0.0)):
+        assert majority_correct(graded_group(classes, [c == 0 for c in classes])) == expected
 
 
 def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
