@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cohort.harness import plugins
 from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
 from cohort.harness.interfaces import Reward, StepReward
 from cohort.harness.policy.tiny import tiny_tokenizer
@@ -406,10 +405,3 @@ def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, mo
     result = train(make_spec(**{**FEW, "cold_start": {"steps": 0}}), tmp_path, MemoryLog(), cache=cache)
     assert result.state == "invalid"
     assert re.search("reward 'accuracy' .* got nan for problem [0-9a-f]{16} in step 1; ", str(result.reason))
-
-
-def test_the_rewards_that_algorithms_bring():
-    brought = {name: plugins.load("algorithm", name).default_rewards for name in plugins.names("algorithm")}
-    special = {"dapo": {"accuracy": 1.0, "overlong": 0.5}, "distill": {"accuracy": 0.0},
-               "grpo_self_consistency": {"majority_vote": 1.0}}  # fmt: skip
-    assert {name: own for name, own in brought.items() if own != {"accuracy": 1.0}} == special

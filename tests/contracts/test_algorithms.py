@@ -209,3 +209,10 @@ def test_without_a_correction_the_samplers_own_logprobs_do_not_matter(algorithm)
     one, two = (weighted(algorithm, algorithm.advantages(b)) for b in (batch, other))
     moved = (batch.old_logprobs_BT - 0.05) * batch.completion_mask_BT
     assert torch.equal(policy_gradient(algorithm, one, moved), policy_gradient(algorithm, two, moved))
+
+
+def test_the_rewards_that_algorithms_bring():
+    brought = {name: plugins.load("algorithm", name).default_rewards for name in plugins.names("algorithm")}
+    special = {"dapo": {"accuracy": 1.0, "overlong": 0.5}, "distill": {"accuracy": 0.0},
+               "grpo_self_consistency": {"majority_vote": 1.0}}  # fmt: skip
+    assert {name: own for name, own in brought.items() if own != {"accuracy": 1.0}} == special
