@@ -264,6 +264,7 @@ def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_
     ]
     assert found.record == alone and found.record.expected == 10
     assert [one.summary.label for one in found.controls] == ["frozen", "inverted"]
+    assert all(one.family == 1 for control in found.controls for one in control.comparisons)  # each by itself
     page = write_report(record, tmp_path / "with", formats=())
     without = write_report(alone, tmp_path / "without", formats=())
     assert page.answer.startswith(without.answer.removesuffix(".")) and "better reaches" in page.answer
