@@ -34,7 +34,7 @@ class Supervised(Algorithm):
 
 def supervised(spec: RunSpec) -> RunSpec:
     """The settings with which a learner fine-tunes on `rollouts_per_step` answers in a step, at temperature 1."""
-    off = {"rewards": {}, "overlong": "count", "high_entropy_tokens": 1.0, "dynamic_sampling": 1}
+    off = {"rewards": {}, "overlong": "count", "high_entropy_tokens": 1.0}
     sections = {"critic": CriticStart(), "kl": KLControl(), "mismatch": Mismatch()}
     sampling = spec.sampling.model_copy(update={"temperature": 1.0})
     return spec.model_copy(update={**off, **sections, "algorithm": Supervised(), "sampling": sampling})

@@ -133,7 +133,7 @@ class Together:
             tokens = [1 + sum(len(r.token_ids) for group in groups for r in group.rollouts) for groups in each]
         except Exception as error:
             found = [error] * len(seats)
-        self._found |= dict(zip(seats, found, strict=True))
+        self._found = dict(zip(seats, found, strict=True))  # all that were found before are taken
         elapsed = time.perf_counter() - since
         for seat, count in zip(seats, tokens, strict=True):
             self._seconds[seat] += elapsed * count / sum(tokens)
