@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,10 @@ from .. import api
 from ..console import terminal
 from . import options, views
 from .commands import command
+
+if TYPE_CHECKING:
+    from ..study.launchers.ray import Cluster
+    from ..study.launchers.slurm import Slurm
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -79,7 +83,7 @@ def study_run(
         found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
     terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)
     if dry_run or workers != "0":
-        return _run(found, runs, count, as_json, dry_run, storage=storage, cluster=cluster, together=together)
+        return _run(found, runs, count, as_json, dry_run, storage, cluster, together)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -311,17 +315,23 @@ def compare(
     _run(study, runs, count, as_json, dry_run)
 
 
-def _run(study: api.Study, runs: Path, workers: int | None, as_json: bool, dry_run: bool, **where: Any) -> None:
-    """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost.
-
-    `where` are the storage, the cluster and `together` of `run_to_report`.
-    """
+def _run(
+    study: api.Study,
+    runs: Path,
+    workers: int | None,
+    as_json: bool,
+    dry_run: bool,
+    storage: str | None = None,
+    cluster: Cluster | Slurm | None = None,
+    together: bool | None = None,
+) -> None:
+    """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
     if dry_run:
-        document = api.dry_run(study, runs, workers, where.get("storage"), where.get("together"))
+        document = api.dry_run(study, runs, workers, storage, together)
         if as_json:
             return terminal.print_json({"study": study.name, "question": study.question, **document})
         return views.show_dry_run(study.name, study.question, document)
-    ended = api.run_to_report(study, runs, workers, **where)
+    ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
     status, record, files = ended.status, ended.record, ended.files
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}

@@ -162,7 +162,7 @@ def _counts(status: StudyStatus) -> str:
 
 @contextmanager
 def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far a phase is: a bar, or without a terminal a line at first and HEARTBEAT_SECONDS."""
+    """A function that shows how far a phase is: a bar; without a terminal a line at its start and each heartbeat."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:

@@ -63,7 +63,7 @@ def traces_per_split() -> int:
 
 
 def remote_uri() -> str | None:
-    """The MLflow server that COHORT_TRACKING_URI names, which keeps the artifacts too; None for a file in the runs."""
+    """The MLflow server that COHORT_TRACKING_URI names, which keeps artifacts too; None: a file of the runs folder."""
     uri = os.environ.get(TRACKING_URI, "").strip()
     if not uri:
         return None
