@@ -18,7 +18,7 @@ import fake_vllm
 import psutil
 import pytest
 import torch
-from cohort.harness.api import gpu, gpu_backend
+from cohort.harness.api import gpu, gpu_backend, gpu_claims
 from cohort.harness.api.gpu import check_claims
 from cohort.harness.api.gpu_backend import Backend, make_up
 from cohort.harness.api.gpu_claims import CLAIMS, KEPT, LORA, PPO, RECOMPUTED, Number, _difference
@@ -29,7 +29,7 @@ from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.text import load_codec
-from cohort.harness.record.events import RunHistory
+from cohort.harness.record.events import EVENTS, RunHistory, read_history
 from cohort.harness.spec.run import parse_run
 from fakes import tiny_codec
 
@@ -158,6 +158,12 @@ class Fake(Backend):
         is_second = name == "killed" and kill_after is None and "it begins anew" not in self.faults
         return RunHistory(history=history, attempts=[{}] * (1 + is_second))
 
+    def train_here(self, name, settings):
+        parse_run(settings, name)
+        off = 1.002 if name == "ppo-cpu" and "PPO differs" in self.faults else 1.0
+        steps = {1: (1.0, 0), 2: (off, 0)}
+        return RunHistory(history=dict.fromkeys(("policy/loss", "policy/grad_norm", "policy/entropy"), steps))
+
     def train_arms(self, name, settings, *, together):
         texts = ["xyz", "uv"] if together and "other samples" in self.faults else ["abc", "de"]
         return (9.0 if together and "slow together" in self.faults else 3.0), {str(n): texts for n in range(3)}
@@ -213,6 +219,7 @@ FAULTS = {
     "ppo-memory-recomputed": ("ppo-recomputed is large", "peak / estimate"),
     "lora-memory": ("lora fails", "a run that failed"),
     "seconds": ("slow update", "update / arithmetic"),
+    "algorithms": ("PPO differs", "CPU's (ppo)"),
     "lora-move": ("the adapter is not there", "engine's move"),
     "together": ("other samples", "equal tokens"),
     "resume": ("killed differs", "the resumed run"),
@@ -266,11 +273,14 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
     ("changes", "skipped"),
     [
         ({"num_devices": 1}, {"two-devices", "gather", "tensor-parallel"}),
-        ({"on_gpu": False}, {"batch-invariant"}),
+        ({"on_gpu": False}, {"batch-invariant", "algorithms"}),
     ],
 )
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
-    claims = [BY_NAME[name] for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "together")]
+    claims = [
+        BY_NAME[name]
+        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "together")
+    ]
     found = found_of(replace(fake, **changes), claims)
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
     assert all(found[claim].reason for claim in skipped) and found["together"].state == "PASS"
@@ -318,6 +328,20 @@ def test_runs_of_the_book_stay_out_of_the_store_that_the_user_named(tmp_path, mo
     with pytest.raises(RuntimeError, match="the run 'one' ended with status 3"):
         Backend(tmp_path, "tiny", "transformers").train("one", {})
     assert "PATH=" in (told := (tmp_path / "one.yaml").read_text()) and "COHORT_" not in told
+
+
+def test_algorithms_are_those_that_learn_from_rewards_and_steps_of_one_device_are_equal(warm, tmp_path, monkeypatch):
+    class Gpu(Backend):
+        device, on_gpu = torch.device("cpu"), True
+
+    few, names = ["distill", "grpo", "ppo"], gpu_claims.plugins.names
+    monkeypatch.setattr(gpu_claims.plugins, "names", lambda kind: few if kind == "algorithm" else names(kind))
+    monkeypatch.setenv("COHORT_MIRROR", "mlflow")
+    count, furthest = gpu_claims.algorithms(Gpu(tmp_path, "tiny", "vllm"))
+    assert (count.value, furthest.value) == (2, 0)
+    for name in ("ppo-gpu", "ppo-cpu"):
+        assert read_history(tmp_path / "runs/train" / name / EVENTS).history["policy/grad_norm"][2][0] > 0
+    assert not (tmp_path / "runs/mlflow.db").exists()
 
 
 def test_a_number_holds_within_its_bounds_and_never_where_it_is_not_finite():

@@ -24,11 +24,13 @@ from ..devices import group
 from ..devices.device import device_bytes, resolve_device
 from ..ground.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
 from ..interfaces import RolloutEngine
+from ..mirror.address import MIRROR
 from ..policy.lora import add_adapter
 from ..policy.model import load_policy, save_model
 from ..policy.text import TextCodec, load_codec
 from ..policy.tiny import tiny_tokenizer
 from ..record.events import EVENTS, RunHistory, read_history
+from ..run.single import train_once
 from ..run.state import build_engine, placed
 from ..spec.raw import with_overrides
 from ..spec.run import RunSpec, parse_run
@@ -145,6 +147,12 @@ class Backend:
         if process.wait() != (0 if kill_after is None else -9):
             raise RuntimeError(f"the run '{name}' ended with status {process.returncode}")
         return read_history(events)
+
+    def train_here(self, name: str, settings: Mapping[str, Any]) -> RunHistory:
+        """The events of a run in this process, which shows it nowhere else."""
+        os.environ[MIRROR] = "none"
+        train_once(parse_run(settings, name), self.folder / "runs", name)
+        return read_history(self.folder / "runs" / "train" / name / EVENTS)
 
     def train_arms(
         self, name: str, settings: Mapping[str, Any], *, together: bool
