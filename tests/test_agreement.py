@@ -103,12 +103,16 @@ def test_an_engine_may_differ_by_the_rounding_of_the_coarser_precision_unless_it
     sample = run.engine.sample
 
     def off(*args, **keywords):
-        groups = sample(*args, **keywords)
-        return [replace(g, rollouts=tuple(replace(r, logprobs=tuple(x - 0.05 for x in r.logprobs)) for r in g.rollouts))
-                for g in groups]  # fmt: skip
+        first, second, *others = sample(*args, **keywords)  # two completions each
+        head, last = second.rollouts
+        logprobs = [x - 0.05 * (place == 2) for place, x in enumerate(last.logprobs)]
+        return [first, replace(second, rollouts=(head, replace(last, logprobs=tuple(logprobs)))), *others]
 
     monkeypatch.setattr(run.engine, "sample", off)
-    words = r"engine transformers .* differ by 0.05 nats \(at most {}\).*; use engine=vllm or another model"
+    words = (
+        r"engine transformers .* differ by 0.05 nats \(at most {}\) .*, on token 2 of completion 3; "
+        "use engine=vllm or another model"
+    )
     for changes, bound in (({}, "0.0001"), ({"exact_logprobs": False, "precision": None}, "0.001")):
         for name, value in changes.items():
             monkeypatch.setattr(run.engine, name, value)

@@ -183,6 +183,21 @@ def test_one_checkpoint_is_written_at_a_time_and_its_error_is_raised_by_whatever
     assert done == [0, 1, 2]
 
 
+def test_a_writer_waits_for_the_checkpoint_before_and_a_run_for_no_more_than_the_copy(monkeypatch):
+    writer, done, may_end = Writer(), [], threading.Event()
+
+    def write(copies):
+        may_end.wait(5)  # as long as this if the run waits for it, which it must not
+        done.append(copies)
+
+    writer.begin(lambda: "copies", write)
+    assert writer.copied.wait(60) and not done
+    monkeypatch.setattr(writer._thread, "join", lambda join=writer._thread.join: (may_end.set(), join()))
+    writer.begin(lambda: done.append("copied"), lambda _: None)  # lets the first one end by waiting for it
+    writer.check(wait=True)
+    assert done == ["copies", "copied"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"staleness": 1}])
 def test_a_checkpoint_that_is_copied_while_the_run_samples_has_the_state_before_the_next_update(
     tmp_path, changes, monkeypatch

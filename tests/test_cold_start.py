@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from cohort.harness.data import Demonstration, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.sources import cold_start_key
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import cold_start
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.spec.run import ColdStart, parse_run
 from fakes import tiny_codec
@@ -30,6 +32,27 @@ def test_the_policy_learns_to_repeat_its_demonstrations():
     groups = engine.generate(prompts, 1, Sampling(temperature=0, max_tokens=10), seed=0, step=0)
     assert [g.rollouts[0].text for g in groups] == [d.completion for d in demonstrations]
     assert all(g.rollouts[0].finish_reason == "stop" for g in groups)
+
+
+def test_short_demonstrations_are_not_padded_to_the_longest(monkeypatch):
+    widths, codec, own = [], tiny_codec(), cold_start.token_logprobs
+    monkeypatch.setattr(cold_start, "token_logprobs", lambda *given: (widths.append(given[1].shape[1]), own(*given))[1])
+    # Tokens of prompt and completion, its end included: 2 + 9, 9 + 1, 3 + 2, 1 + 4; neither alone has this order.
+    texts = [("=1", "1" * 8), ("1" * 9, ""), ("1" * 3, "1"), ("9", "111")]
+    demonstrations = [Demonstration(*one) for one in texts]
+    assert [len(codec.encode(p)) + len(codec.encode_completion(c)) for p, c in texts] == [11, 10, 5, 5]
+    fit_demonstrations(tiny_model(0), codec, demonstrations, ColdStart(steps=1), device=torch.device("cpu"))
+    assert widths == [5, 11]
+
+
+def test_a_loss_of_the_shorter_half_that_is_not_finite_ends_the_run(monkeypatch):
+    own = cold_start.token_logprobs
+    monkeypatch.setattr(
+        cold_start, "token_logprobs", lambda *given: (own(*given)[0] * (math.inf if given[1].shape[1] < 8 else 1),)
+    )
+    demonstrations = [Demonstration("1+1=", "2"), Demonstration("11111+1=", "11112")]
+    with pytest.raises(InvalidRun, match=r"at step 0; lower cold_start\.learning_rate"):
+        fit_demonstrations(tiny_model(0), tiny_codec(), demonstrations, ColdStart(steps=1), device=torch.device("cpu"))
 
 
 def test_a_step_is_adamws_on_the_clipped_gradient_of_the_mean_over_all_completion_tokens():

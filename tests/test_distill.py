@@ -19,6 +19,7 @@ from cohort.harness.run.state import RunResult
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 from factories import FEW, make_spec
+from fakes import MemoryLog
 from test_learner import make_batch
 
 DISTILL = {"name": "distill", "group_size": 4}
@@ -119,6 +120,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs: 
     spec = distilled(altered(tmp_path / "other", teacher))
     with pytest.raises(SpecError, match=r"kl.reference must have the tokenizer .* has 2 not at all or elsewhere"):
         check_runs([spec], runs)
+    with pytest.raises(SpecError, match=r"kl\.reference must have the tokenizer"):  # as of a Hub id, which loads here
+        train(spec, tmp_path / "run", MemoryLog(), cache=runs)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,16 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(spec, tmp_path_factory, cache):
-    """The folder, the log and the result of the documented pipeline."""
-    folder, log = tmp_path_factory.mktemp("undisturbed"), MemoryLog()
-    with RunLog(folder.parent, folder, spec, experiment="train", run_name="r1") as record:
+    """The folder, the log and the result of the documented pipeline; `log.engine` has the versions of the weights that
+    its engine got, and when it was sent to sleep."""
+    folder, log, load = tmp_path_factory.mktemp("undisturbed"), MemoryLog(), TransformersEngine.load_weights
+    log.engine, loads = [], lambda *given: (log.engine.append(given[-1]), load(*given))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        RunLog(folder.parent, folder, spec, experiment="train", run_name="r1") as record,
+    ):
+        patch.setattr(TransformersEngine, "load_weights", loads)
+        patch.setattr(TransformersEngine, "sleep", lambda engine: log.engine.append("sleep"))
         result = train(spec, folder, Both(log, record), cache=cache)  # pyright: ignore
         record.finish(result.state, result.reason, result.summary)
     return folder, log, result
@@ -104,6 +111,11 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     ]  # fmt: skip
     assert [step for step, _ in log.history("validation/accuracy")] == [0, 3, 7, 9, 11]
     assert [step for step, _ in log.history("test/accuracy")] == [11]
+    # Steps of fine-tuning leave the engine asleep; it gets weights for the validation after the last.
+    trained = [f"sleep {step}" for step in (1, 2, 3, 8, 9, 10, 11)]
+    assert " ".join(map(str, log.engine)) == " ".join([*trained[:3], "sleep sleep sleep sleep 7", *trained[3:]])
+    spent = {name: {step for step, _ in log.history(f"seconds/{name}")} for name in ("generate", "annotate", "update")}
+    assert spent == {"generate": {*range(1, 12)} - {5, 6, 7}, "annotate": {*range(1, 12)}, "update": {*range(1, 12)}}
     # The reference is the policy as a stage starts: their KL is 0 at its first step, and there alone.
     assert [step for step, value in log.history("kl/reference") if value == 0] == [1, 8, 10]
     assert [step for step, _ in log.history("kl/reference")] == [1, 2, 3, 8, 9, 10, 11]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from cohort.harness import plugins
+from cohort.harness.data import InvalidRun
 from cohort.harness.run import state
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
@@ -244,6 +245,15 @@ def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cac
     texts = [[(r.prompt, r.completion) for r in log.rows if r.split == "train"] for log in logs.values()]
     assert texts[0]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_run_that_is_invalid_before_it_has_a_state_says_why(tmp_path, cache, monkeypatch):
+    def prepare(*_):
+        raise InvalidRun("a cold start that diverged")
+
+    monkeypatch.setattr("cohort.harness.run.loop.prepare", prepare)
+    result = train(make_spec(), tmp_path, MemoryLog(), cache=cache)
+    assert (result.state, result.reason, result.summary) == ("invalid", "a cold start that diverged", {})
 
 
 def test_a_run_that_diverges_is_invalid_with_a_reason(tmp_path, cache):
