@@ -283,11 +283,13 @@ def noting(source: str, file: str) -> ast.Module:
 
 
 class Reached:
-    """Notes the seconds and the lines of product files that each test takes, given trees of `noting`."""
+    """Notes the seconds and the lines of product files that each test takes, given trees of `noting`; what a fixture of
+    several tests takes counts for each of them."""
 
     def __init__(self, trees: Mapping[str, ast.Module], loaded: Mapping[str, Sequence[FunctionType]]) -> None:
         self.now: dict[str, set[int]] = {file: set() for file in trees}
         self.lines: dict[str, dict[str, list[int]]] = {}
+        self.shared: dict[str, tuple[float, dict[str, set[int]]]] = {}  # by fixtures of several tests
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
         for file, tree in trees.items():
@@ -300,12 +302,31 @@ class Reached:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         for lines in self.now.values():
             lines.clear()
-        since = time.process_time()
+        there, since = {*self.shared}, time.process_time()
         try:
             return (yield)
         finally:
             self.seconds[item.nodeid] = time.process_time() - since
+            for name in there.intersection(getattr(item, "fixturenames", ())):
+                took, reached = self.shared[name]
+                self.seconds[item.nodeid] += took
+                for file, lines in reached.items():
+                    self.now[file] |= lines
             self.lines[item.nodeid] = {file: sorted(lines) for file, lines in self.now.items() if lines}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        before, since = {file: {*lines} for file, lines in self.now.items()}, time.process_time()
+        for lines in self.now.values():
+            lines.clear()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                reached = {file: {*lines} for file, lines in self.now.items()}
+                self.shared[fixturedef.argname] = time.process_time() - since, reached
+            for file, lines in self.now.items():
+                lines |= before[file]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -343,7 +364,7 @@ def survey(files: Sequence[str], names: Sequence[str], loaded: Mapping[str, Sequ
             continue
         if not is_same:
             reached = {file for by in answer[1].values() for file in by}
-            sources = {file: _digest(file) for file in (name, *reached)}
+            sources = {file: _digest(file) for file in (name, "tests/mutants.py", *reached)}
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps({"files": files, "sources": sources, "answer": answer}))
         if answer[2]:

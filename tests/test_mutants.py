@@ -2,10 +2,14 @@
 
 import ast
 import importlib
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from mutants import FILES, KNOWN, ROOT, SHIPPED_TESTS, SHORT, known, mutants, replace_code
+from mutants import FILES, KNOWN, ROOT, SHIPPED_TESTS, SHORT, Reached, known, mutants, replace_code
 
 
 def changed(source: str) -> set[str]:
@@ -70,3 +74,34 @@ def test_all_files_and_tests_that_mutants_go_by_exist() -> None:
     assert all((ROOT / file).exists() for file in (*FILES, *SHIPPED_TESTS, SHORT[0], *SHORT[2]))
     rows = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
     assert len(known()) == len(rows) and all(key.count(" | ") >= 2 and reason for key, reason in known().items())
+
+
+def test_what_a_shared_fixture_reaches_is_reached_by_every_test_that_asks_for_it() -> None:
+    plugin: Any = Reached({}, {})
+    plugin.now = {"f.py": set()}
+
+    def during(hook: Generator[None, Any, Any], *inside: Callable[[], object]) -> None:
+        next(hook)
+        for one in inside:
+            one()
+        with suppress(StopIteration):
+            hook.send(None)
+
+    def test(name: str, fixtures: list[str], *inside: Callable[[], object]) -> None:
+        during(plugin.pytest_runtest_protocol(SimpleNamespace(nodeid=name, fixturenames=fixtures)), *inside)
+
+    def reach(line: int) -> Callable[[], object]:
+        return lambda: plugin.now["f.py"].add(line)
+
+    def fixture(name: str, scope: str, *inside: Callable[[], object]) -> Callable[[], object]:
+        return lambda: during(plugin.pytest_fixture_setup(SimpleNamespace(argname=name, scope=scope)), *inside)
+
+    both = ["model", "run"]
+    run = fixture("run", "module", fixture("model", "session", reach(1)), reach(2))
+    test("first", both, run, fixture("own", "function", reach(3)), reach(4))
+    test("second", both, reach(5))
+    test("third", ["model", "own"], reach(6))
+    test("alone", [], reach(7))
+    lines = {name: found["f.py"] for name, found in plugin.lines.items()}
+    assert lines == {"first": [1, 2, 3, 4], "second": [1, 2, 5], "third": [1, 6], "alone": [7]}
+    assert plugin.seconds["second"] >= plugin.shared["run"][0]
