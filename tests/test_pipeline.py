@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from cohort.harness.api.verification import Findings, Place, _group_size, check_
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import estimate_run
 from cohort.harness.checks.preflight import check_runs
-from cohort.harness.data import Demonstration
+from cohort.harness.data import Demonstration, Prompt, Split
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.files import sha256
+from cohort.harness.ground.streams import generator
 from cohort.harness.policy import flops
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -24,6 +26,7 @@ from cohort.harness.run.cold_start import _batches, fit_demonstrations
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.stages import as_group, drawn, kept_answers
+from cohort.harness.run.state import engine_settings
 from cohort.harness.run.step import collate
 from cohort.harness.run.supervised import supervised
 from cohort.harness.spec.errors import SpecError
@@ -125,6 +128,12 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     # Schedules begin anew: 1e-4, and 1e-3 for the fine-tuning, fall linearly over 3, 4, 2 and 2 steps.
     rates = [1e-4 * (1 - i / 3) for i in range(3)] + [1e-3 * (1 - i / 4) for i in range(4)] + [1e-4, 5e-5] * 2
     assert [value for _, value in log.history("optimizer/learning_rate")] == pytest.approx(rates)
+    # Of the answers of the stage, 70 x 2 in the file of its first step, some are kept, for some of the problems.
+    answers = [json.loads(line) for line in (folder / "rollouts/step-000004.jsonl").read_text().splitlines()]
+    kept = kept_answers(answers, 2)
+    assert {row["step"] for row in answers} == {4} and 0 < len(kept) < 140
+    assert log.history("rejection/acceptance") == [(4, len(kept) / 140)]
+    assert log.history("rejection/covered") == [(4, len({one.prompt for one in kept}) / 70)]
     losses = [value for _, value in log.history("policy/loss")][3:7]
     assert losses[-1] < losses[0]
     # Costs add up: 3 x 8, 70 x 2, 2 x 8 and 2 x 16 rollouts, one optimiser step for each step.
@@ -194,6 +203,7 @@ def test_every_answer_is_learnt_from_once_in_each_pass():
     # 5 answers, 3 in a step: steps 10 to 14 are 15 places, three passes over all of them.
     places = [place for step in range(10, 15) for place in drawn(5, 3, seed=1, start=10, step=step)]
     passes = [places[:5], places[5:10], places[10:]]
+    assert passes[0] == generator("fine-tuning", 1, 10, 0).permutation(5).tolist()
     assert [sorted(one) for one in passes] == [list(range(5))] * 3
     assert passes[0] != passes[1]
     assert drawn(2, 5, seed=1, start=10, step=10)[:2] != [0, 0]  # fewer answers than a step takes: repeated
@@ -247,8 +257,11 @@ def test_a_teacher_answers_in_place_of_the_policy_and_costs_what_its_size_takes(
     teacher = LlamaForCausalLM(config).eval()
     save_model(tmp_path / "teacher", teacher, tiny_tokenizer())
     fit = {**FIT, "rejection": {**FIT["rejection"], "teacher": str(tmp_path / "teacher")}}
-    spec, log = a_run(fit), MemoryLog()
-    assert train(spec, tmp_path / "run", log, cache=tmp_path).state == "complete"
+    spec, log, slept = a_run(fit), MemoryLog(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "sleep", lambda engine: slept.append(engine))
+        assert train(spec, tmp_path / "run", log, cache=tmp_path).state == "complete"
+    assert len(slept) == 3 and len(set(slept)) == 1  # the policy's engine: while the teacher answers, and in two steps
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
     engine = TransformersEngine(spec.engine, teacher, tiny_codec())
     prompts = spec.task.prompts("train")[:4]
@@ -322,6 +335,19 @@ def test_stages_are_counted_before_the_start():
     assert plain and read and (plain["reference"], read["reference"] > 0) == (0, True)
     disks = [estimate_disk(run, "nothing") for run in (alone, spec)]
     assert disks[0] and disks[1] and disks[1].checkpoint - disks[0].checkpoint == read["reference"]
+
+
+def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of_any_stage():
+    first, second = (
+        {"name": name, "steps": 1, "sampling": {"max_tokens": most}} for name, most in (("a", 9), ("b", 30))
+    )
+    spec = a_run(first, second, engine="vllm")
+    assert spec.max_tokens < 30
+    prompts = [Prompt("one", "1+1=", "2"), Prompt("two", "100+1=", "101")]
+    assert engine_settings(spec, tiny_codec(), prompts).max_model_len == len(tiny_codec().encode("100+1=")) + 30 + 1
+    own = [problem for split in get_args(Split) for problem in spec.task.prompts(split)]
+    longest = max(len(tiny_codec().encode(one.text)) for one in own)
+    assert engine_settings(spec, tiny_codec()).max_model_len == longest + 30 + 1
 
 
 def test_an_arm_has_stages_of_its_own_or_none():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from cohort.harness import plugins
 from cohort.harness.data import InvalidRun
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.run import state
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
@@ -130,11 +131,14 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
-def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed):
+def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
     spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
+    load, loaded = TransformersEngine.load_weights, []
+    monkeypatch.setattr(TransformersEngine, "load_weights", lambda *to: (loaded.append(to[-1]), load(*to)))
     assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
     assert train(spec, tmp_path, parts, cache=cache).state == "complete"
     assert parts.resumed_at == [-1, 3]
+    assert loaded == [1, 2, 3, 3, 4, 5]  # an engine that starts again gets the weights of the checkpoint
     assert parts.without_clocks() == whole.without_clocks()
     assert_same_weights(final_weights(folder), final_weights(tmp_path))
 
