@@ -9,6 +9,7 @@ import pytest
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import _estimate_stage, _scorer_bytes, estimate_run
 from cohort.harness.checks.preflight import check_countable, check_runs
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.streams import generator
 from cohort.harness.policy import bradley_terry, flops
 from cohort.harness.policy.bradley_terry import fit_ranked, load_scorer, split
@@ -56,11 +57,12 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(spec, tmp_path_factory, cache):
-    folder, log = tmp_path_factory.mktemp("undisturbed"), MemoryLog()
+    folder, log, slept = tmp_path_factory.mktemp("undisturbed"), MemoryLog(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
+        patch.setattr(TransformersEngine, "sleep", lambda engine: slept.append(engine))
         result = train(spec, folder, log, cache=cache)
-    assert result.state == "complete"
+    assert result.state == "complete" and len(slept) == spec.steps  # the engine sleeps in each step, and in each fit
     return folder, log, result
 
 
@@ -193,8 +195,9 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
         train(spec, run, log, cache=cache)
 
 
-def test_rollouts_that_rank_nothing_make_the_run_invalid(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "read_ranked", bradley_terry.read_ranked)
+@pytest.mark.parametrize("held_out", [[], ["a prompt"]])
+def test_rollouts_that_rank_nothing_to_fit_make_the_run_invalid(held_out, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "split", lambda ranked: ([], held_out))
     result = train(a_run(*STAGES), tmp_path, MemoryLog(), cache=tmp_path)
     assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
 
