@@ -244,6 +244,18 @@ def test_an_error_in_a_run_or_a_batch_leaves_nobody_waiting():
     assert reached == [0, 2]
 
 
+def test_an_error_of_the_engine_is_that_of_the_run_which_called_it():
+    def load(weights):
+        raise ZeroDivisionError(weights)
+
+    found = []
+    works = [lambda _: together.call(load, "mine"), lambda _: found.append(together.call(abs, -3))]
+    together = Together([make_spec()] * 2, works)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        together.results()
+    assert found == [3]
+
+
 def test_what_runs_must_have_in_common():
     spec = make_spec()
     same = [
