@@ -225,6 +225,14 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
     assert best == ["a logarithm", "a power law"]
 
 
+def test_a_ceiling_is_stated_where_a_curve_without_one_has_a_p_of_at_most_one_percent(monkeypatch: pytest.MonkeyPatch):
+    for p, is_stated in ((0.0099, True), (0.0101, False)):
+        monkeypatch.setattr(scaling, "_p_without_ceiling", lambda *_, p=p: p)
+        found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
+        assert isinstance(found, Scaling) == is_stated
+        assert is_stated or "has not bent" in str(found)
+
+
 def test_the_ceiling_of_a_fraction_is_at_most_one():
     found = fit_curve("a", range(5), *draw(Design(ceiling=0.99, spread=0.03), np.random.default_rng(0)))
     assert isinstance(found, Scaling) and found.ceiling.high == 1 > found.ceiling.estimate > found.ceiling.low > 0.8
