@@ -26,7 +26,7 @@ from .plan import Plan
 
 # Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
 START, REPORT = (6.0, 9e5), (6.0, 5e5)
-EFFICIENCY = 0.27  # of passes through a model, relative to one product of large matrices: 0.20 to 0.33 in 11 studies
+EFFICIENCY = 0.27  # of passes through a model, relative to one product of large matrices: 0.20 to 0.33 in 12 studies
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
