@@ -22,6 +22,7 @@ from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
 from cohort.harness.run import stages
+from cohort.harness.run.agreement import own_logprobs
 from cohort.harness.run.cold_start import _batches, fit_demonstrations
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
@@ -218,7 +219,9 @@ def test_a_step_of_fine_tuning_is_one_of_the_cold_start():
     fit_demonstrations(taught, codec, answers, settings, device=torch.device("cpu"))
     spec = supervised(make_spec(**{"optimizer.learning_rate": rate, "sampling.temperature": 0.5}))
     order = [answer for batch in _batches(answers, settings) for answer in batch]  # 32 places, of 3 answers
-    Learner(spec, learnt).update(collate([as_group(answer, codec) for answer in order]), 0)
+    batch = collate([as_group(answer, codec) for answer in order])
+    nats = -own_logprobs(learnt, batch, 1.0).detach().sum() / batch.completion_mask_BT.sum()
+    assert Learner(spec, learnt).update(batch, 0)["policy/loss"] == pytest.approx(float(nats), rel=1e-5)
     ours, theirs = (
         torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught)
     )

@@ -362,3 +362,11 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds: int, studies: int
         share = shares[num_seeds] / 100
         deviation = math.sqrt(share * (1 - share) / studies)
         assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name
+
+
+def test_an_interval_trusts_more_than_the_number_of_problems_only_where_five_are_wrong():
+    # A tenth is wrong, and seeds and problems differ by 0.001, as many more problems would: 5.5 of 55, 4.5 of 45.
+    for count, is_wide in ((55, False), (45, True)):
+        scores = 0.9 + 0.001 * np.random.default_rng(0).standard_normal((4, count))
+        found = ours.fraction_interval(scores)
+        assert found is not None and (found.high - found.low > 0.1) == is_wide
