@@ -187,7 +187,7 @@ def test_a_writer_waits_for_the_checkpoint_before_and_a_run_for_no_more_than_the
     writer, done, may_end = Writer(), [], threading.Event()
 
     def write(copies):
-        may_end.wait(5)  # as long as this if the run waits for it, which it must not
+        may_end.wait(60)  # only if the run waits for it, which it must not
         done.append(copies)
 
     writer.begin(lambda: "copies", write)

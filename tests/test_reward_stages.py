@@ -195,9 +195,11 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
         train(spec, run, log, cache=cache)
 
 
-@pytest.mark.parametrize("held_out", [[], ["a prompt"]])
-def test_rollouts_that_rank_nothing_to_fit_make_the_run_invalid(held_out, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "split", lambda ranked: ([], held_out))
+@pytest.mark.parametrize("parts", [None, ([], ["a prompt that is held out"])])
+def test_rollouts_that_rank_nothing_to_fit_make_the_run_invalid(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "read_ranked", bradley_terry.read_ranked)
+    if parts is not None:
+        monkeypatch.setattr(stages, "split", lambda ranked: parts)
     result = train(a_run(*STAGES), tmp_path, MemoryLog(), cache=tmp_path)
     assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
 
