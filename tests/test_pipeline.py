@@ -18,6 +18,7 @@ from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.files import sha256
 from cohort.harness.ground.streams import generator
 from cohort.harness.policy import flops
+from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
@@ -221,7 +222,10 @@ def test_a_step_of_fine_tuning_is_one_of_the_cold_start():
     order = [answer for batch in _batches(answers, settings) for answer in batch]  # 32 places, of 3 answers
     batch = collate([as_group(answer, codec) for answer in order])
     nats = -own_logprobs(learnt, batch, 1.0).detach().sum() / batch.completion_mask_BT.sum()
-    assert Learner(spec, learnt).update(batch, 0)["policy/loss"] == pytest.approx(float(nats), rel=1e-5)
+    _, entropy = token_logprobs(learnt, batch.tokens_BT, batch.completion_mask_BT, 1.0)
+    mean = entropy[batch.completion_mask_BT].mean().item()
+    found = Learner(spec, learnt).update(batch, 0)
+    assert [found["policy/loss"], found["policy/entropy"]] == pytest.approx([float(nats), mean], rel=1e-5)
     ours, theirs = (
         torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught)
     )
