@@ -119,7 +119,7 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
 def _html_environment() -> Environment:
     """The templates of pages, which escape all text."""
     html = Environment(autoescape=True, **_JINJA)
-    html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits}
+    html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits, "raw": escape}
     html.globals["table_of"] = table
     return html
 
