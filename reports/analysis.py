@@ -234,11 +234,11 @@ def analysed(record: StudyRecord) -> Analysis:
     if not references and search_of(record) is None:
         references = dict.fromkeys(by_label, record.baseline)
     pairs = [(arm, by_label[to]) for arm in arms if (to := references.get(arm.label, arm.label)) in by_label]
-    comparisons = _compare(pairs, record, outcome, rng)
-    effects = grid.effects if grid is not None else ()
-    comparisons = [replace(one, is_alone=not record.references) for one in comparisons]
-    same = same_as_baseline(record)
-    comparisons = [replace(one, p=math.nan) if one.arm in same else one for one in comparisons]
+    effects, same = grid.effects if grid is not None else (), same_as_baseline(record)
+    comparisons = [
+        replace(one, is_alone=not record.references, p=math.nan if one.arm in same else one.p)
+        for one in _compare(pairs, record, outcome, rng)
+    ]
     # one that waits for seeds has no p yet, and yet its place in the family
     p_values = [1.0 if math.isnan(one.p) and one.share < 1 and one.arm not in same else one.p for one in comparisons]
     p_values += [one.p for one in effects]

@@ -104,10 +104,7 @@ def capabilities(analysis: Analysis) -> Capabilities | None:
     """The capabilities of a study; None unless an arm has enough samples of its test problems in all of its seeds."""
     after, starts, families = {}, [], families_of(analysis.record.trials)
     for arm in analysis.finished_arms:
-        trials, first = (
-            [analysis.usable[arm.label, seed] for seed in arm.scores],
-            num_first(analysis.record, arm.scores),
-        )
+        trials, first = [analysis.usable[arm.label, s] for s in arm.scores], num_first(analysis.record, arm.scores)
         if (found := _capability(arm.label, trials, "test", first, families)) is not None:
             after[arm.label] = found
         if (found := _capability(arm.label, trials, "start", first, families)) is not None:

@@ -60,7 +60,6 @@ def page_values(
     threads = f"{' or '.join(counts)} {'thread' if counts == ['1'] else 'threads'}"
     threads += " (the number of workers changed)" if len(counts) > 1 else ""
     spec = json.loads(json.dumps(record.spec, default=str))  # only the types that YAML writes without tags
-    others = suite_rows(suite(analysis), analysis)
     return {
         "record": record,
         "analysis": analysis,
@@ -71,7 +70,7 @@ def page_values(
         "metric": wording.spoken(record.metric),
         **{name: getattr(tables, name)(analysis) for name in _TABLES},
         "accuracies": tables.accuracies(analysis, capable),
-        "suite": others and {**others, "table": tables.table(["Arm", *others["names"]], others["rows"])},
+        "suite": suite_rows(suite(analysis), analysis),
         "capability": capable,
         "capabilities": tables.capability(capable),
         "scaling": tables.scaling(analysis, scaled),

@@ -11,6 +11,7 @@ from typing import Any
 from . import statistics
 from .analysis import Analysis, analysed
 from .prose import wording
+from .tables import table
 from .trials import setting
 
 
@@ -43,8 +44,8 @@ def suite(analysis: Analysis) -> Suite | None:
 
 
 def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:
-    """The table as text: each test's name with its number of problems, and each arm's cells: the mean and its limits,
-    the difference from the baseline with its p and its limits."""
+    """The table, whose columns name each test with its number of problems and whose cells are an arm's mean and its
+    difference from the baseline with its p, both with limits; and how to read it."""
     if found is None:
         return None
     names = {name: f"{name} ({one.arms[0].num_problems} problems)" for name, one in found.tests.items()}
@@ -66,4 +67,4 @@ def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None
             f" Below it the difference from {analysis.record.baseline}; all {len(found.adjusted)} differences of this "
             "table are one Holm family, apart from the comparison above."
         )
-    return {"names": list(names.values()), "rows": rows, "reading": reading}
+    return {"table": table(["Arm", *names.values()], rows), "reading": reading}
