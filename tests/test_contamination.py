@@ -44,6 +44,10 @@ from torch import nn
 CODEC = TextCodec(tiny_tokenizer())
 
 
+def unseen(phase: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
 def first(split: Any, count: int, start: int = 0) -> dict[str, str]:
     """Questions of a split of `arithmetic`."""
     return dict(itertools.islice(make_spec().task.questions(split).items(), start, start + count))
@@ -111,14 +115,14 @@ def test_variants_have_other_numbers_of_as_many_digits():
 def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
     policy, spec = tiny_model(0), make_spec()
     texts = ["1+2=", "12+3-4=", "7+7+7+7-1="]
-    together = mean_logprobs(texts, policy, CODEC, spec)
+    together = mean_logprobs(texts, policy, CODEC, spec, unseen)
     for text in texts:
         ids = torch.tensor([CODEC.encode(text)])
         with torch.no_grad():
             logprobs = policy(ids).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(-1, ids[0, 1:, None]).mean().item()
         assert together[text] == pytest.approx(expected, abs=1e-5)
-        assert mean_logprobs([text], policy, CODEC, spec)[text] == pytest.approx(expected, abs=1e-5)
+        assert mean_logprobs([text], policy, CODEC, spec, unseen)[text] == pytest.approx(expected, abs=1e-5)
 
 
 # Models
@@ -134,7 +138,7 @@ def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int) -> nn.Modu
 
 def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn.Module) -> list[Finding]:
     """What the probe says of a policy."""
-    known = knowledge({**probed, **reference}, policy, CODEC, make_spec())
+    known = knowledge({**probed, **reference}, policy, CODEC, make_spec(), unseen)
     one, other = (scores([known[key] for key in side]) for side in (probed, reference))
     return judge(one, other, np.random.default_rng(0))
 

@@ -363,7 +363,7 @@ def test_runs_are_told_apart_by_one_value_and_by_what_they_lack():
 
 def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path, monkeypatch, capsys):
     def cohort(*options, faults=()):
-        monkeypatch.setattr(gpu, "here", lambda folder, model: replace(fake, faults=frozenset(faults)))
+        monkeypatch.setattr(gpu, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
         monkeypatch.setattr(gpu, "check_claims", partial(check_claims, start="fork"))
         with pytest.raises(SystemExit) as ended:
             app.main(["doctor", "--gpu", "--runs", str(tmp_path / "runs"), "--model", "tiny", *options])

@@ -10,10 +10,9 @@ common phrases are easy to complete. So scores are compared with those of other 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -150,11 +149,7 @@ def scores(known: Sequence[Knowledge]) -> Mapping[str, list[float]]:
 
 
 def knowledge(
-    questions: Mapping[str, str],
-    policy: nn.Module,
-    codec: TextCodec,
-    spec: RunSpec,
-    on_progress: OnProgress = lambda phase, done, total: None,
+    questions: Mapping[str, str], policy: nn.Module, codec: TextCodec, spec: RunSpec, on_progress: OnProgress
 ) -> dict[str, Knowledge]:
     """The scores of every question (id -> text) that is not too long for the policy, on the spec's device.
 
@@ -164,13 +159,13 @@ def knowledge(
     sizes = {key: len(codec.encode(text)) for key, text in questions.items()}
     fits = [key for key, size in sizes.items() if size > 1 and (limit is None or 2 * size < limit)]
     parts = {key: parted(questions[key]) for key in fits}
-    said = _continued(parts, policy, codec, spec, partial(on_progress, "completion"))
+    said = _continued(parts, policy, codec, spec, on_progress)
     variants = {}
     for key in fits:
         text, random = questions[key], generator("contamination", spec.seed, key)
         variants[key] = [other for _ in range(NUM_VARIANTS) if (other := renumbered(text, random)) != text]
     texts = dict.fromkeys([*(questions[key] for key in fits), *(text for key in fits for text in variants[key])])
-    likely = mean_logprobs(list(texts), policy, codec, spec, partial(on_progress, "likelihood"))
+    likely = mean_logprobs(list(texts), policy, codec, spec, on_progress)
     found = {}
     for key, (start, held_back) in parts.items():
         own, wanted, others = words(said[key]), words(held_back), [likely[other] for other in variants[key]]
@@ -181,11 +176,7 @@ def knowledge(
 
 
 def _continued(
-    parts: Mapping[str, tuple[str, str]],
-    policy: nn.Module,
-    codec: TextCodec,
-    spec: RunSpec,
-    on_progress: Callable[[int, int], None],
+    parts: Mapping[str, tuple[str, str]], policy: nn.Module, codec: TextCodec, spec: RunSpec, on_progress: OnProgress
 ) -> dict[str, str]:
     """The policy's greedy continuation of the first part of each question, of as many words as are held back."""
     sizes = {key: len(codec.encode(held_back)) for key, (_, held_back) in parts.items()}
@@ -201,16 +192,12 @@ def _continued(
                 groups = engine.sample([prompts[key] for key in some], 1, sampling, seed=spec.seed, step=0)
             for key, group in zip(some, groups, strict=True):
                 found[key] = _first_words(group.rollouts[0].text, len(words(parts[key][1])))
-            on_progress(len(found), len(order))
+            on_progress("completion", len(found), len(order))
     return found
 
 
 def mean_logprobs(
-    texts: Sequence[str],
-    policy: nn.Module,
-    codec: TextCodec,
-    spec: RunSpec,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    texts: Sequence[str], policy: nn.Module, codec: TextCodec, spec: RunSpec, on_progress: OnProgress
 ) -> dict[str, float]:
     """Text -> mean log-prob (nats) of its tokens after the first; NaN for a text of one token."""
     device = resolve_device(spec.device)
@@ -224,7 +211,7 @@ def mean_logprobs(
         with torch.no_grad(), mixed_precision(device, spec.autocast):
             sums = token_logprobs(policy, tokens, mask, 1.0)[0].sum(dim=1)
         found |= dict(zip(some, (sums / mask.sum(dim=1)).tolist(), strict=True))
-        on_progress(len(found), len(texts))
+        on_progress("likelihood", len(found), len(texts))
     return found
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from ..ground.stop import StopRequest, stop_on_signals
 from ..ground.words import did_you_mean
 from ..policy.model import check_model
 from ..spec.errors import SpecError
-from .gpu_backend import SHAPES, Backend, here, make_up
+from .gpu_backend import SHAPES, Backend, make_up
 from .gpu_claims import CLAIMS, Claim, Number, Skipped
 
 SECONDS = 1800  # of all claims
@@ -70,7 +71,7 @@ def run_book(
     runs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="doctor-", dir=runs, ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        backend = here(folder, model)
+        backend = Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
         if model is None:
             make_up(folder / "model", SHAPES["cuda" if torch.cuda.device_count() else "cpu"])
         return check_claims(claims, backend, on_found=on_found)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,10 @@ class Backend:
         events = runs / "train" / name / EVENTS
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
-            if kill_after is not None and _steps(events) >= kill_after:
-                process.kill()
+            if kill_after is not None:
+                with suppress(ValueError):  # of a last line that is half written
+                    if max(read_history(events).history.get("policy/loss", {0: None})) >= kill_after:
+                        process.kill()
         if process.wait() != (0 if kill_after is None else -9):
             raise RuntimeError(f"the run '{name}' ended with status {process.returncode}")
         return read_history(events)
@@ -177,29 +178,13 @@ class Backend:
         size = 8192 if self.on_gpu else 1024
         one, other = (torch.ones(2**26, dtype=dtype, device=self.device) for _ in range(2))  # more than caches hold
         left, right = (x[: size**2].view(size, size) for x in (one, other))
-        product = self._seconds(lambda: left @ right)
-        return 2 * size**3 / product, 2 * one.nbytes / self._seconds(lambda: other.copy_(one))
-
-    def _seconds(self, work: Callable[[], object], times: int = 10) -> float:
-        """Of one time, after one that does not count."""
-        wait = torch.cuda.synchronize if self.on_gpu else (lambda: None)
-        work()
-        wait()
-        begin = self.now()
-        for _ in range(times):
-            work()
-        wait()
-        return (self.now() - begin) / times
+        product = _seconds(self.device, lambda: left @ right)
+        return 2 * size**3 / product, 2 * one.nbytes / _seconds(self.device, lambda: other.copy_(one))
 
     def gather_rate(self) -> float:
         """Bytes a second that each of two devices gets of the other's part when they gather a tensor."""
         torch.multiprocessing.spawn(_gather, (self.folder, self.device.type), nprocs=2)  # pyright: ignore
         return float((self.folder / "gathered").read_text())
-
-
-def here(folder: Path, model: str | None) -> Backend:
-    """This machine, with vLLM if it is installed, and the model or one of made-up weights in `folder`."""
-    return Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
 
 
 def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
@@ -218,13 +203,6 @@ def _cohort(*words: object) -> subprocess.Popen[bytes]:
     """A command of Cohort in a process that keeps its results to itself: settings of the environment do not count."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")}
     return subprocess.Popen([sys.executable, "-P", "-m", "cohort", *map(str, words)], stdout=sys.stderr, env=own)
-
-
-def _steps(events: Path) -> int:
-    """Training steps that an event file has; its last line may be half written."""
-    with suppress(ValueError):
-        return max(read_history(events).history.get("policy/loss", {0: None}))
-    return 0
 
 
 def _cache(worker: Any) -> tuple[str, int]:
@@ -247,13 +225,19 @@ def _gather(rank: int, folder: Path, kind: str) -> None:
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=2)
     part = torch.ones(2**28 if kind == "cuda" else 2**24, device=device)
     parts = [torch.empty_like(part) for _ in range(2)]
-    wait = partial(torch.cuda.synchronize, device) if kind == "cuda" else (lambda: None)
-    for times in (1, 5):
-        wait()
-        begin = time.perf_counter()
-        for _ in range(times):
-            dist.all_gather(parts, part)
-        wait()
+    seconds = _seconds(device, lambda: dist.all_gather(parts, part), times=5)
     if rank == 0:
-        (folder / "gathered").write_text(str(5 * part.nbytes / (time.perf_counter() - begin)))
+        (folder / "gathered").write_text(str(part.nbytes / seconds))
     dist.destroy_process_group()
+
+
+def _seconds(device: torch.device, work: Callable[[], object], times: int = 10) -> float:
+    """Of one time on the device, after one that does not count."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+    work()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(times):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / times

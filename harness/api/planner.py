@@ -15,8 +15,8 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -172,7 +172,9 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
         "seeds": list(range(math.ceil(2 * workers / len(cut_arms)))),  # two trials per worker: the first one costs more
     }  # fmt: skip
     cut = parse_study(raw, f"study '{study.name}'")
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder, _without_server():
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder, ExitStack() as after:
+        if TRACKING_URI in os.environ:  # nothing of a calibration is sent to an MLflow server
+            after.callback(os.environ.__setitem__, TRACKING_URI, os.environ.pop(TRACKING_URI))
         scratch, since = Path(folder), time.time()
         (scratch / "cache").symlink_to((runs / "cache").resolve())
         status = run_study(cut, scratch, workers=workers, command="", together=False)
@@ -283,17 +285,6 @@ def measured_trial(directory: Path, spec: RunSpec) -> tuple[Pace, int, float]:
     each = (summary["seconds"] - in_steps) / problems
     pace = replace(pace, problem=each, flops_problem=summary.get("flops_evaluation", 0.0) / problems)
     return pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000
-
-
-@contextmanager
-def _without_server() -> Iterator[None]:
-    """Nothing within is sent to an MLflow server."""
-    server = os.environ.pop(TRACKING_URI, None)
-    try:
-        yield
-    finally:
-        if server:
-            os.environ[TRACKING_URI] = server
 
 
 def _alike(spec: Mapping[str, Any]) -> str:

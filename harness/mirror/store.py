@@ -157,11 +157,11 @@ def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
     return found
 
 
-def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
+def active_run(client: MlflowClient, run_id: str) -> Run | None:
     """The run, or None if the store does not have it or it was deleted."""
     from mlflow.exceptions import MlflowException
 
-    if run_id is None:
+    if not run_id:
         return None
     try:
         run = client.get_run(run_id)

@@ -47,11 +47,11 @@ class StudyMirror:
         if not self._is_known or STUDY in self._changed():
             self._open(client)
             self._is_known = True
-        return self.place.known_run
+        return self.place.run_id
 
     def finish(self, client: MlflowClient) -> None:
         """Copy what speaks of the trials' runs too, and so comes after them."""
-        run_id = self.place.known_run
+        run_id = self.place.run_id
         for name, stamp in self._changed().items():
             if name in (SEARCH, SEEDS, LOOKS):
                 client.log_artifact(run_id, str(self.folder / name))
@@ -159,7 +159,7 @@ def forget_study(runs: Path, folder: Path) -> None:
     for place in (runs / MIRRORS).glob(f"*/studies/{folder.name}"):
         shutil.rmtree(place, ignore_errors=True)
     try:
-        if (run_id := Place.load(folder).run_id) is None or store.moved_from(runs) is not None:
+        if not (run_id := Place.load(folder).run_id) or store.moved_from(runs) is not None:
             return
         client = store.connect(runs)
         if (parent := store.active_run(client, run_id)) is not None:

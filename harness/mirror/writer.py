@@ -43,22 +43,16 @@ class Place:
     """
 
     token: str = ""
-    run_id: str | None = None
+    run_id: str = ""
     copied: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> Place:
         file = folder / "mlflow.json"
         try:
-            fields = read_json(file)
-            return cls(fields["token"], fields["run_id"], fields["copied"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, or torn: the record is whole without it
+            return cls(**read_json(file))
+        except (OSError, ValueError, TypeError):  # none, or torn: the record is whole without it
             return cls()
-
-    @property
-    def known_run(self) -> str:
-        assert self.run_id is not None
-        return self.run_id
 
     def save(self, folder: Path) -> None:
         write_json(folder / "mlflow.json", dataclasses.asdict(self))
@@ -148,9 +142,9 @@ class RunMirror:
         """Delete the MLflow run, and fill a new one from the record."""
         from .traces import delete_traces
 
-        old = client.get_run(self.place.known_run)
-        delete_traces(tracking_uri(self.runs), old.info.experiment_id, self.place.known_run)
-        client.delete_run(self.place.known_run)
+        old = client.get_run(self.place.run_id)
+        delete_traces(tracking_uri(self.runs), old.info.experiment_id, self.place.run_id)
+        client.delete_run(self.place.run_id)
         self.place = Place()
         self._pending = [(key, step) for key, steps in self._tail.history.history.items() for step in steps]
         return self._attach(client, old.data.tags.get("mlflow.parentRunId"))
@@ -164,11 +158,11 @@ class RunMirror:
         self.place.run_id, self.place.copied = run.info.run_id, {}
         self.place.save(self.directory)
         if parent is not None and run.data.tags.get("mlflow.parentRunId") != parent:
-            store.set_tags(client, self.place.known_run, {"mlflow.parentRunId": parent})
+            store.set_tags(client, self.place.run_id, {"mlflow.parentRunId": parent})
         self._stored = {
             (key, metric.step): metric.value
             for key in run.data.metrics
-            for metric in client.get_metric_history(self.place.known_run, key)
+            for metric in client.get_metric_history(self.place.run_id, key)
         }
         self._told = ()
         self._describe(client, info)
@@ -177,7 +171,7 @@ class RunMirror:
 
             tags = {key: value for key, value in info.tags.items() if key in ("cohort.arm", "cohort.seed")}
             shown = {key.removeprefix("cohort."): value for key, value in tags.items()} | {"run": info.name}
-            self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self.place.known_run, shown)
+            self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self.place.run_id, shown)
         self._info = info
         return info
 
@@ -192,13 +186,13 @@ class RunMirror:
 
     def _describe(self, client: MlflowClient, info: RunInfo) -> None:
         """Parameters, versions and configuration; harmless when repeated."""
-        store.log_params(client, self.place.known_run, {**info.spec, "objective": info.objective})
-        store.set_tags(client, self.place.known_run, store.source_tags(vars(info)))
+        store.log_params(client, self.place.run_id, {**info.spec, "objective": info.objective})
+        store.set_tags(client, self.place.run_id, store.source_tags(vars(info)))
         if info.prompt:
-            client.log_text(self.place.known_run, info.prompt, "prompt.txt")
-        client.log_text(self.place.known_run, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
+            client.log_text(self.place.run_id, info.prompt, "prompt.txt")
+        client.log_text(self.place.run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
         if (self.directory / DIFF).exists():
-            client.log_artifact(self.place.known_run, str(self.directory / DIFF))
+            client.log_artifact(self.place.run_id, str(self.directory / DIFF))
 
     def _copy_metrics(self, client: MlflowClient) -> None:
         from mlflow.entities import Metric
@@ -207,7 +201,7 @@ class RunMirror:
         new = [place for place in dict.fromkeys(self._pending) if place not in self._stored]
         for start in range(0, len(new), 1000):  # MLflow's limit per request
             batch = [Metric(key, *values[key][step], step) for key, step in new[start : start + 1000]]
-            client.log_batch(self.place.known_run, batch)
+            client.log_batch(self.place.run_id, batch)
             self._stored |= {(metric.key, metric.step): store.as_stored(metric.value) for metric in batch}
         self._pending.clear()
 
@@ -240,15 +234,15 @@ class RunMirror:
         if state == "complete":
             summary = end["summary"].items()
             metrics = [Metric(store.SUMMARY + key, float(value), end["time"], 0) for key, value in summary]
-            client.log_batch(self.place.known_run, metrics)
+            client.log_batch(self.place.run_id, metrics)
         if state not in ("running", "paused") and remote_uri() is not None:
             names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
             for file in (file for name in names for file in self.directory.glob(name)):
                 folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
-                client.log_artifact(self.place.known_run, str(file), folder)  # for hosts that share only a server
+                client.log_artifact(self.place.run_id, str(file), folder)  # for hosts that share only a server
         if state in FINAL and (policy := self._kept_policy(info)) is not None:
             tags[POLICY] = Path(os.path.relpath(policy, self.runs)).as_posix()  # as it also is in a copied folder
-        store.show_state(client, self.place.known_run, state, end["time"], tags)
+        store.show_state(client, self.place.run_id, state, end["time"], tags)
         self._told = told
 
     def _kept_policy(self, info: RunInfo) -> Path | None:
