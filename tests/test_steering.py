@@ -26,7 +26,7 @@ from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
-from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, resume_arm, stop_arm
+from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, steer
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
@@ -47,6 +47,16 @@ STOPPED = ["clone 2 of a: algorithm.group_size=16"]
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
+
+
+def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+    """Whether a request to stop changed anything."""
+    return "is already stopped" not in steer("stop", name, runs, arm, storage=storage)
+
+
+def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+    """Whether a request to resume changed anything."""
+    return "nothing changed" not in steer("resume", name, runs, arm, storage=storage)
 
 
 # Turns ----------------------------------------------------------------------------------------------------------------

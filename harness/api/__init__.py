@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..run.contract import check_package
     from ..study.estimates import cost
     from ..study.queue import study_status
-    from ..study.steering import remove_study
+    from ..study.steering import remove_study, steer
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .result import Evaluation, Report, Result
     from .runs import estimate_runs, evaluate, register, train
     from .settings import shell
-    from .steer import steer
     from .study import (
         Study,
         changes,

@@ -18,9 +18,6 @@ from ..spec.study import StudySpec
 from .runs import checked_split
 from .settings import Settings, as_texts
 
-LISTS = {  # field -> its list
-    "algorithm": "algorithms", "task": "tasks", "engine": "engines", "sampler": "samplers", "rewards": "rewards"
-}  # fmt: skip
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -54,8 +51,8 @@ def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
             raise SpecError(f"{rule}, got '{section}'; {near}".rstrip("; "))
     documents = [_setting(path, field) for path, field in fields]
     for document in documents:
-        if document["name"] in LISTS:
-            document["range"] = f"cohort list {LISTS[document['name']]}"
+        if (kind := document["name"].removesuffix("s")) in get_args(plugins.Kind):
+            document["range"] = f"cohort list {kind}s"
     return documents
 
 

@@ -22,7 +22,6 @@ from ..data import InvalidRun
 from ..devices import group
 from ..devices.device import device_bytes, resolve_device
 from ..ground.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
-from ..interfaces import RolloutEngine
 from ..mirror.address import MIRROR
 from ..policy.lora import add_adapter
 from ..policy.model import load_policy, save_model
@@ -81,6 +80,7 @@ class Backend:
     def free_bytes(self) -> int:
         return device_bytes(self.device, self.spec().gpu_reserve_gib)
 
+    start = staticmethod(build_engine)
     compiler = staticmethod(compiler)
     shared_memory_bytes = staticmethod(shared_memory_bytes)
     now = staticmethod(time.perf_counter)
@@ -106,9 +106,6 @@ class Backend:
         if spec.lora is not None:
             add_adapter(policy, spec.lora, spec.seed)
         return policy, load_codec(spec.model, spec.prompt)
-
-    def start(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
-        return build_engine(spec, policy, codec)
 
     def cache_of(self, engine: Any) -> tuple[str, int]:
         """The name of vLLM's model runner, and the bytes of its key-value cache."""

@@ -1,8 +1,8 @@
 """The app that `cohort ui` serves: MLflow's, and beside it a live page for each study, from its record.
 
-The buttons of a page do what the words of `cohort study` do (`steer.py`). Besides the checks of `mirror/page.py`, a
-request of a button names this server's token, which only its own pages have. Text of models and errors is escaped, and
-the content security policy lets no script run but the page's own.
+The buttons of a page do what the words of `cohort study` do (`study/steering.py`). Besides the checks of
+`mirror/page.py`, a request of a button names this server's token, which only its own pages have. Text of models and
+errors is escaped, and the content security policy lets no script run but the page's own.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from ..mirror.page import app
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import STATUS, STUDY, keep_look, read_study
 from ..study.queue import Queue, open_queue
+from ..study.steering import steer
 from .settings import runs_folder
-from .steer import steer
 from .study import list_studies
 
 REFRESH_SECONDS = 2.0  # of a page; a tenth of the time is spent on reading at most

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
@@ -67,17 +68,14 @@ class Regraded:
 def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
     """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has."""
 
-    def by(extract: Callable[[str], str | None]) -> Callable[[str, str, str], Grade]:
-        def grade(completion: str, gold: str, question: str) -> Grade:
-            answer = extract(completion)
-            if answer is None or answer == gold:
-                return answer, answer is not None
-            return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
-
-        return grade
+    def grade(extract: Callable[[str], str | None], completion: str, gold: str, question: str) -> Grade:
+        answer = extract(completion)
+        if answer is None or answer == gold:
+            return answer, answer is not None
+        return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
 
     peers = {name: lambda text, gold, _, peer=peer: peer(text, gold) for name, peer in task.peer_graders().items()}
-    return {"strict": by(task.extract), "lenient": by(task.extract_lenient), **peers}
+    return {"strict": partial(grade, task.extract), "lenient": partial(grade, task.extract_lenient), **peers}
 
 
 def read_cases(file: Path) -> list[Case]:

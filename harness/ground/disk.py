@@ -54,9 +54,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def full(folder: Path) -> DiskFull:
     """The error for a full disk below `folder`."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     free, most = shutil.disk_usage(folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     limit = "" if most == resource.RLIM_INFINITY else f", and a file has at most {most:,} bytes by `ulimit -f`"
     return DiskFull(

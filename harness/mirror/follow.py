@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 
 from filelock import Timeout
@@ -35,7 +36,7 @@ class Mirror:
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder = runs, folder
         self._study = StudyMirror(runs, folder) if (folder / STUDY).exists() else None
-        self._members: dict[Path, RunMirror] = {}
+        self._member = cache(partial(RunMirror, runs))  # by the folder of the run
         self._unreadable: dict[Path, str] = {}
 
     def copy(self, seconds: float = math.inf) -> int:
@@ -60,11 +61,6 @@ class Mirror:
                     self._unreadable[file.parent] = str(error)
         self._study.finish(client)
         return 0
-
-    def _member(self, directory: Path) -> RunMirror:
-        if directory not in self._members:
-            self._members[directory] = RunMirror(self.runs, directory)
-        return self._members[directory]
 
 
 @contextmanager

@@ -63,9 +63,7 @@ def check_runs_folder(runs: Path) -> None:
     Leaves nothing behind; the folder need not exist yet.
     """
     tracking_uri(runs)
-    folder = runs.resolve()
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(one for one in (runs.resolve(), *runs.resolve().parents) if one.exists())
     if not folder.is_dir():
         raise ValueError(f"the runs folder must be a folder, but '{folder}' is a file; choose another with --runs")
     try:
@@ -225,7 +223,11 @@ def as_stored(value: float) -> float:
 
 
 def _check_file(runs: Path) -> None:
-    """ValueError if mlflow.db is not a store, has another schema, or belongs to a runs folder that was moved."""
+    """Let the store of a runs folder that was moved or copied name the files here.
+
+    ValueError if mlflow.db is not a store or has another schema, or while a worker is at work in a folder that was
+    moved, perhaps on a host that has it under the path before.
+    """
     store = runs.resolve() / "mlflow.db"
     if remote_uri() is not None or not store.exists():
         return
@@ -241,15 +243,8 @@ def _check_file(runs: Path) -> None:
         rule = f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}"
         fix = f"upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
         raise ValueError(f"{rule}; another version wrote it; {fix}")
-    if moved is not None:
-        _settle(store, moved)
-
-
-def _settle(store: Path, moved: str) -> None:
-    """Let the store of a runs folder that was moved or copied from the URI `moved` name the files here.
-
-    ValueError while a worker is at work in it, perhaps on a host that has the folder under that path.
-    """
+    if moved is None:
+        return
     leases = store.parent.glob("studies/*/trials/*/lease")
     if any(time.time() - lease.stat().st_mtime < LEASE_SECONDS for lease in leases):
         rule = f"{store} was made in '{moved}', and a worker is at work in this folder or was when it was copied"

@@ -154,7 +154,15 @@ class RunMirror:
         info = RunInfo.load(self.directory)
         if info is None:
             raise ValueError(f"'{self.directory}' has no {INFO}; restore it from a copy")
-        run = self.place.run_in(client, info.experiment) or self._create(client, info)
+        run = self.place.run_in(client, info.experiment)
+        if run is None:
+            experiment = store.experiment_of(client, self.runs, info.experiment)
+            self.place.token = uuid.uuid4().hex
+            self.place.save(self.directory)
+            tags = {"cohort.kind": "run", "cohort.token": self.place.token}
+            tags |= {key: store.storable(value) for key, value in info.tags.items()}
+            began = self._tail.history.attempts[0]["time"]
+            run = client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=info.name)
         self.place.run_id, self.place.copied = run.info.run_id, {}
         self.place.save(self.directory)
         if parent is not None and run.data.tags.get("mlflow.parentRunId") != parent:
@@ -165,7 +173,13 @@ class RunMirror:
             for metric in client.get_metric_history(self.place.run_id, key)
         }
         self._told = ()
-        self._describe(client, info)
+        store.log_params(client, self.place.run_id, {**info.spec, "objective": info.objective})  # harmless if repeated
+        store.set_tags(client, self.place.run_id, store.source_tags(vars(info)))
+        if info.prompt:
+            client.log_text(self.place.run_id, info.prompt, "prompt.txt")
+        client.log_text(self.place.run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
+        if (self.directory / DIFF).exists():
+            client.log_artifact(self.place.run_id, str(self.directory / DIFF))
         if traces_per_split():
             from .traces import TraceWriter
 
@@ -174,25 +188,6 @@ class RunMirror:
             self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self.place.run_id, shown)
         self._info = info
         return info
-
-    def _create(self, client: MlflowClient, info: RunInfo) -> Run:
-        experiment = store.experiment_of(client, self.runs, info.experiment)
-        self.place.token = uuid.uuid4().hex
-        self.place.save(self.directory)
-        tags = {"cohort.kind": "run", "cohort.token": self.place.token}
-        tags |= {key: store.storable(value) for key, value in info.tags.items()}
-        began = self._tail.history.attempts[0]["time"]
-        return client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=info.name)
-
-    def _describe(self, client: MlflowClient, info: RunInfo) -> None:
-        """Parameters, versions and configuration; harmless when repeated."""
-        store.log_params(client, self.place.run_id, {**info.spec, "objective": info.objective})
-        store.set_tags(client, self.place.run_id, store.source_tags(vars(info)))
-        if info.prompt:
-            client.log_text(self.place.run_id, info.prompt, "prompt.txt")
-        client.log_text(self.place.run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
-        if (self.directory / DIFF).exists():
-            client.log_artifact(self.place.run_id, str(self.directory / DIFF))
 
     def _copy_metrics(self, client: MlflowClient) -> None:
         from mlflow.entities import Metric
@@ -240,14 +235,10 @@ class RunMirror:
             for file in (file for name in names for file in self.directory.glob(name)):
                 folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
                 client.log_artifact(self.place.run_id, str(file), folder)  # for hosts that share only a server
-        if state in FINAL and (policy := self._kept_policy(info)) is not None:
+        finished = info.spec.get("checkpoints", {}).get("finished")
+        stays = finished == "weights" or (finished is None and "cohort.study" not in info.tags)  # by default no trial's
+        policies = self.directory.glob("checkpoints/step-*/policy") if stays and state in FINAL else ()
+        if (policy := max(policies, default=None)) is not None:
             tags[POLICY] = Path(os.path.relpath(policy, self.runs)).as_posix()  # as it also is in a copied folder
         store.show_state(client, self.place.run_id, state, end["time"], tags)
         self._told = told
-
-    def _kept_policy(self, info: RunInfo) -> Path | None:
-        """The final policy, if it stays: that of a trial does if its study says so, that of another run by default."""
-        finished = info.spec.get("checkpoints", {}).get("finished")
-        if finished == "nothing" or (finished is None and "cohort.study" in info.tags):
-            return None
-        return max(self.directory.glob("checkpoints/step-*/policy"), default=None)
