@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.api.planner import Calibration, Pace, measured_trial, option, plan, spread_of, within
+from cohort.harness.api.planner import Calibration, Option, Pace, measured_trial, option, plan, spread_of, within
 from cohort.harness.api.study import load_study
 from cohort.harness.cli.app import app
 from cohort.harness.ground.files import write_json
@@ -28,6 +28,10 @@ def a_measurement(study: StudySpec) -> Calibration:
     return Calibration({arm.label: PACE for arm in study.design_arms()}, first=12.0, further=3.0, end=7.0, workers=2)
 
 
+def options(study: StudySpec) -> list[Option]:
+    return [option(study, a_measurement(study), seeds, 0.02) for seeds in range(2, 20)]
+
+
 def test_a_study_takes_what_its_busiest_worker_takes():
     study = a_study()
     # Validations at 0, 20, 40 and 50 of 10 problems, and 20 test problems: 60 problems, 6 s. A trial: 100 + 6 = 106 s.
@@ -46,25 +50,21 @@ def test_operations_that_end_a_run_end_it_in_the_prediction():
 
 
 def test_a_budget_buys_the_most_seeds_that_fit_and_too_little_buys_none():
-    study = a_study()
-    measured = a_measurement(study)
-
-    def seeds(**limit: float) -> int | None:
-        found = within(study, measured, 0.02, **limit)
+    def seeds(hours: float | None, flops: float | None) -> int | None:
+        found = within(options(a_study()), hours, flops, None)
         return found and found.seeds
 
-    assert seeds(hours=350 / 3600) == 3  # 343 s; a fourth seed takes 452 s
-    assert seeds(flops=2.1e11) == 2  # a seed of two arms takes 1.012e11
-    assert seeds(hours=200 / 3600) is seeds(flops=1e9) is None
+    assert seeds(350 / 3600, None) == 3  # 343 s; a fourth seed takes 452 s
+    assert seeds(None, 2.1e11) == 2  # a seed of two arms takes 1.012e11
+    assert seeds(200 / 3600, None) is seeds(None, 1e9) is None
 
 
 def test_a_difference_asks_for_the_fewest_seeds_that_find_it_and_more_arms_for_more():
-    study = a_study()
-    found = within(study, a_measurement(study), 0.02, power=0.02)
+    found = within(options(a_study()), None, None, 0.02)
     assert found is not None and found.seeds == 10
     # paired t test, two-sided 5 %, power 0.8, effect of one deviation: 10 pairs (G*Power)
     five = a_study(factors={"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3, 0.4]})
-    found = within(five, a_measurement(five), 0.02, power=0.02)
+    found = within(options(five), None, None, 0.02)
     assert found is not None and found.seeds > 10
 
 

@@ -245,7 +245,7 @@ ROUNDS = dict(zip(FAULTS, cycle(combinations(range(4), 2)), strict=False))
 
 
 def found_of(backend, claims=CLAIMS, **how):
-    found, _ = check_claims(claims, backend, start="fork", **how)
+    found, _ = check_claims(claims, backend, print, start="fork", **how)
     return {one.claim: one for one in found}
 
 
@@ -296,7 +296,7 @@ def test_without_vllm_its_claims_are_skipped_with_what_to_install(fake):
 def test_a_signal_and_the_end_of_the_time_skip_what_is_left(fake, fault, seconds, reason):
     told, claims = [], [BY_NAME[name] for name in ("driver", "compiler")]
     backend = replace(fake, faults=frozenset([fault]))
-    found, is_whole = check_claims(claims, backend, seconds=seconds, start="fork", on_found=told.append)
+    found, is_whole = check_claims(claims, backend, told.append, seconds, start="fork")
     assert [(one.claim, one.state) for one in found] == [("driver", "SKIPPED"), ("compiler", "SKIPPED")]
     assert all(reason in one.reason for one in found) and told == found
     assert is_whole == (fault == "hang")
@@ -396,7 +396,7 @@ def test_a_model_that_is_made_up_can_be_used_and_has_a_character_for_each_token(
 @pytest.mark.long
 def test_a_claim_is_checked_on_this_machine_with_weights_that_are_made_up(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,), is_whole = gpu.run_book(tmp_path, only=["checkpoint"])
+    (found,), is_whole = gpu.run_book(tmp_path, None, ["checkpoint"], print)
     assert (found.state, is_whole) == ("PASS", True), found.reason
     size, *_ = found.numbers
     assert size.value * GIB > 4 * (4096 * 128 + 4 * 3 * 128 * 384)  # embeddings and products, in float32

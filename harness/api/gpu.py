@@ -53,12 +53,13 @@ class Finding:
         return "; ".join(filter(None, [self.reason, *map(str, self.numbers)]))
 
 
-def run_book(
-    runs: Path, model: str | None = None, only: Sequence[str] = (), on_found: Callable[[Finding], None] = lambda _: None
-) -> tuple[list[Finding], bool]:
+OnFound = Callable[[Finding], object]
+
+
+def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFound) -> tuple[list[Finding], bool]:
     """The findings about this machine, and whether all claims had their turn; what the claims write is deleted.
 
-    `model` is a Hub id or a folder, by default one of made-up weights; `only` names claims.
+    `model` is a Hub id or a folder, or None for one of made-up weights; `only` names claims, by default all.
     """
     names = [claim.name for claim in CLAIMS]
     for name in only:
@@ -74,16 +75,11 @@ def run_book(
         backend = Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
         if model is None:
             make_up(folder / "model", SHAPES["cuda" if torch.cuda.device_count() else "cpu"])
-        return check_claims(claims, backend, on_found=on_found)
+        return check_claims(claims, backend, on_found)
 
 
 def check_claims(
-    claims: Sequence[Claim],
-    backend: Backend,
-    *,
-    seconds: float = SECONDS,
-    start: str = "spawn",
-    on_found: Callable[[Finding], None] = lambda _: None,
+    claims: Sequence[Claim], backend: Backend, on_found: OnFound, seconds: float = SECONDS, start: str = "spawn"
 ) -> tuple[list[Finding], bool]:
     """The findings of the claims, in order, and whether no signal came. Claims that a signal or the end of the
     `seconds` leaves out are SKIPPED. `start` is how multiprocessing starts a process."""

@@ -35,7 +35,6 @@ from .gpu_backend import Backend
 CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share
 LIBRARIES = GIB / 4  # of a process without a GPU, that a run loads
 SMALL = 1e-3
-PHASES = ("generate", "annotate", "grade", "update", "sync")
 LORA = {"lora": {"rank": 16}}
 
 
@@ -45,25 +44,22 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """What a claim found. It holds if the value, where it has bounds, is within them."""
+    """What a claim found. It holds if the value is text, or finite and within its bounds."""
 
     name: str
     value: float | str
     unit: str = ""
-    least: float | None = None
-    most: float | None = None
+    least: float = -math.inf
+    most: float = math.inf
 
     @property
     def holds(self) -> bool:
-        if isinstance(self.value, str):
-            return True
-        low, high = self.least is None or self.value >= self.least, self.most is None or self.value <= self.most
-        return low and high and math.isfinite(self.value)
+        return isinstance(self.value, str) or (math.isfinite(self.value) and self.least <= self.value <= self.most)
 
     def __str__(self) -> str:
         value = f"{self.value:.4g}" if isinstance(self.value, float) else str(self.value)
         bounds = {"at least": self.least, "at most": self.most}
-        told = ", ".join(f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None)
+        told = ", ".join(f"{words} {bound:.3g}" for words, bound in bounds.items() if math.isfinite(bound))
         return " ".join(filter(None, [self.name, value, self.unit, f"({told})" if told else ""]))
 
 
@@ -201,7 +197,7 @@ def reloads(backend: Backend) -> list[Number]:
     return [
         Number("exact loads", len(seconds), f"of {backend.num_cycles}"),
         Number("changes found", found, f"of {backend.num_cycles}", least=backend.num_cycles),
-        Number("memory returned", min(returned), least=0.7 if backend.on_gpu else None),
+        Number("memory returned", min(returned), least=0.7 if backend.on_gpu else -math.inf),
         Number("memory lost", (awake - held) / GIB, "GiB", most=0.25),
         Number("a load", float(np.median(seconds)), "s", most=10),
     ]
@@ -243,7 +239,7 @@ def phases(backend: Backend) -> list[Number]:
         "generate": worked("sampling") + spec.max_tokens * weights / copied,  # each token reads all weights
         "annotate": worked("scoring"), "grade": 0.0, "update": worked("learning"), "sync": 2 * weights / copied,
     }  # fmt: skip
-    found = [Number(f"{phase} (arithmetic {ideal[phase]:.2g})", last(f"seconds/{phase}"), "s") for phase in PHASES]
+    found = [Number(f"{phase} (arithmetic {ideal[phase]:.2g})", last(f"seconds/{phase}"), "s") for phase in ideal]
     return [
         *found,
         Number("product", operations / 1e12, "TFLOP/s"),

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +145,8 @@ def plan(
     began = time.monotonic()
     measured = calibrate(spec, folder, workers or default_workers(spec.devices))
     seconds, own = time.monotonic() - began, option(spec, measured, spec.most_seeds, spread)
-    best = within(spec, measured, spread, hours=hours, flops=flops, power=power) if given else own
+    options = (option(spec, measured, count, spread) for count in range(2, MOST_SEEDS + 1))
+    best = within(options, hours, flops, power) if given else own
     return Proposal(seconds, measured.workers, spread, own, best)
 
 
@@ -225,18 +226,9 @@ def option(study: StudySpec, measured: Calibration, seeds: int, spread: float | 
     return Option(seeds, len(trials), max(free) + measured.end, taken, flops if known else None, detectable)
 
 
-def within(
-    study: StudySpec,
-    measured: Calibration,
-    spread: float | None,
-    *,
-    hours: float | None = None,
-    flops: float | None = None,
-    power: float | None = None,
-) -> Option | None:
-    """The most seeds within the hours or operations, or the fewest that detect a difference of `power` with
-    probability 0.8; None if not even two seeds fit, or if `MOST_SEEDS` are too few."""
-    options = (option(study, measured, seeds, spread) for seeds in range(2, MOST_SEEDS + 1))
+def within(options: Iterable[Option], hours: float | None, flops: float | None, power: float | None) -> Option | None:
+    """Of options with ever more seeds, the last within the hours or operations, or the first that detects a difference
+    of `power` with probability 0.8; None if not even the first fits, or the last has too few."""
     if power is not None:
         return next((one for one in options if one.detectable is not None and one.detectable <= power), None)
     longest, most = 3600 * (hours or math.inf), flops or math.inf

@@ -119,21 +119,17 @@ class LineView:
             if trial.state != self._states.get(key, "waiting"):
                 reason = f" ({trial.reason})" if trial.reason else ""
                 accuracy = "" if trial.accuracy is None else f", accuracy {percent(trial.accuracy)}"
-                self._print(f"{_title(trial)}: {trial.state}{reason}{accuracy}; {_counts(status)}")
+                self._print(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}{accuracy}; {_counts(status)}")
             self._states[key] = trial.state
         running = [t for t in status.trials if t.state == "running"]
         if running and self._clock() - self._last >= HEARTBEAT_SECONDS:
             self._print(f"{_counts(status)}, {duration(status.left)} left")
             for trial in running:
-                self._print(f"  {_title(trial)}: {_line(trial)}")
+                self._print(f"  {trial.arm} | seed {trial.seed}: {_line(trial)}")
 
     def _print(self, text: str) -> None:
         say(text, stderr=True)
         self._last = self._clock()
-
-
-def _title(trial: TrialStatus) -> str:
-    return f"{trial.arm} | seed {trial.seed}"
 
 
 def _line(trial: TrialStatus) -> str:
