@@ -51,8 +51,6 @@ if TYPE_CHECKING:
         watch,
     )
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study",
-           "open_result", "report", "run", "train", "verify"]  # fmt: skip
 _HOME = {  # name -> its module, as the imports above say, which only type checkers run
     alias.name: "." * node.level + str(node.module)
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))

@@ -113,7 +113,6 @@ class Place:
         self.findings.lacks.append(trial + words)
 
 
-_KEPT = re.compile(r"(rollouts|completions)/[\w-]+\.jsonl", re.ASCII)
 _LAST = {  # of a run's summary -> the metric whose last value it is
     "accuracy_final": "validation/accuracy", "rollouts": "train/rollouts",
     "generated_tokens": "train/generated_tokens", "optimizer_steps": "train/optimizer_steps",
@@ -307,7 +306,7 @@ def _check_kept(
     for split, number in lacking.items():
         place.lacks(f"{number} evaluations on the {split} split have no completions")
     for file, (step, digest) in history.kept.items():
-        if not _KEPT.fullmatch(file):
+        if not re.fullmatch(r"(rollouts|completions)/[\w-]+\.jsonl", file, re.ASCII):
             place.differs(EVENTS, "kept", file, "a file of the run")
             continue
         if not place.has_file(directory, file, digest):
