@@ -185,8 +185,7 @@ def _check_report(
     place.findings.numbers["report"] += len(anew) - len(differing)
     here = writing_versions()
     others = [f"{key} {value}" for key, value in sorted(evidence.versions.items()) if here.get(key) != value]
-    sealed = {name: evidence.files.get(f"report/{name}") for name in differing}
-    untouched = all(files[name].is_file() and digest == sha256(files[name]) for name, digest in sealed.items())
+    untouched = all(files[n].is_file() and evidence.files.get(f"report/{n}") == sha256(files[n]) for n in differing)
     if differing and others and untouched:
         place.findings.notes.append(
             f"{len(differing)} of {len(anew)} files of the report were written by other versions ("

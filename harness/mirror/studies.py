@@ -163,9 +163,8 @@ def forget_study(runs: Path, folder: Path) -> None:
             return
         client = store.connect(runs)
         if (parent := store.active_run(client, run_id)) is not None:
-            for run in store.search_runs(
-                client, [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'"
-            ):
+            wanted = f"tags.`mlflow.parentRunId` = '{run_id}'"
+            for run in store.search_runs(client, [parent.info.experiment_id], wanted):
                 client.delete_run(run.info.run_id)
             client.delete_run(run_id)
     except Exception as error:

@@ -61,12 +61,9 @@ class Place:
         """The active run with this id, or else this token."""
         if (run := store.active_run(client, self.run_id)) is not None:
             return run
+        wanted = f"tags.`cohort.token` = '{self.token}'"
         found = client.get_experiment_by_name(experiment) if self.token else None
-        if found is None:
-            return None
-        return next(
-            iter(store.search_runs(client, [found.experiment_id], f"tags.`cohort.token` = '{self.token}'")), None
-        )
+        return next(iter(store.search_runs(client, [found.experiment_id], wanted) if found is not None else ()), None)
 
 
 class RunMirror:
