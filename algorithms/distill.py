@@ -8,7 +8,7 @@ Rewards are only measured. Departures: MiniLLM's return over later tokens, its l
 built; PPO's clip bounds updates after the first, as elsewhere here.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,16 +22,13 @@ class Distill(Clip, TokenMean):
     """Reverse KL to a teacher on the policy's own samples, token by token (on-policy distillation)."""
 
     sees_gold = False
-    learns_from_rewards: ClassVar[bool] = False
+    learns_from_rewards = False
+    needs_old_logprobs = True
     default_rewards = {"accuracy": 0.0}
     objective = {"advantage": "kl_beta * (log p_reference - log p) of each token", "kl": "it is the advantage"}
 
     name: Literal["distill"] = "distill"
     kl_beta: float = Field(default=1.0, gt=0, description="factor of the advantage; the teacher is kl.reference")
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
 
     def advantages(self, batch: Batch) -> Batch:
         assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None

@@ -22,6 +22,7 @@ from ._surrogate import GroupStandardised, TokenMean
 class KLCov(GroupStandardised, TokenMean):
     """GRPO without clip, with a penalty on the moves of tokens of high covariance (KL-Cov)."""
 
+    needs_old_logprobs = True
     objective = {
         "clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance, "
         "positive covariance only",
@@ -32,10 +33,6 @@ class KLCov(GroupStandardised, TokenMean):
         default=0.002, gt=0, le=1, description="share of the tokens, of largest covariance, that pay the penalty"
     )
     penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
 
     def advantages(self, batch: Batch) -> Batch:
         batch, mask = super().advantages(batch), batch.completion_mask_BT

@@ -29,6 +29,7 @@ class OnlineDPO(Algorithm):
 
     min_group_size = 2
     linear_in_advantages = False
+    needs_old_logprobs = True
     objective = {
         "advantage": "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others",
         "aggregation": "sum over a row's tokens, one pair per group, mean over groups",
@@ -37,14 +38,6 @@ class OnlineDPO(Algorithm):
 
     name: Literal["online_dpo"] = "online_dpo"
     kl_beta: float = Field(default=0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference")
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
 
     def advantages(self, batch: Batch) -> Batch:
         assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None

@@ -24,7 +24,7 @@ class OptimalTokenBaseline(ClippedLoss, SummedLoss):
     """The reward less a baseline for each place in the answer, weighted by uncertainty so far (OTB)."""
 
     min_group_size = 2
-    needs_collision = True
+    needs_collision = needs_old_logprobs = True
     objective = {
         "advantage": "r - sum(W * r) / sum(W) in the group at each place, W the sum of 1 - 2 p + sum of p^2 up to there"
     }

@@ -62,8 +62,10 @@ class Algorithm(Section, ABC):
     learns_from_rewards: ClassVar[bool] = True  # otherwise from the reference alone, which must be a teacher
     needs_greedy: ClassVar[bool] = False  # one greedy completion of each prompt besides, for `greedy_rewards_B`
     needs_collision: ClassVar[bool] = False  # `collision_BT`, which costs a forward pass
+    needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
+    shares_trunk: ClassVar[bool] = False  # the critic is a head on the policy's hidden states, no separate network
     _stated: ClassVar[Mapping[str, str]] = {}
     # The formula in words. A class states what differs from its bases; the rest is filled in.
     objective: ClassVar[Mapping[str, str]] = {
@@ -101,16 +103,6 @@ class Algorithm(Section, ABC):
     def needs_reference(self) -> bool:
         """Whether reference log-probs are needed."""
         return self.kl_beta > 0
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether `advantages` reads `old_logprobs_BT`; the learner sets them for several updates per batch anyway."""
-        return self.needs_collision
-
-    @property
-    def shares_trunk(self) -> bool:
-        """Whether the critic is a head on the policy's hidden states instead of a separate network."""
-        return False
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Batch:
@@ -174,6 +166,9 @@ class Reward(Section, ABC):
 
     sees_gold: ClassVar[bool] = False
     distribution: ClassVar[Distribution | None] = None
+    needs_partial_credit: ClassVar[bool] = False  # it reads `group.scores`, which only a task with `partial_credit` has
+    # The name of a sequence classifier of its own that reads every completion: it takes memory and operations.
+    scorer: ClassVar[str | None] = None
 
     weight: float = Field(default=1.0, description="factor in the sum of all rewards; 0: only measured")
 
@@ -188,11 +183,6 @@ class Reward(Section, ABC):
         """
         return {}
 
-    @property
-    def needs_partial_credit(self) -> bool:
-        """Whether it reads `group.scores`, which only a task with `partial_credit` has."""
-        return False
-
     def check(self) -> None:
         """ValueError for a setting that this machine cannot use, before any model loads."""
 
@@ -203,11 +193,6 @@ class Reward(Section, ABC):
     def placed(self, folder: Callable[[str], str]) -> Self:
         """The same reward; if it reads the model that a stage of the run fits, it reads the one at `folder(stage)`."""
         return self
-
-    @property
-    def scorer(self) -> str | None:
-        """The name of a sequence classifier of its own that reads every completion: it takes memory and operations."""
-        return None
 
 
 class StepReward(Reward):
@@ -375,6 +360,8 @@ class RolloutEngine(ABC):
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
 
     class Settings(Section):
+        processes: ClassVar[int] = 1  # of a trial over which it splits its model; they must be given the same prompts
+
         name: str
 
         def check(self, sampling: Sampling) -> None:
@@ -382,11 +369,6 @@ class RolloutEngine(ABC):
 
         def check_machine(self) -> None:
             """ValueError if the engine cannot run on this machine, before any model loads."""
-
-        @property
-        def processes(self) -> int:
-            """Processes of a trial over which the engine splits its model; they must be given the same prompts."""
-            return 1
 
         def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int]) -> Self:
             """These settings with those filled in that follow from the precision of a run and from the most tokens of a
