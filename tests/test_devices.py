@@ -315,12 +315,13 @@ def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(
 
 @pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])
 def test_ranks_that_share_an_engine_get_the_same_items(monkeypatch: pytest.MonkeyPatch, together: int, parts: Any):
-    def everywhere(found: list[Any], own: Any) -> None:
-        found[:] = [[item * 10 for item in part] for part in parts for _ in range(together)]
+    def everywhere(own: Any) -> list[Any]:
+        found = [[item * 10 for item in part] for part in parts for _ in range(together)]
         assert found[rank_messages.rank()] == own
+        return found
 
     monkeypatch.setattr(rank_messages, "world_size", lambda: 4)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", everywhere)
+    monkeypatch.setattr(rank_messages, "of_all", everywhere)
     for rank in range(4):
         monkeypatch.setattr(rank_messages, "rank", lambda rank=rank: rank)
         found = rank_messages.shared(range(6), lambda part: [item * 10 for item in part], together)

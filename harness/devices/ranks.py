@@ -42,11 +42,7 @@ def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], toget
 
     `together` ranks in a row get the same part, and the results of the first of them count.
     """
-    results = list(work(own_part(items, together)))
-    if world_size() == 1:
-        return results
-    parts: list[Sequence[R]] = [()] * world_size()
-    dist.all_gather_object(parts, results)
+    parts = of_all(list(work(own_part(items, together))))
     return [result for part in parts[::together] for result in part]
 
 
@@ -86,8 +82,13 @@ def apart() -> Any:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
+def of_all(value: T) -> list[T]:
+    """The values of all ranks, in their order, on every rank."""
+    return gathered(value, dist.group.WORLD)
+
+
 def gathered(value: T, group: Any) -> list[T]:
-    """The values of all ranks, in their order, on every rank of the group."""
+    """The same, for a group as of `apart`."""
     if group is None:
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -135,9 +136,8 @@ def without_storage(value: Any) -> Any:
 
 def check_same(directory: Path, **seen: object) -> None:
     """SpecError if ranks do not see the same, because their hosts have different files."""
-    for what, own in seen.items() if world_size() > 1 else ():
-        alike: list[bool] = [True] * world_size()
-        dist.all_gather_object(alike, own == same(lambda own=own: own))
+    for what, own in seen.items():
+        alike = of_all(own == same(lambda own=own: own))
         if not all(alike):
             raise SpecError(
                 f"all hosts of a trial must see the same {what}, process {alike.index(False)} sees others than process "
@@ -156,8 +156,3 @@ def summed(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SU
 def largest(values: Tensor) -> Tensor:
     """The largest over all ranks."""
     return summed(values, dist.ReduceOp.MAX)
-
-
-def most(count: int, device: torch.device) -> int:
-    """The largest count over all ranks."""
-    return count if world_size() == 1 else int(largest(torch.tensor(count, device=device)))

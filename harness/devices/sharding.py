@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 from . import ranks
 
@@ -170,7 +171,7 @@ def copied(tree: Any, *, on_first: bool = False) -> Any:
             return item.detach().to("cpu", copy=True) if owner == own else None
         return Part(local(item.detach()).to("cpu", copy=True), item.shape, owner)
 
-    return _each(tree, Tensor, copy)
+    return tree_map_only(Tensor, copy, tree)
 
 
 def assembled(tree: Any, group: Any) -> Any:
@@ -181,25 +182,12 @@ def assembled(tree: Any, group: Any) -> Any:
         assert rows is not None
         return ranks.joined_rows(rows, part.shape, part.owner, group)
 
-    return _each(tree, Part, whole)
-
-
-def _each(tree: Any, kind: type[Any], work: Callable[[Any], Any]) -> Any:
-    """The tree with the results of `work` for everything of that kind in its mappings and lists, in their order."""
-    if isinstance(tree, Mapping):
-        return {key: _each(value, kind, work) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_each(value, kind, work) for value in tree]
-    return work(tree) if isinstance(tree, kind) else tree
+    return tree_map_only(Part, whole, tree)
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """The tree of which each rank has `assembled` a part."""
-    if isinstance(parts[0], Mapping):
-        return {key: joined([part[key] for part in parts]) for key in parts[0]}
-    if isinstance(parts[0], list):
-        return [joined(items) for items in zip(*parts, strict=True)]
-    return next((part for part in parts if part is not None), None)
+    return tree_map(lambda *items: next((item for item in items if item is not None), None), *parts)
 
 
 def _groups(module: nn.Module) -> list[Any]:

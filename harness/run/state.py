@@ -308,13 +308,12 @@ def prepare(
         return log.holds(checkpoint.step, checkpoint.progress["num_events"])
 
     checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events))
-    threads = ranks.shared(range(ranks.world_size()), lambda own: [torch.get_num_threads()] * len(own))
-    log.resume(checkpoint.step if checkpoint else -1, threads)
+    log.resume(checkpoint.step if checkpoint else -1, ranks.of_all(torch.get_num_threads()))
 
     recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
-    recompute = ranks.most(recompute, resolve_device(spec.device))
+    recompute = any(ranks.of_all(recompute))
     policy, codec = models.policy(spec, cache, partial(watch, log, should_stop))
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore

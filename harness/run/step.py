@@ -350,5 +350,5 @@ def merged(*parts: Mapping[str, float]) -> dict[str, float]:
 
 def _unparsable(run: Run) -> dict[str, int]:
     """The number of comparisons without a verdict so far, over all ranks; empty if every comparison has one."""
-    counted = ranks.shared(range(ranks.world_size()), lambda _: [run.spec.task.num_unparsable()])
+    counted = ranks.of_all(run.spec.task.num_unparsable())
     return {} if None in counted else {"grading/unparsable": sum(filter(None, counted))}
