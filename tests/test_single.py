@@ -1,6 +1,7 @@
 """A run or an evaluation outside a study: its folder is its own, and its record says what it is."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from cohort.harness.ground.inputs import InputsChanged
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunInfo, read_result
 from cohort.harness.record.status import StudyStatus, TrialStatus
-from cohort.harness.run.single import evaluate_once, own_folder, recorded_inputs, run_logged, train_once
+from cohort.harness.run import single
+from cohort.harness.run.single import evaluate_once, own_folder, recorded_inputs, train_once
 from cohort.harness.run.state import RunResult, first_prompt
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -65,12 +67,14 @@ def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     [("complete", None, {"policy"}), ("complete", "nothing", set()), ("stopped", None, {"policy", "learner.pt"})],
 )
 def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(
-    state: str, finished: str | None, stays: set[str], tmp_path: Path
+    state: str, finished: str | None, stays: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, directory, seen = a_spec(checkpoints={"finished": finished}), tmp_path / "train" / "one", []
-    loop, tags = Loop(state), {"cohort.arm": "a"}
+    loop = Loop(state)
+    monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
+    monkeypatch.setattr(single, "stop_on_signals", lambda: nullcontext(lambda: True))
     assert recorded_inputs(directory) == {}
-    found = run_logged(loop, spec, tmp_path, directory, "one", lambda: True, seen.append, tags=tags)
+    found = train_once(spec, tmp_path, "one", seen.append)
     assert found == loop.result and left(directory) == stays
     ((given, at, keywords),) = loop.calls
     assert (given, at, keywords["cache"], keywords["should_stop"]()) == (spec, directory, tmp_path / "cache", True)
@@ -82,7 +86,7 @@ def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(
 
     assert seen == [shown("loading", 0), shown("train", 1), shown("train", 1, 0.5, 9.0, 2.0)]
     info, ended = RunInfo.load(directory), read_result(directory)
-    assert info is not None and (info.experiment, info.name, info.tags) == ("train", "one", tags)
+    assert info is not None and (info.experiment, info.name, info.tags) == ("train", "one", {})
     assert ended is not None and (ended["state"], ended["reason"], ended["summary"]) == (state, "why", {"seconds": 2.0})
     assert recorded_inputs(directory) == INPUTS
 

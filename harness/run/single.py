@@ -25,27 +25,44 @@ from .evaluate import evaluate_run, evaluation_metrics
 from .loop import train
 from .state import RunResult, build_engine, first_prompt, placed
 
-Execute = Callable[..., RunResult]  # called like `harness.run.loop.train`
 OnProgress = Callable[[str, int, int], None]  # phase, done, total
-OnStatus = Callable[[StudyStatus], None]
 MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which MLflow has its traces
 
 
-def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = lambda status: None) -> RunResult:
+def train_once(
+    spec: RunSpec, runs: Path, name: str, on_status: Callable[[StudyStatus], None] = lambda status: None
+) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
-    ValueError, before any model loads, if it cannot run or if the folder has another run.
+    `on_status` is shown the run as a study of one trial. ValueError, before any model loads, if it cannot run or if the
+    folder has another run; InputsChanged if an earlier attempt there read something else.
     """
     directory = runs / "train" / name
+
+    def show(progress: Mapping[str, Any]) -> None:
+        trial = TrialStatus(
+            arm=name, seed=spec.seed, state="running", reason=None, phase=progress["phase"] or "loading",
+            done=progress["done"], total=progress["total"], accuracy=progress.get("accuracy"),
+            tokens_per_second=progress.get("tokens_per_second"), seconds=progress.get("seconds"), directory=directory,
+        )  # fmt: skip
+        on_status(StudyStatus(name=name, question="", trials=(trial,)))
+
     with expecting(recorded_inputs(directory)):
         check_runs([spec], runs)
         if final_result(directory) is None:
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop, mirrored(runs, directory):
             run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
-            if (ended := ended_result(directory, spec)) is not None:
-                return ended
-            return run_logged(partial(group.train, train), spec, runs, directory, name, should_stop, on_status)
+            if (ended := final_result(directory)) is not None:
+                result = RunResult(ended["state"], ended["reason"], ended["summary"])
+            else:
+                opened = RunLog(runs, directory, spec, experiment="train", run_name=name, on_progress=show)
+                with expecting(recorded_inputs(directory)), opened as log:
+                    result = group.train(train, spec, directory, log, cache=runs / "cache", should_stop=should_stop)
+                    log.finish(result.state, result.reason, result.summary)
+            if result.state in FINAL:  # also those that a killed attempt had no time to delete
+                drop_checkpoints(directory, spec.checkpoints.finished or "weights")
+    return result
 
 
 def evaluate_once(
@@ -93,51 +110,6 @@ def measured(
         log.prompt(first_prompt(spec, split))
         log.resume(-1)
         yield log
-
-
-def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
-    """The final result of the run in a folder; None if it has not ended for good.
-
-    Deletes the checkpoints that a killed attempt had no time to delete.
-    """
-    if (ended := final_result(directory)) is None:
-        return None
-    drop_checkpoints(directory, spec.checkpoints.finished or "weights")
-    return RunResult(ended["state"], ended["reason"], ended["summary"])
-
-
-def run_logged(
-    execute: Execute,
-    spec: RunSpec,
-    runs: Path,
-    directory: Path,
-    name: str,
-    should_stop: Callable[[], bool],
-    on_status: OnStatus,
-    *,
-    tags: Mapping[str, str] = {},
-) -> RunResult:
-    """The result of `execute`, called like `harness.run.loop.train`, with a log and a watcher.
-
-    InputsChanged if an earlier attempt in the same folder read something else.
-    """
-
-    def show(progress: Mapping[str, Any]) -> None:
-        """Show the run as a study of one trial, for the views of studies."""
-        trial = TrialStatus(
-            arm=name, seed=spec.seed, state="running", reason=None, phase=progress["phase"] or "loading",
-            done=progress["done"], total=progress["total"], accuracy=progress.get("accuracy"),
-            tokens_per_second=progress.get("tokens_per_second"), seconds=progress.get("seconds"), directory=directory,
-        )  # fmt: skip
-        on_status(StudyStatus(name=name, question="", trials=(trial,)))
-
-    opened = RunLog(runs, directory, spec, experiment="train", run_name=name, tags=tags, on_progress=show)
-    with expecting(recorded_inputs(directory)), opened as log:
-        result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
-        log.finish(result.state, result.reason, result.summary)
-    if result.state in FINAL:
-        drop_checkpoints(directory, spec.checkpoints.finished or "weights")
-    return result
 
 
 def recorded_inputs(directory: Path) -> Inputs:
