@@ -152,8 +152,7 @@ class Learner:
             for name, optimizer in self.optimizers.items():
                 before = self.spec.critic.warmup_steps if name == "policy" else 0  # its first step is after the warm-up
                 factor = learning_rate_factor(settings, max(0, step - before), self.spec.steps - before)
-                for group in optimizer.param_groups:
-                    group["lr"] = factor * self.rates[name]
+                optimizer.param_groups[0]["lr"] = factor * self.rates[name]
             metrics["optimizer/learning_rate"] = self.optimizers["policy"].param_groups[0]["lr"]
         if self.spec.kl.schedule == "cosine":
             self.kl_beta = kl_beta_factor(step, self.spec.steps) * self.spec.algorithm.kl_beta
@@ -304,8 +303,8 @@ class Learner:
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = float(full(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm)))
+            (group,) = optimizer.param_groups
+            norm = float(full(nn.utils.clip_grad_norm_(group["params"], self.spec.optimizer.max_grad_norm)))
             if not np.isfinite(norm):
                 setting = "learning_rate" if name == "policy" else "critic_learning_rate"
                 raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
@@ -313,9 +312,11 @@ class Learner:
             has_signal = norm > LEAST_GRADIENT
             totals[f"{name}/no_signal"] = float(not has_signal)
             if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
-                scales = name == "policy" and self.spec.optimizer.effective_sample_scaling
-                with scaled_rate(optimizer, totals[f"{behind}/effective_samples"] ** 0.5 if scales else 1.0):
-                    optimizer.step()
+                rate = group["lr"]
+                if name == "policy" and self.spec.optimizer.effective_sample_scaling:
+                    group["lr"] *= totals[f"{behind}/effective_samples"] ** 0.5
+                optimizer.step()
+                group["lr"] = rate
         return totals
 
     def _train_mode(self, on: bool) -> None:
@@ -427,17 +428,6 @@ class Learner:
         return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
 
 
-@contextmanager
-def scaled_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Inside the context the learning rates are multiplied by `factor`."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
-    yield
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:
     """The numbers of rows of successive micro-batches, from the lengths of all rows in falling order.
 
@@ -513,13 +503,12 @@ def explained_variance(batch: Batch) -> float:
 def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimiser's saved state with each moment placed (device, sharding) like its parameter; rates and decay are
     this run's."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = optimizer.param_groups[0]["params"]
 
-    def moved(place: int, value: Tensor) -> Tensor:
-        like = parameters[place]
+    def moved(like: Tensor, value: Tensor) -> Tensor:
         return spread_like(like, value) if value.dim() else value  # else a count of steps
 
-    moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
+    moments = {n: {k: moved(parameters[n], v) for k, v in own.items()} for n, own in state["state"].items()}
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
 
 
