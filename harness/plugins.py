@@ -8,12 +8,12 @@ because a study would not say which of them it ran.
 
 import importlib
 import pkgutil
-import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -25,14 +25,6 @@ from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, Task
 Kind = Literal["algorithm", "task", "reward", "sampler", "engine", "mirror"]
 T = TypeVar("T")
 
-_PACKAGE = {
-    "algorithm": "cohort.algorithms",
-    "task": "cohort.tasks",
-    "reward": "cohort.harness.rewards",
-    "sampler": "cohort.harness.samplers",
-    "engine": "cohort.harness.engines",
-    "mirror": "cohort.harness.mirrors",
-}
 _BASE: dict[str, type] = {
     "algorithm": Algorithm, "task": Task, "reward": Reward, "sampler": Sampler, "engine": RolloutEngine,
     "mirror": Mirror,
@@ -64,7 +56,7 @@ def load(kind: Kind, name: str) -> type:
         cls, words = _installed_plugin(points[0], kind), f"{kind} '{name}' of {_package(points[0])}"
     else:
         words = f"{kind} '{name}'"
-        module = _loaded(lambda: importlib.import_module(f"{_PACKAGE[kind]}.{name}"), words, "mend it")
+        module = _loaded(lambda: importlib.import_module(f"{_folder(kind)}.{name}"), words, "mend it")
         cls = _only_plugin(module, kind)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
@@ -76,19 +68,16 @@ def load(kind: Kind, name: str) -> type:
 
 def of_package(package: str) -> list[tuple[Kind, str]]:
     """Kind and name of each plugin that an installed package declares; ValueError if it declares none."""
-
-    def plain(name: str) -> str:  # as pip compares names
-        return re.sub(r"[-_.]+", "-", name).lower()
-
-    every = [(kind, point.dist.name, point.name) for kind in get_args(Kind) for point in _external(kind) if point.dist]
-    found: list[tuple[Kind, str]] = [(kind, name) for kind, owner, name in every if plain(owner) == plain(package)]
+    groups: dict[Kind, str] = {kind: f"cohort.{kind}s" for kind in get_args(Kind)}
+    found: list[tuple[Kind, str]] = []
+    with suppress(PackageNotFoundError, ValueError):  # ValueError of an empty name
+        declared = distribution(package).entry_points
+        found = [(kind, point.name) for kind, group in groups.items() for point in declared.select(group=group)]
     if not found:
-        owners = sorted({owner for _, owner, _ in every})
+        owners = sorted({point.dist.name for kind in groups for point in _external(kind) if point.dist})
         raise ValueError(
-            f"no installed package '{package}' declares plugins (entry points cohort.algorithms, cohort.tasks, "
-            f"cohort.rewards, cohort.samplers, cohort.engines, cohort.mirrors); install it first (pip install -e .); "
-            f"those that do: "
-            f"{', '.join(owners) or 'none'}"
+            f"no installed package '{package}' declares plugins (entry points {', '.join(groups.values())}); install "
+            f"it first (pip install -e .); those that do: {', '.join(owners) or 'none'}"
         )
     return found
 
@@ -112,8 +101,12 @@ def settings_class(kind: Kind, name: str) -> type[Section]:
     return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
 
 
+def _folder(kind: Kind) -> str:
+    return f"cohort.{kind}s" if kind in ("algorithm", "task") else f"cohort.harness.{kind}s"
+
+
 def _files(kind: Kind) -> list[str]:
-    package = importlib.import_module(_PACKAGE[kind])
+    package = importlib.import_module(_folder(kind))
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
 
 
