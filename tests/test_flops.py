@@ -90,7 +90,8 @@ def a_step(spec: RunSpec, policy):
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
     learner = Learner(spec, policy)
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec(), end_ids=[])
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
+    engine.end_ids = []
     prompts = [Prompt(str(i), chr(65 + i) + "1+2-3" * 6, "1") for i in range(spec.prompts_per_step)]
     group_size = spec.algorithm.group_size
     groups, sampling = counted(lambda: engine.generate(prompts, group_size, spec.sampling_with_limit(), seed=0, step=0))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cohort.harness.data import Prompt, Sampling
+from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.tensors import pad_left
@@ -139,25 +140,20 @@ def test_a_critic_is_recognised_exactly_where_its_policy_is(tied):
         assert fused_llama.recognised(policy) is fused_llama.recognised(policy.model) is is_small
 
 
-class LibraryEngine(TransformersEngine):
-    """The engine as it is for a model that is not recognised."""
-
-    def _decoder_class(self):
-        return LibraryDecoder
-
-
-def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompts_of_two_lengths():
+def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompts_of_two_lengths(monkeypatch):
     prompts = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
     model: Any = tiny_model(0)
     with torch.no_grad():  # end-of-sequence about every tenth token
         model.get_input_embeddings().weight[1] = model.get_input_embeddings().weight.mean(0) * 25
 
-    def rollouts(kind):
-        engine = kind(TransformersEngine.Settings(), model, tiny_codec())
+    def rollouts():
+        engine = TransformersEngine(TransformersEngine.Settings(), model, tiny_codec())
         sampling = Sampling(max_tokens=16, stop=("a", "7"), temperature=0.8, top_p=0.95)
         return [r for g in engine.generate(prompts, 8, sampling, seed=1, step=2) for r in g.rollouts]
 
-    lean, library = rollouts(TransformersEngine), rollouts(LibraryEngine)
+    lean = rollouts()
+    monkeypatch.setattr(_decoding, "recognised", lambda model: False)
+    library = rollouts()
     assert [r.text for r in lean] == [r.text for r in library]
     assert [r.finish_reason for r in lean] == [r.finish_reason for r in library]
     assert len({len(r.token_ids) for r in lean}) > 5

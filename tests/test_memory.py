@@ -23,7 +23,6 @@ from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
-from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, recomputes, token_logprobs
@@ -317,7 +316,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
     del policy
     with pretend_cuda(), LiveMemory() as live:
         run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
-        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.codec, end_ids=())
+        run.engine.end_ids = ()
         for step in range(2):
             train_step(run, prompts, step)
     found = estimate(spec, config, 24, torch.device("cuda"))

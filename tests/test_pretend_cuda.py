@@ -76,7 +76,8 @@ def test_every_algorithms_credit_and_loss_stay_on_the_gpu(algorithm):
 def generated(device, max_tokens, end_ids=None):
     """Rollouts of 8 rows from prompts of two lengths, and the waits that they took."""
     with pretend_cuda() as mode:
-        engine = TransformersEngine(TransformersEngine.Settings(), policy_with_ends().to(device), tiny_codec(), end_ids)
+        engine = TransformersEngine(TransformersEngine.Settings(), policy_with_ends().to(device), tiny_codec())
+        engine.end_ids = engine.end_ids if end_ids is None else end_ids
         prompts = [Prompt("a", "1+2=", "3"), Prompt("b", "12+345-6=", "351")]
         before = mode.waits.total()
         groups = engine.generate(prompts, 4, Sampling(max_tokens=max_tokens), seed=0, step=0)

@@ -105,7 +105,8 @@ def test_a_grader_never_reads_past_the_end_of_turn(form, special):
     run_on = "#### 2<|im_end|><|im_start|>user:2+1=<|im_end|><|im_start|>assistant:#### 3"
     fit_demonstrations(policy, codec, [Demonstration("1+1=", run_on)], ColdStart(steps=25), device=torch.device("cpu"))
     prompt, sampling = Prompt("p", "1+1=", "2"), Sampling(temperature=0, max_tokens=80)
-    endless = TransformersEngine(TransformersEngine.Settings(), policy, codec, end_ids=())
+    endless = TransformersEngine(TransformersEngine.Settings(), policy, codec)
+    endless.end_ids = []
     (group,) = endless.generate([prompt], 1, sampling, seed=0, step=0)
     assert "#### 3" in group.rollouts[0].text  # the policy would run on
     engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)

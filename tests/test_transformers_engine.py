@@ -38,8 +38,8 @@ def test_without_end_tokens_every_completion_reaches_its_limit():
     engine = make_engine()
     with torch.no_grad():
         engine.policy.get_input_embeddings().weight[1] = engine.policy.get_input_embeddings().weight.mean(0) * 40
-    endless = TransformersEngine(engine.settings, engine.policy, engine.codec, end_ids=())
-    groups = endless.generate(PROMPTS, 4, Sampling(max_tokens=20), seed=0, step=0)
+    engine.end_ids = []
+    groups = engine.generate(PROMPTS, 4, Sampling(max_tokens=20), seed=0, step=0)
     assert {len(r.token_ids) for g in groups for r in g.rollouts} == {20}
     assert {r.finish_reason for g in groups for r in g.rollouts} == {"length"}
 

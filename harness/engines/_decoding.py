@@ -17,7 +17,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..data import Call, Group, Sampling
 from ..ground.tensors import pad_left
-from ..policy.forward import hidden_states, output_logits
+from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
+from ..policy.fused_llama import LeanDecoder, recognised
 from ..policy.lora import AdapterRows
 from ..policy.text import TextCodec, as_groups
 
@@ -32,10 +33,9 @@ def sample(
     end_ids: Sequence[int],
     calls: Sequence[Call],
     sampling: Sampling,
-    kind: Any,
     adapters: AdapterRows | None,
 ) -> list[list[Group]]:
-    """The groups of every call, decoded as one batch by a decoder of that kind, with the adapters of their policies."""
+    """The groups of every call, decoded as one batch, with the adapters of their policies."""
     device = next(policy.parameters()).device
     encoded = [[codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
     limit: int = sampling.max_tokens  # pyright: ignore
@@ -51,7 +51,9 @@ def sample(
     stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
     prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
-    decoder = kind(policy, prompt_tokens.shape[1] + limit)
+    kind = LibraryDecoder if keeps_keys_and_values(policy) else RereadingDecoder
+    kind = LeanDecoder if recognised(policy) else kind  # not under autocast
+    decoder: Any = kind(policy, prompt_tokens.shape[1] + limit)
     use_adapters = adapters.use if adapters is not None else lambda policies: None
     use_adapters(policies)
     logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)

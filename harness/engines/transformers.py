@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -41,14 +41,11 @@ class TransformersEngine(RolloutEngine):
             default=512, ge=1, description="completions decoded at once; affects only memory and speed"
         )
 
-    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, end_ids: Sequence[int] | None = None):
-        """`end_ids` are the tokens that end a completion, by default the model's own."""
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         from ..policy.forward import keeps_keys_and_values
 
-        self.settings, self.policy, self.codec = settings, policy, codec
-        self.end_ids = codec.end_ids(policy) if end_ids is None else end_ids
-        self.keeps_states = keeps_keys_and_values(policy)
-        if not self.keeps_states:
+        self.settings, self.policy, self.codec, self.end_ids = settings, policy, codec, codec.end_ids(policy)
+        if not keeps_keys_and_values(policy):
             kind = policy.config.model_type  # pyright: ignore
             log.warning(
                 "engine transformers reads the whole row again for every token of a %s; engine=vllm is faster", kind
@@ -70,13 +67,12 @@ class TransformersEngine(RolloutEngine):
         groups: list[list[Group]] = [[] for _ in calls]
         places = [(number, prompt) for number, call in enumerate(calls) for prompt in call.prompts]
         with whole(self.policy):
-            kind = self._decoder_class()
             while places:  # cut so that a batch has `max_batch_rows` rows or one prompt at most
                 rows = accumulate(calls[number].group_size for number, _ in places)
                 count = max(1, sum(end <= self.settings.max_batch_rows for end in rows))
                 few = {n: [p for _, p in part] for n, part in groupby(places[:count], key=lambda place: place[0])}
                 parts = [replace(calls[number], prompts=prompts) for number, prompts in few.items()]
-                found = sample(self.policy, self.codec, self.end_ids, parts, sampling, kind, self.adapters)
+                found = sample(self.policy, self.codec, self.end_ids, parts, sampling, self.adapters)
                 for number, drawn in zip(few, found, strict=True):
                     groups[number] += drawn
                 places = places[count:]
@@ -90,11 +86,3 @@ class TransformersEngine(RolloutEngine):
             for name, value in weights.items():
                 if own[name].data_ptr() != value.data_ptr():
                     own[name].copy_(value)
-
-    def _decoder_class(self) -> Any:
-        from ..policy.fused_llama import LeanDecoder, recognised
-        from ._decoding import LibraryDecoder, RereadingDecoder
-
-        if recognised(self.policy):  # not under autocast
-            return LeanDecoder
-        return LibraryDecoder if self.keeps_states else RereadingDecoder
