@@ -153,8 +153,7 @@ class ClippedLoss(Clip, LossKL):
     objective = {"clip": Clip.objective["clip"]}
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        return self.total(batch, policy, per_token, clipped)
+        return self.total(batch, policy, *self.clipped(token_ratio(batch, policy), batch))
 
 
 class SummedLoss(LossKL):

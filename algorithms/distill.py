@@ -35,5 +35,4 @@ class Distill(Clip, TokenMean):
         return batch.replace(advantages_BT=-self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        return weighted_loss(batch, policy, per_token, clipped)
+        return weighted_loss(batch, policy, *self.clipped(token_ratio(batch, policy), batch))

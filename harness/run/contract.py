@@ -162,11 +162,6 @@ def without_divergence(algorithm: Algorithm, **changes: Any) -> Algorithm:
     return free.model_copy(update=changes)
 
 
-def for_algorithm(algorithm: Algorithm, batch: Batch) -> Batch:
-    """The batch as the learner would hand it over: reference log-probs only where they are needed."""
-    return batch if algorithm.needs_reference else batch.replace(ref_logprobs_BT=None)
-
-
 def weighted(algorithm: Algorithm, batch: Batch) -> Batch:
     return batch.replace(loss_weight_BT=algorithm.loss_weights(batch.completion_mask_BT))
 
@@ -256,8 +251,9 @@ def better_answers_become_likelier(algorithm: Algorithm) -> None:
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
     liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
-    found = batch.replace(old_logprobs_BT=old, ref_logprobs_BT=liked, collision_BT=(2 * old).exp() * mask)
-    batch = plain.advantages(for_algorithm(plain, found))
+    reference = liked if plain.needs_reference else None
+    found = batch.replace(old_logprobs_BT=old, ref_logprobs_BT=reference, collision_BT=(2 * old).exp() * mask)
+    batch = plain.advantages(found)
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()

@@ -12,7 +12,6 @@ from cohort.harness.run.contract import (
     GROUP_SIZE,
     PAID,
     batch_of,
-    for_algorithm,
     make_batch,
     weighted,
     without_divergence,
@@ -27,6 +26,11 @@ def name(request):
 @pytest.fixture
 def algorithm(name):
     return plugins.load("algorithm", name)(name=name, group_size=GROUP_SIZE)
+
+
+def for_algorithm(algorithm, batch):
+    """The batch as the learner would hand it over: reference log-probs only where they are needed."""
+    return batch if algorithm.needs_reference else batch.replace(ref_logprobs_BT=None)
 
 
 def policy_gradient(algorithm, batch, logprobs):
