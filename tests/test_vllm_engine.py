@@ -15,7 +15,7 @@ import torch
 from chats import qwen_run
 from cohort.harness.data import Call, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, request_seed
+from cohort.harness.engines.vllm import VLLMEngine, request_seed
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
@@ -81,10 +81,10 @@ def test_without_vllm_the_error_says_what_to_install():
 
 def test_sampling_whose_logprobs_vllm_can_state_is_accepted_and_other_is_refused_with_a_fix():
     for sampling in ({}, {"temperature": 0, "top_p": 0.5}, {"temperature": 2}, {"temperature": 0.01}):
-        _check_sampling(Sampling(**sampling))
+        VLLMEngine.Settings().check(Sampling(**sampling))
     for sampling in ({"top_p": 0.9}, {"temperature": 2.1}, {"temperature": 0.005}):
         with pytest.raises(ValueError, match="engine=transformers"):
-            _check_sampling(Sampling(**sampling))
+            VLLMEngine.Settings().check(Sampling(**sampling))
 
 
 def test_every_part_of_the_key_changes_a_requests_seed():

@@ -90,8 +90,17 @@ class VLLMEngine(RolloutEngine):
         )
 
         def check(self, sampling: Sampling) -> None:
-            """ValueError if vLLM cannot sample in this way."""
-            _check_sampling(sampling)
+            """vLLM refuses temperatures above 2, and silently raises those below 0.01; it runs without a tokenizer."""
+            temperature, fix = sampling.temperature, "or use engine=transformers"
+            if sampling.stop:
+                got = list(sampling.stop)
+                raise ValueError(f"sampling.stop must be empty for engine vllm, got {got}; or use transformers")
+            if temperature != 0 and not 0.01 <= temperature <= 2:
+                rule = "sampling.temperature must be 0 or in [0.01, 2] for engine vllm"
+                raise ValueError(f"{rule}, got {temperature}; {fix}")
+            if temperature != 0 and sampling.top_p < 1:
+                rule = "sampling.top_p must be 1 for engine vllm (its log-probs are those after the cut)"
+                raise ValueError(f"{rule}, got {sampling.top_p}; {fix}")
 
         def check_machine(self) -> None:
             """ValueError if vLLM or, on a GPU, the compiler of its kernels is not installed."""
@@ -162,7 +171,7 @@ class VLLMEngine(RolloutEngine):
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
         assert sampling.max_tokens is not None
-        _check_sampling(sampling)
+        self.settings.check(sampling)
         encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
         requests = [
             (tokens, call.policy, request_seed(call.seed, call.step, prompt.id, k))
@@ -327,23 +336,6 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     """An integer in [0, 2**63) that depends on all four and on nothing else; the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{step}/{sample}/{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    """vLLM refuses temperatures above 2, and silently raises those below 0.01; it runs without a tokenizer here."""
-    if sampling.stop:
-        raise ValueError(f"sampling.stop must be empty for engine vllm, got {list(sampling.stop)}; or use transformers")
-    temperature = sampling.temperature
-    if temperature != 0 and not 0.01 <= temperature <= 2:
-        raise ValueError(
-            f"sampling.temperature must be 0 or in [0.01, 2] for engine vllm, got {temperature}; "
-            "or use engine=transformers"
-        )
-    if temperature != 0 and sampling.top_p < 1:
-        raise ValueError(
-            f"sampling.top_p must be 1 for engine vllm (its log-probs are those after the cut), got {sampling.top_p}; "
-            "or use engine=transformers"
-        )
 
 
 def _room(adapters: Sequence[nn.Module]) -> dict[str, Any]:
