@@ -338,31 +338,21 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _room(adapters: Sequence[nn.Module]) -> dict[str, Any]:
-    """vLLM's settings that leave room for every adapter."""
-    if not adapters:
-        return {}
-    ranks = get_args(import_module("vllm.config.lora").MaxLoRARanks)
-    layers = dict(adapted_layers(adapters[0]))
-    rank = max(layer.r[ADAPTER] for layer in layers.values())
-    names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, and no prompt a score
-    return {
-        "enable_lora": True,
-        "max_loras": len(adapters),
-        "max_lora_rank": min(size for size in ranks if size >= rank),
-        "lora_target_modules": names,
-    }
-
-
 def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Sequence[nn.Module]) -> Any:
     """vLLM with the shape that `folder` describes, random weights and room for the adapters, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
     on_gpu = _on_gpu()
-    place: dict[str, Any] = {"kv_cache_memory_bytes": settings.cpu_cache}
+    more: dict[str, Any] = {"kv_cache_memory_bytes": settings.cpu_cache}
     if on_gpu:
-        place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
+        more = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
+    if adapters:
+        layers, sizes = dict(adapted_layers(adapters[0])), get_args(import_module("vllm.config.lora").MaxLoRARanks)
+        rank = max(layer.r[ADAPTER] for layer in layers.values())
+        names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, no prompt a score
+        more |= {"enable_lora": True, "max_loras": len(adapters), "lora_target_modules": names}
+        more["max_lora_rank"] = min(size for size in sizes if size >= rank)
     return _vllm().LLM(
         model=str(folder),
         load_format="dummy",
@@ -376,9 +366,8 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Se
         generation_config="vllm",  # the model's own could set a top_p or a repetition penalty
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **place,
+        **more,
         **_split(settings.tensor_parallel_size),
-        **_room(adapters),
     )
 
 
