@@ -119,8 +119,7 @@ def generalised_advantages(
 
 def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T]: each row's reward on its last token in the mask, 0 elsewhere."""
-    later = to_go(mask_BT)
-    return rewards_B[:, None].where(mask_BT & (later == 1), 0.0)
+    return rewards_B[:, None].where(mask_BT & (to_go(mask_BT) == 1), 0.0)
 
 
 def token_rewards(batch: Batch, kl_beta: float) -> Tensor:

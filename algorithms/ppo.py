@@ -51,8 +51,7 @@ class PPO(RewardKL, Clip, TokenMean):
     def advantages(self, batch: Batch) -> Batch:
         mask, values = batch.completion_mask_BT, batch.values_BT
         assert values is not None
-        rewards_BT = token_rewards(batch, self.kl_beta)
-        gae = partial(generalised_advantages, rewards_BT, values, mask, self.gamma)
+        gae = partial(generalised_advantages, token_rewards(batch, self.kl_beta), values, mask, self.gamma)
         own, alpha = self.gae_lambda_critic, self.length_adaptive_alpha
         targets = gae(self.gae_lambda if own is None else own)
         returns, advantages = (targets + values) * mask, targets

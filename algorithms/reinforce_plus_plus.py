@@ -52,8 +52,7 @@ class ReinforcePlusPlus(RewardKL, Clip, TokenMean):
             paid = paid.replace(rewards_B=centred_B, ref_logprobs_BT=None)
             if steps is not None:
                 paid = paid.replace(step_rewards_BT=steps - at_last_token(mean_B, mask))
-        rewards_BT = token_rewards(paid, self.kl_beta)
-        return batch.replace(advantages_BT=whiten(to_go(rewards_BT, self.gamma), mask))
+        return batch.replace(advantages_BT=whiten(to_go(token_rewards(paid, self.kl_beta), self.gamma), mask))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, clipped = self.clipped(token_ratio(batch, policy), batch)

@@ -44,8 +44,7 @@ class RLOO(RewardKL):
         rewards_B, mask = batch.rewards_B, batch.completion_mask_BT
         if batch.ref_logprobs_BT is not None:
             assert batch.old_logprobs_BT is not None
-            divergence_BT = kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)
-            rewards_B = rewards_B - self.kl_beta * divergence_BT.sum(dim=1)
+            rewards_B = rewards_B - self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT).sum(dim=1)
         centre = leave_one_out if self.baseline == "group" else shrunk_leave_one_out
         return batch.replace(advantages_BT=centre(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
 

@@ -26,8 +26,7 @@ class RewardModel(Reward):
     def score(self, group: GradedGroup) -> list[float]:
         from ..policy.bradley_terry import load_scorer
 
-        rows = [(group.prompt, completion) for completion in group.completions]
-        return load_scorer(self.path).score(rows)
+        return load_scorer(self.path).score([(group.prompt, completion) for completion in group.completions])
 
     def check(self) -> None:
         from ..policy.model import check_model

@@ -46,10 +46,8 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
     device = resolve_device(spec.device)
     with mixed_precision(device, spec.autocast):
-        key = {"seed": spec.seed, "step": NOISE + step}
-        draw = partial(engine.sample, group_size=NUM_SAMPLES, sampling=sampling, **key)
-        groups = ranks.shared(chosen, draw, spec.engine.processes)
-        batch = collate(groups).to(device)
+        draw = partial(engine.sample, group_size=NUM_SAMPLES, sampling=sampling, seed=spec.seed, step=NOISE + step)
+        batch = collate(ranks.shared(chosen, draw, spec.engine.processes)).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
     policy.train(recomputes(policy))  # as in an update
     shares, learner.shares_prompts = learner.shares_prompts, False

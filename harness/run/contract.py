@@ -303,8 +303,7 @@ def gold_as_declared(reward: Reward) -> None:
     if reward.sees_gold:
         _must(reward.score(first) != reward.score(second), "sees_gold is True, and the scores do not move with gold")
     else:
-        blind = reward.score(first.blind())
-        _must(blind == reward.score(first) == reward.score(second), "the scores move with gold")
+        _must(reward.score(first.blind()) == reward.score(first) == reward.score(second), "the scores move with gold")
 
 
 @_rule("reward", "score each completion by what it is, not by its place in the group")

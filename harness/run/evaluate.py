@@ -133,8 +133,7 @@ def _sampled(
     with mixed_precision(resolve_device(spec.device), spec.autocast):
         for start in range(0, count, most):
             seed = spec.seed if not start else int(generator("evaluation", spec.seed, start).integers(2**63))
-            size = min(most, count - start)
-            draw = partial(engine.sample, group_size=size, sampling=sampling, seed=seed, step=step)
+            draw = partial(engine.sample, group_size=min(most, count - start), sampling=sampling, seed=seed, step=step)
             calls.append(ranks.shared(prompts, draw, spec.engine.processes))
     parts = zip(*calls, strict=True)
     return [replace(same[0], rollouts=tuple(r for group in same for r in group.rollouts)) for same in parts]
@@ -261,8 +260,7 @@ def logged_evaluation(
     log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
     if split == "test":
         k = result.metrics["num_samples"]
-        fractions = {prompt: count / k for prompt, count in result.correct_counts.items()}
-        log.per_problem(fractions, area, result.families)
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area, result.families)
     if area == split:
         log.samples(result.samples)
     return result

@@ -140,11 +140,9 @@ def score(
     is_dense = any(r.weight for r in dense.values())
     scores: list[Score] = []
     for p, group in enumerate(graded):
-        blind = group.blind()
-        seen = {n: group if reward.sees_gold else blind for n, reward in rewards.items()}
+        seen = {n: group if reward.sees_gold else group.blind() for n, reward in rewards.items()}
         found = {n: _steps(n, reward, seen[n], step) for n, reward in dense.items()}
-        num = len(group.completions)
-        parts = {n: _numbers(n, r, group, step, r.score(seen[n]), num) for n, r in rewards.items()}
+        parts = {n: _numbers(n, r, group, step, r.score(seen[n]), len(group.completions)) for n, r in rewards.items()}
         if instead is not None:
             scores.append(Score(list(instead[p]), list(instead[p]), None, parts))
             continue

@@ -61,8 +61,7 @@ class Learner:
         self.warms_critic = False  # whether the last update has trained the critic alone
         self.fits_head = False  # whether the last update has fitted the critic's head
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
-        needs_copy = spec.algorithm.needs_reference and not self.adapted
-        if reference is None and needs_copy:
+        if reference is None and spec.algorithm.needs_reference and not self.adapted:
             reference = around_frozen(policy)
         self.reference = reference and reference.requires_grad_(False)
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None

@@ -47,9 +47,8 @@ class Together:
         self.engine: RolloutEngine
         self.codec: TextCodec
         self._turns = [threading.Semaphore(0) for _ in specs]
-        self._said: SimpleQueue[Callable[[], None] | None] = (
-            SimpleQueue()
-        )  # by the run whose turn it is: calls, its end
+        # By the run whose turn it is: its calls, and None at its end.
+        self._said: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiting: dict[int, tuple[Call, Sampling]] = {}
         self._found: dict[int, list[Group] | Exception] = {}
         self._ends: dict[int, Any] = {}
