@@ -34,7 +34,7 @@ def save(folder, step, seed=0, keep=2, digest="abc", **facts):
         policy=tiny_model(seed),
         tokenizer=tiny_tokenizer(),
         learner_state={"policy": {"step": torch.tensor(step)}},
-        progress={"totals": {"rollouts": step}},
+        progress={"totals": {"rollouts": step}, "num_events": 0},
         keep=keep,
         **facts,
     )
@@ -45,7 +45,7 @@ def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
     checkpoint = latest_checkpoint(tmp_path, "abc")
     assert checkpoint is not None
     assert checkpoint.step == 7
-    assert checkpoint.progress == {"totals": {"rollouts": 7}}
+    assert checkpoint.progress == {"totals": {"rollouts": 7}, "num_events": 0}
     assert checkpoint.learner_state()["policy"]["step"].item() == 7
     policy = tiny_model(0)
     policy.load_state_dict(checkpoint.policy_weights(policy))
@@ -107,7 +107,7 @@ def test_a_torn_or_garbled_checkpoint_is_named_and_passed_over(tmp_path, file, d
 def test_a_checkpoint_whose_events_are_lost_is_named(tmp_path, caplog):
     save(tmp_path, 1)
     save(tmp_path, 2)
-    checkpoint = latest_checkpoint(tmp_path, "abc", usable=lambda found: found.step < 2)
+    checkpoint = latest_checkpoint(tmp_path, "abc", holds=lambda step, num_events: step < 2)
     assert checkpoint and checkpoint.step == 1
     assert f"events.jsonl lacks events of '{tmp_path / 'step-00000002'}'; the run continues from step 1" in caplog.text
 
@@ -137,7 +137,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     assert fork_run(source, target, spec, parent) == (2, [])
     checkpoint = latest_checkpoint(target / CHECKPOINTS, spec.digest())
     assert checkpoint and checkpoint.learner_state()["policy"]["step"].item() == 2
-    assert checkpoint.progress == {"totals": {"rollouts": 2}, "kl_beta": 0.2}
+    assert checkpoint.progress == {"totals": {"rollouts": 2}, "num_events": 0, "kl_beta": 0.2}
     assert read_events(target / EVENTS) == past
     assert {file.name: file.read_text() for file in (target / "rollouts").iterdir()} == {"a.jsonl": "a", "b.jsonl": "b"}
 
@@ -153,7 +153,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     monkeypatch.setattr(shutil, "copytree", lambda *args, **keywords: next(copies, copytree)(*args, **keywords))
     assert fork_run(source, tmp_path / "other", parent, parent) == (1, [])  # its run removes the oldest meanwhile
     checkpoint = latest_checkpoint(tmp_path / "other" / CHECKPOINTS, parent.digest())
-    assert checkpoint and checkpoint.progress == {"totals": {"rollouts": 1}}
+    assert checkpoint and checkpoint.progress == {"totals": {"rollouts": 1}, "num_events": 0}
 
 
 def test_tensors_are_written_as_safetensors_reads_them():

@@ -95,7 +95,7 @@ def test_a_checkpoint_with_an_object_in_it_does_not_build_it(tmp_path: Path, mar
     state = {"weights": Payload(mark)}
     save_checkpoint(
         tmp_path / "checkpoints", 1, spec_digest="abc", policy=tiny_model(0), tokenizer=tiny_tokenizer(),
-        learner_state=state, progress={}, keep=1,
+        learner_state=state, progress={"num_events": 0}, keep=1,
     )  # fmt: skip
     checkpoint = latest_checkpoint(tmp_path / "checkpoints", "abc")
     assert checkpoint is not None

@@ -134,10 +134,10 @@ def latest_checkpoint(
     directory: Path,
     spec_digest: str,
     inputs: Inputs = NO_INPUTS,
-    usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+    holds: Callable[[int, int], bool] = lambda step, num_events: True,
 ) -> Checkpoint | None:
-    """The newest intact and usable checkpoint, or None; a warning names each that is passed over. ValueError if it
-    belongs to another run or to one with other inputs."""
+    """The newest intact checkpoint whose events the run's log `holds`, or None; a warning names each that is passed
+    over. ValueError if it belongs to another run or to one with other inputs."""
     passed: list[str] = []
     for folder, state in _intact(directory, passed):
         if state["spec_digest"] != spec_digest:
@@ -146,7 +146,7 @@ def latest_checkpoint(
             )
         check_same(state.get("inputs", {}), inputs)
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
-        if usable(checkpoint):
+        if holds(checkpoint.step, checkpoint.progress["num_events"]):
             say_passed(passed, f"continues from step {checkpoint.step}")
             return checkpoint
         passed.append(f"{EVENTS} lacks events of '{folder}'")

@@ -33,7 +33,7 @@ from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec, Stage
-from .checkpoint import Checkpoint, Writer, latest_checkpoint, save_checkpoint
+from .checkpoint import Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
@@ -303,11 +303,7 @@ def prepare(
     reset_peak_memory()
     memory_before = resident_bytes()
     inputs = run_inputs([spec], cache)
-
-    def has_its_events(checkpoint: Checkpoint) -> bool:
-        return log.holds(checkpoint.step, checkpoint.progress["num_events"])
-
-    checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events))
+    checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, log.holds))
     log.resume(checkpoint.step if checkpoint else -1, ranks.of_all(torch.get_num_threads()))
 
     recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
