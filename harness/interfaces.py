@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from inspect import isfunction
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_args
@@ -91,7 +90,7 @@ class Algorithm(Section, ABC):
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Algorithm)]
         told = [base._stated for base in bases]
         cls.objective = {**Algorithm.objective, **{key: text for words in told for key, text in words.items()}}
-        methods = {name for base in bases[:-1] for name, value in vars(base).items() if isfunction(value)}
+        methods = {name for base in bases[:-1] for name, value in vars(base).items() if inspect.isfunction(value)}
         changed = vars(cls).keys() & methods - set(dir(Section))
         if changed and not cls._stated:
             raise ValueError(

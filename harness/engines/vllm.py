@@ -90,7 +90,7 @@ class VLLMEngine(RolloutEngine):
         )
 
         def check(self, sampling: Sampling) -> None:
-            """vLLM refuses temperatures above 2, and silently raises those below 0.01; it runs without a tokenizer."""
+            """ValueError: vLLM refuses temperatures above 2, silently raises those below 0.01, lacks a tokenizer."""
             temperature, fix = sampling.temperature, "or use engine=transformers"
             if sampling.stop:
                 got = list(sampling.stop)
