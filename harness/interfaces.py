@@ -30,6 +30,7 @@ from .data import (
     Prompt,
     PromptDraw,
     Rollout,
+    Sampling,
     Section,
     Split,
 )  # fmt: skip
@@ -38,8 +39,6 @@ from .ground.inputs import Sources
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
-
-    from .data import Sampling
 
 # Of the policy's next token: H(p) and KL(uniform || p) in nats, the sum of p^2.
 Distribution = Literal["entropy", "uniform_kl", "collision"]
