@@ -284,10 +284,8 @@ class Batch:
 
     def rows(self, index: Tensor) -> Batch:
         """The rows at `index` (int64), trimmed to their longest row."""
-        width, changes = int(self.lengths_B[index].max()), {}
-        for name, value in self._tensors().items():
-            changes[name] = value[index, :width] if name.endswith("_BT") else value[index]
-        return self.replace(**changes)
+        width, own = int(self.lengths_B[index].max()), self._tensors()
+        return self.replace(**{k: x[index, :width] if k.endswith("_BT") else x[index] for k, x in own.items()})
 
     def to(self, device: Any) -> Batch:
         """The same batch on `device`."""

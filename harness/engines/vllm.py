@@ -381,12 +381,11 @@ def _adapter(worker: Any, number: int) -> dict[str, int]:
     """The checksum of each matrix of an adapter that vLLM serves, of several where it fuses modules."""
     slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(number)
     layers = [(name, m) for name, m in worker.get_model().named_modules() if hasattr(m, "lora_a_stacked")]
-    parts = [(f"{name}.{kind}", stacked[slot]) for name, m in layers for kind in ("lora_a_stacked", "lora_b_stacked")
-             for stacked in getattr(m, kind)]  # fmt: skip
-    found: dict[str, int] = defaultdict(int)
-    for name, value in parts:
-        found[name] += checksum(value)
-    return found
+    return {
+        f"{name}.{kind}": sum(checksum(stacked[slot]) for stacked in getattr(m, kind))
+        for name, m in layers
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+    }
 
 
 def _by_place(sums: Mapping[str, int]) -> dict[str, int]:

@@ -164,9 +164,8 @@ def token_measures(
     `token_logprobs` has them; 0 elsewhere."""
     hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
-    found = []
-    for part in hidden_NH.split(block_tokens(vocabulary, hidden_NH.device)):
-        found.append(measure(_at_least_float32(output_logits(model, part)) / (temperature or 1.0)))
+    parts = hidden_NH.split(block_tokens(vocabulary, hidden_NH.device))
+    found = [measure(_at_least_float32(output_logits(model, part)) / (temperature or 1.0)) for part in parts]
     return _scatter(torch.cat(found), mask_BT)
 
 

@@ -30,8 +30,8 @@ ADAPTER = "default"
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."  # peft's file, and the prefix of its names
 
 
-def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
-    """Freeze the policy and put a trainable float32 adapter on its linear layers, in place; `seed` draws its weights.
+def add_adapter(policy: M, settings: LoRA, seed: int) -> M:
+    """The policy itself, frozen but for a trainable float32 adapter on its linear layers; `seed` draws its weights.
 
     ValueError if no layer has one of the names asked for.
     """
@@ -51,7 +51,7 @@ def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
         if parameter.requires_grad:
             assert "lora_" in name
             parameter.data = parameter.data.float()
-    policy.eval()
+    return policy.eval()
 
 
 def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
@@ -157,11 +157,7 @@ def around_frozen(model: M) -> M:
 def policies_on(base: nn.Module, adapters: Sequence[tuple[LoRA, int]]) -> list[nn.Module]:
     """A policy for each (settings, seed) of an adapter, all on the weights of `base`, which it freezes."""
     base.requires_grad_(False)
-    policies = []
-    for settings, seed in adapters:
-        policies.append(around_frozen(base))
-        add_adapter(policies[-1], settings, seed)
-    return policies
+    return [add_adapter(around_frozen(base), settings, seed) for settings, seed in adapters]
 
 
 class AdapterRows:

@@ -162,8 +162,7 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
     result: dict[str, dict[str, dict[str, float]]] = {}
     for (name, value), members in sorted(found.items()):
         metrics = sample_metrics(members)
-        shown = {key: metrics[key] for key in ("accuracy", "greedy_accuracy", "num_prompts")}
-        result.setdefault(name, {})[value] = shown
+        result.setdefault(name, {})[value] = {k: metrics[k] for k in ("accuracy", "greedy_accuracy", "num_prompts")}
     return result
 
 

@@ -76,9 +76,7 @@ class Models:
 
         def start() -> nn.Module:
             policy = placed(start_policy(spec, cache, on_progress)[0], spec)
-            if spec.lora is not None:
-                add_adapter(policy, spec.lora, spec.seed)
-            return policy
+            return policy if spec.lora is None else add_adapter(policy, spec.lora, spec.seed)
 
         return ranks.from_first(start), load_codec(spec.model, spec.prompt)
 
