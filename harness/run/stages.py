@@ -13,8 +13,8 @@ the run starts from.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -100,17 +100,14 @@ def _sampled(
     return rollout_metrics(graded, [score.totals for score in scores]) | metrics, flops.lengths(groups)
 
 
-@contextmanager
-def _sampler(run: Run) -> Iterator[RolloutEngine]:
+def _sampler(run: Run) -> AbstractContextManager[RolloutEngine]:
     """The engine of the policy, or one of the teacher for as long as the context lasts."""
     teacher = run.stage.rejection and run.stage.rejection.teacher
     if not teacher:
-        yield run.engine
-        return
+        return nullcontext(run.engine)
     run.engine.sleep()
     model = placed(load_policy(teacher, seed=0), run.spec)
-    with closing(build_engine(run.spec, model, load_codec(teacher, run.spec.prompt))) as engine:
-        yield engine
+    return closing(build_engine(run.spec, model, load_codec(teacher, run.spec.prompt)))
 
 
 def kept_answers(rows: Sequence[Mapping[str, Any]], keep: int) -> list[Demonstration]:
