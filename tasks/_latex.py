@@ -69,10 +69,7 @@ class Checker(Children):
         return reply.answer or "unparsable"
 
 
-@cache
-def checker(comparison: Literal["own", "library"] = "own") -> Checker:
-    """The checker that this process shares."""
-    return Checker(comparison)
+checker = cache(Checker)  # those that this process shares
 
 
 def equivalent(answer: str, other: str) -> bool:
