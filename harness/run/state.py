@@ -83,11 +83,6 @@ class Models:
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return build_engine(spec, policy, codec)
 
-    def reference(self, spec: RunSpec) -> nn.Module | None:
-        """The model of `kl.reference`, placed like the policy."""
-        name = spec.kl.reference
-        return None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec))
-
 
 OWN_MODELS = Models()
 
@@ -133,7 +128,7 @@ class Run:
         policy, shares_prompts = self.learner.policy, self.learner.shares_prompts
         del self.learner  # its moments and models are not needed beside the next ones
         self.stage, self.answers, self.gates = stage, None, GateState()
-        self.learner = learner_of(stage, policy, self.models, self.directory)
+        self.learner = learner_of(stage, policy, self.directory)
         self.learner.shares_prompts = shares_prompts
         self.spec = self.learner.spec
         self._count()
@@ -270,14 +265,16 @@ def reward_model(directory: Path, stage: str) -> Path:
     return directory / CHECKPOINTS / f"reward-model-{stage}"
 
 
-def learner_of(stage: Stage, policy: nn.Module, models: Models, directory: Path) -> Learner:
+def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
     """The learner of a stage that begins with this policy. ValueError if a reward model that it reads is torn."""
     spec = stage.placed(lambda name: str(reward_model(directory, name)))
     for reward in spec.rewards.values():
         reward.check()
         reward.inputs()
     spec = spec if stage.kind == "train" else supervised(spec)
-    learner = Learner(spec, policy, models.reference(spec))
+    name = spec.kl.reference
+    reference = None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec))
+    learner = Learner(spec, policy, reference)
     learner.start = stage.start
     return learner
 
@@ -312,7 +309,7 @@ def prepare(
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
-    learner = learner_of(stage, policy, models, directory)
+    learner = learner_of(stage, policy, directory)
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(
