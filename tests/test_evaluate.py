@@ -12,23 +12,26 @@ from cohort.harness.data import EvaluationResult, Prompt, Sampling
 from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.ground.files import sha256
+from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
 from cohort.harness.rewards.majority_vote import majority_correct
-from cohort.harness.run import evaluate
+from cohort.harness.run import loop
 from cohort.harness.run.evaluate import (
     breakdown,
     completions_file,
     evaluate_again,
     evaluate_run,
     evaluation_metrics,
-    logged_evaluation,
     metric_names,
     pass_at_k,
     problem_score,
     sample_metrics,
 )
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import logged_evaluation
+from cohort.harness.run.state import Run
 from cohort.harness.spec.run import Evaluation, parse_run
 from cohort.reports.statistics import wilson_interval
 from fakes import MemoryLog, graded_group, tiny_codec
@@ -119,7 +122,8 @@ def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_comple
     assert len(set(wanted.values())) > 2
     tags = {"cohort.trial": "run", "cohort.arm": "a", "cohort.seed": "0", "cohort.factors": "{}"}
     with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:
-        result = logged_evaluation(spec, engine, tmp_path / "run", log, "test", 3)
+        run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path / "run", tiny_codec())
+        result = logged_evaluation(run, "test", 3)
     rows = [json.loads(line) for line in (tmp_path / "run" / completions_file("test", 3)).read_text().splitlines()]
     assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
     trial = read_trial(tmp_path / "run")
@@ -133,14 +137,18 @@ def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tm
     gold = {p.id: p.gold for split in ("validation", "test") for p in spec.task.prompts(split)}  # pyright: ignore
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
     for rank, split, area in ((0, "test", "start"), (0, "validation", ""), (1, "test", "")):
-        monkeypatch.setattr(evaluate, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
+        monkeypatch.setattr(loop, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
         log, kept, name = MemoryLog(), tmp_path / completions_file(area or split, 5), area or split
         kept.parent.mkdir(exist_ok=True)
         kept.write_text("of an attempt that was killed\n")
-        result = logged_evaluation(spec, engine, tmp_path, log, split, 5, lambda drawn: {"cost": len(drawn)}, area)  # pyright: ignore
+        run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path, tiny_codec())  # pyright: ignore
+        result = logged_evaluation(run, split, 5, area)  # pyright: ignore
         assert log.files == ({f"completions/{name}-000005.jsonl": sha256(kept)} if rank == 0 else {})
         assert len(kept.read_text().splitlines()) == (2 if rank == 0 else 1)
-        assert log.events == [(5, evaluation_metrics(result, name) | {"cost": 4})]
+        assert run.costs is not None and len(result.drawn) == 4
+        assert log.events == [
+            (5, evaluation_metrics(result, name) | {"flops/evaluation": flops.sampled(run.costs, result.drawn)})
+        ]
         assert log.phases == [(split, 2, 2)]
         fractions = dict.fromkeys([prompt.id for prompt in spec.task.prompts("test")[:2]], 0.5)
         assert log.start_fractions | log.fractions == (fractions if split == "test" else {})

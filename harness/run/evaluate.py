@@ -20,11 +20,10 @@ import numpy as np
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.files import sha256, sync
+from ..ground.files import sync
 from ..ground.streams import generator
 from ..interfaces import RolloutEngine, Task
-from ..policy.flops import Lengths, lengths
-from ..record.run import RunLog
+from ..policy.flops import lengths
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
 from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
@@ -231,35 +230,3 @@ def kept_problems(file: Path) -> Iterator[tuple[Group, Group]]:
 def completions_file(area: str, step: int) -> str:
     """The file of an evaluation in a run's folder."""
     return f"completions/{area}-{step:06d}.jsonl"
-
-
-def logged_evaluation(
-    spec: RunSpec,
-    engine: RolloutEngine,
-    directory: Path,
-    log: RunLog,
-    split: Split,
-    step: int,
-    charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
-    area: str = "",
-) -> EvaluationResult:
-    """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name;
-    `start` for test problems before training; `test_NAME` and `start_NAME` for another test. For test problems, each
-    problem's fraction and family are logged too.
-
-    The run's folder keeps all completions, so that the numbers can be verified.
-    """
-    area = area or split
-    kept = directory / completions_file(area, step) if ranks.rank() == 0 else None
-    if kept is not None:
-        kept.unlink(missing_ok=True)  # of an attempt that was killed here, whose weights may differ
-    result = evaluate_run(spec, engine, split, step, lambda n, total: log.progress(split, n, total), kept=kept)
-    if kept is not None:
-        log.kept(step, completions_file(area, step), sha256(kept))
-    log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
-    if split == "test":
-        k = result.metrics["num_samples"]
-        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area, result.families)
-    if area == split:
-        log.samples(result.samples)
-    return result

@@ -10,16 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from ..checks.preflight import check_length, check_tokens, run_inputs
-from ..data import InvalidRun, Prompt, Split
+from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.device import peak_memory, resolve_device
+from ..ground.files import sha256
 from ..ground.inputs import expecting
 from ..policy import flops
 from ..policy.forward import microbatch_tokens
 from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
-from .evaluate import logged_evaluation
+from .evaluate import completions_file, evaluate_run, evaluation_metrics
 from .gates import LEARNT, check_gates
 from .grading import sample_rows
 from .stages import fine_tuning_step, reward_fit_step
@@ -78,7 +79,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     if step == 0:
         if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
-        _evaluate(run, "validation", 0)
+        logged_evaluation(run, "validation", 0)
         if whole.evaluation.test_at_start and whole.steps:
             _test(run, 0, "start")
     while step < whole.steps and not run.is_spent:
@@ -112,9 +113,9 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             if is_fit:
                 run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
-            _evaluate(run, "validation", step)
+            logged_evaluation(run, "validation", step)
             if step in whole.evaluation.test_steps(whole.steps)[:-1]:
-                _evaluate(run, "test", step, "test")
+                logged_evaluation(run, "test", step, "test")
         stop = ranks.same(should_stop)
         has_sampled = is_fit and step == run.stage.start + 1  # none is sampled again
         if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
@@ -153,24 +154,40 @@ def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> d
 
 def _test(run: Run, step: int, area: str) -> None:
     """Evaluate on the run's own test problems and on its other tests."""
-    _evaluate(run, "test", step, area)
+    logged_evaluation(run, "test", step, area)
     for name, spec in run.whole.tests.items():
-        _evaluate(run, "test", step, f"{area}_{name}", spec)
+        logged_evaluation(run, "test", step, f"{area}_{name}", spec)
 
 
-def _evaluate(run: Run, split: Split, step: int, area: str = "", spec: RunSpec | None = None) -> None:
-    """Evaluate, with the run's own settings or those of a test, log, and store the accuracies of the summary."""
-    start = run.models.now()
+def logged_evaluation(
+    run: Run, split: Split, step: int, area: str = "", spec: RunSpec | None = None
+) -> EvaluationResult:
+    """Evaluate the policy, with the run's own settings or those of a test, and store the accuracies of the summary.
 
-    def charge(drawn: flops.Lengths) -> Mapping[str, float]:
-        return run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
-
-    result = logged_evaluation(spec or run.whole, run.engine, run.directory, run.log, split, step, charge, area)
+    Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
+    training; `test_NAME` and `start_NAME` for another test. For test problems, each problem's fraction and family are
+    logged too. The run's folder keeps all completions, so that the numbers can be verified.
+    """
+    start, log, area = run.models.now(), run.log, area or split
+    kept = run.directory / completions_file(area, step) if ranks.rank() == 0 else None
+    if kept is not None:
+        kept.unlink(missing_ok=True)  # of an attempt that was killed here, whose weights may differ
+    result = evaluate_run(spec or run.whole, run.engine, split, step, partial(log.progress, split), kept=kept)
+    if kept is not None:
+        log.kept(step, completions_file(area, step), sha256(kept))
+    cost = run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, result.drawn)})
+    log.metrics(step, {**evaluation_metrics(result, area), **cost})
+    accuracy, k = result.metrics["accuracy"], result.metrics["num_samples"]
+    if split == "test":
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area, result.families)
+    if area == split:
+        log.samples(result.samples)
     run.charge(run.models.now() - start)
     if area == "test":
         tested = run.whole.evaluation.test_steps(run.whole.steps)
         before, number = run.accuracies.get("test_accuracy", 0.0), 1 + sum(one < step for one in tested)
-        run.accuracies["test_accuracy"] = before + (result.metrics["accuracy"] - before) / number  # the mean so far
+        run.accuracies["test_accuracy"] = before + (accuracy - before) / number  # the mean so far
     elif split == "validation":
-        run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
-        run.accuracies["accuracy_final"] = result.metrics["accuracy"]
+        run.accuracies.setdefault("accuracy_initial", accuracy)
+        run.accuracies["accuracy_final"] = accuracy
+    return result
