@@ -103,10 +103,7 @@ def a_step(spec: RunSpec, policy):
     batch = learner.algorithm.advantages(batch)
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
-    reads_old = learner.reads_old
-    formula = flops.stepped(costs, spec, rows, [], rows, reads_old=reads_old, share=True, batch_tokens=1024,
-                            trains_policy=not learner.warms_critic, fits_head=learner.fits_head)  # fmt: skip
-    return formula, {"sampling": sampling, "scoring": scoring, "learning": learning}
+    return learner.operations(costs, rows, rows, []), {"sampling": sampling, "scoring": scoring, "learning": learning}
 
 
 @pytest.mark.parametrize("case", STEPS)

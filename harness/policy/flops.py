@@ -188,40 +188,6 @@ def fitted(costs: Costs, rows: Lengths, *, headed: bool = True) -> float:
     return 3 * _read(rows, False, headed)[1].at(costs.frozen.forward)
 
 
-def stepped(
-    costs: Costs,
-    spec: RunSpec,
-    drawn: Lengths,
-    greedy: Lengths,
-    trained: Lengths,
-    *,
-    reads_old: bool,
-    share: bool,
-    batch_tokens: int,
-    trains_policy: bool = True,
-    fits_head: bool = False,
-) -> dict[str, float]:
-    """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
-    values, entropies, collisions, and those that rewards ask of the policy and of their own models; `reads_old` says
-    whether the learner computes the old log-probs.
-    """
-    algorithm = spec.algorithm
-    scoring = scored(costs, trained, share=share) if reads_old else 0.0
-    scoring += scored(costs.reference or costs.frozen, trained, share=share) if algorithm.needs_reference else 0.0
-    scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
-    scoring += scored(costs, trained, share=share) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
-    asked = {reward.distribution for reward in spec.rewards.values()} - {None}
-    scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
-    for scorer in costs.scorers:
-        scoring += sum(scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
-    learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens, has_gradient=trains_policy)
-    if fits_head:
-        learning += scored(costs, trained, share=share, headed=False)
-    if algorithm.needs_critic and not algorithm.shares_trunk:
-        learning += learned(costs, trained, spec, share=share, headed=False)
-    return {"sampling": sampled(costs.sampler or costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}
-
-
 def _read(rows: Lengths, share: bool, headed: bool) -> tuple[Work, Work]:
     """The counts of a pass over prompts (separate only if the rows `share` them) and over the rows."""
     prompts, completions = Work(), Work()

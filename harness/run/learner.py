@@ -23,6 +23,7 @@ from ..devices.sharding import full, local, shard, spread, spread_like
 from ..ground.streams import generator
 from ..ground.tensors import kl_k3
 from ..interfaces import Distribution
+from ..policy import flops
 from ..policy.forward import (
     Critic,
     PromptStates,
@@ -207,6 +208,32 @@ class Learner:
         if batch.gradient_BT is not None:
             found["train/gradient_tokens"] = float(batch.gradient_BT.sum() / counted.clamp(min=1))
         return found
+
+    def operations(
+        self, costs: flops.Costs, drawn: flops.Lengths, trained: flops.Lengths, greedy: flops.Lengths
+    ) -> dict[str, float]:
+        """Operations of the training step of the last update by purpose. Scoring is every pass without gradient: old
+        and reference log-probs, values, entropies, collisions, and those that rewards ask of the policy and of their
+        own models."""
+        spec, algorithm = self.spec, self.spec.algorithm
+        score = partial(flops.scored, costs, share=self.shares_prompts)
+        learn = partial(flops.learned, costs, trained, spec, share=self.shares_prompts)
+        scoring = score(trained) if self.reads_old and not self.sampler_is_exact else 0.0
+        if algorithm.needs_reference:
+            scoring += flops.scored(costs.reference or costs.frozen, trained, share=self.shares_prompts)
+        scoring += score(trained, headed=False) if algorithm.needs_critic else 0.0
+        scoring += score(trained) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
+        asked = {reward.distribution for reward in spec.rewards.values()} - {None}
+        scoring += len(asked) * sum(score(rows) for rows in (drawn, greedy) if rows)
+        for scorer in costs.scorers:
+            scoring += sum(flops.scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
+        batch_tokens = microbatch_tokens(spec.optimizer, resolve_device(spec.device))
+        learning = learn(batch_tokens=batch_tokens, has_gradient=not self.warms_critic)
+        learning += score(trained, headed=False) if self.fits_head else 0.0
+        if algorithm.needs_critic and not algorithm.shares_trunk:
+            learning += learn(headed=False)
+        sampling = flops.sampled(costs.sampler or costs, [*drawn, *greedy])
+        return {"sampling": sampling, "scoring": scoring, "learning": learning}
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's state; with several devices each tensor is spread over them."""

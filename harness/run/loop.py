@@ -4,7 +4,7 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,10 @@ from pathlib import Path
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
-from ..devices.device import peak_memory, resolve_device
+from ..devices.device import peak_memory
 from ..ground.files import sha256
 from ..ground.inputs import expecting
 from ..policy import flops
-from ..policy.forward import microbatch_tokens
 from ..record.run import CHECKPOINTS, RunLog
 from ..spec.run import RunSpec
 from .agreement import check_agreement
@@ -129,26 +128,17 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> dict[str, float]:
     """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Drawn`,
     `seconds` is its time."""
-    spec, totals, learner = run.spec, run.totals, run.learner
-    sampled, trained, greedy = lengths
+    totals, (sampled, trained, greedy) = run.totals, lengths
     counts = [count for _, completions in (*sampled, *greedy) for count in completions]
-
-    def operations(costs: flops.Costs) -> Mapping[str, float]:
-        return flops.stepped(
-            costs, spec, sampled, greedy, trained, reads_old=learner.reads_old and not learner.sampler_is_exact,
-            trains_policy=not learner.warms_critic, fits_head=learner.fits_head,
-            share=learner.shares_prompts, batch_tokens=microbatch_tokens(spec.optimizer, resolve_device(spec.device)),
-        )  # fmt: skip
-
     totals.rollouts += len(counts)
     totals.generated_tokens += sum(counts)
-    totals.optimizer_steps += spec.updates_per_step if trained else 0
+    totals.optimizer_steps += run.spec.updates_per_step if trained else 0
     return {
         "train/rollouts": totals.rollouts,
         "train/generated_tokens": totals.generated_tokens,
         "train/optimizer_steps": totals.optimizer_steps,
         **({"throughput/tokens_per_second": sum(counts) / seconds} if counts else {}),
-        **run.charge_flops(operations),
+        **run.charge_flops(lambda costs: run.learner.operations(costs, sampled, trained, greedy)),
     }
 
 
