@@ -1,6 +1,5 @@
 """Writes the message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -16,17 +15,14 @@ class SpecError(ValueError):
 
 
 def parsed(model: type[S], raw: Any, where: str) -> S:
-    """The model that a mapping describes; otherwise SpecError with `where`, key, rule and value."""
+    """The model that a mapping describes; otherwise SpecError with one line for each thing wrong with it: `where`, key,
+    rule, value, and the nearest valid key."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise SpecError(explain(error, model, raw if isinstance(raw, Mapping) else {}, where)) from None
-
-
-def explain(error: ValidationError, model: type[BaseModel], raw: Mapping[str, Any], where: str) -> str:
-    """One line for each thing wrong with `raw`: where, key, rule, value, and the nearest valid key."""
+        wrong = error.errors()
     lines, is_run = [], hasattr(model, "plugin_fields")
-    for item in error.errors():
+    for item in wrong:
         keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]
         path = ".".join(keys)
         value = "" if item["type"] in ("missing", "extra_forbidden") else f", got {_short(item['input'])}"
@@ -51,7 +47,7 @@ def explain(error: ValidationError, model: type[BaseModel], raw: Mapping[str, An
             value = ""  # our own messages name the value
         named = f"{path}: " if path and not message.startswith(path) else ""
         lines.append(f"{where}: {named}{message}{value}")
-    return "\n".join(lines)
+    raise SpecError("\n".join(lines))
 
 
 def _short(value: Any) -> str:

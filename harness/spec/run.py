@@ -15,7 +15,7 @@ from .. import plugins
 from ..data import PromptFormat, Sampling, Section
 from ..ground.inputs import digest
 from ..interfaces import Algorithm, Reward, RolloutEngine, Sampler, Task
-from .errors import explain, parsed
+from .errors import parsed
 from .raw import MAX_INTEGER, is_number
 
 Scalar = bool | int | float | str | None
@@ -300,15 +300,12 @@ def _reward(name: str, settings: Any) -> Reward:
     """A reward from its weight or a mapping of its settings; reward objects pass unchanged."""
     if isinstance(settings, Reward):
         return settings
-    cls = plugins.load("reward", name)
+    cls = cast(type[Reward], plugins.load("reward", name))
     if is_number(settings):
         settings = {"weight": settings}
     if not isinstance(settings, Mapping):
         raise ValueError(f"rewards.{name} must be a weight or a mapping of settings, got {settings!r}")
-    try:
-        return cls.model_validate(dict(settings))  # pyright: ignore[reportAttributeAccessIssue]
-    except ValidationError as error:
-        raise ValueError(explain(error, cls, settings, f"rewards.{name}")) from None
+    return parsed(cls, dict(settings), f"rewards.{name}")
 
 
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
@@ -611,9 +608,8 @@ class RunSpec(Section):
     @property
     def tests(self) -> dict[str, Self]:
         """Name -> these settings with another test for their task; completions keep their limit."""
-        limit = {"max_tokens": self.max_tokens}
         return {
-            task.name: self.model_copy(update={"task": task, "sampling": self.sampling.model_copy(update=limit)})
+            task.name: self.model_copy(update={"task": task, "sampling": self.sampling_with_limit()})
             for task in self.evaluation.tests
         }
 

@@ -21,11 +21,7 @@ from .run import Control, RunSpec, Scalar, get_path, parse_run
 from .search import Direction, Search, Seed
 
 MAX_ARMS = 10_000
-REFERENCE: dict[str, str] = {
-    "leave_one_out": "all",
-    "add_one_in": "none",
-    "ladder": "none",
-}  # design -> label of its baseline
+REFERENCE = {"leave_one_out": "all", "add_one_in": "none", "ladder": "none"}  # design -> label of its baseline
 
 
 @dataclass(frozen=True)

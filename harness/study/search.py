@@ -16,7 +16,7 @@ import hashlib
 import math
 import statistics
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ..data import ENDED
 from ..spec.errors import SpecError
-from ..spec.search import Dimension, Search
+from ..spec.search import Search
 from ..spec.study import Arm, SearchPlan, StudySpec, arm_label
 from .attempts import Attempts
 from .plan import Key
@@ -50,7 +49,11 @@ class ArmSearch:
         self.study, self.plan = study, plan
         self.storage = storage
         self.name = "/".join(filter(None, [study.name, "search", plan.name]))
-        self._distributions = {path: _distribution(dimension) for path, dimension in plan.search.space.items()}
+        ranges: Any = {True: IntDistribution, False: FloatDistribution}  # by whether both ends are whole numbers
+        self._distributions: dict[str, BaseDistribution] = {
+            path: CategoricalDistribution(one.choices) if one.choices else ranges[one.whole](one.low, one.high, one.log)
+            for path, one in plan.search.space.items()
+        }
         self._arms: dict[str, Arm] = {}  # by label; a trial keeps its point
 
     def create(self) -> None:
@@ -73,8 +76,8 @@ class ArmSearch:
         for trial in self._trials(TrialState.RUNNING):
             self._advance(trial, attempts)
         is_over = self.plan.final_seeds and self._final_arm() is None and self._settled(attempts)
-        if is_over and self._trials(TrialState.COMPLETE):
-            self._load().set_user_attr("best", self._best().user_attrs["arm"])
+        if is_over and (best := self._best()):
+            self._load().set_user_attr("best", best[0])
 
     def ask(self) -> Key | None:
         """The first trial of a new arm; None if no arm is due."""
@@ -127,7 +130,7 @@ class ArmSearch:
         self.storage.set_trial_intermediate_value(trial._trial_id, at, mean)
         if at >= num_seeds * num_steps:
             return None  # the whole arm has been computed
-        pruner = _new_pruner(self.plan)
+        pruner = _PRUNERS[self.plan.search.pruner](self.plan)
         if not pruner.prune(self._load(pruner=pruner), self.storage.get_trial(trial._trial_id)):
             return None
         of = f" of seed {position + 1} of {num_seeds}" if num_seeds > 1 else ""
@@ -148,7 +151,7 @@ class ArmSearch:
         refused      proposed points that are no valid run or repeat one, with the reason
         """
         search, objectives, trials = self.plan.search, self.study.objectives(), self._trials()
-        is_complete = bool(self._trials(TrialState.COMPLETE))
+        best = self._best()
         return {
             "sampler": search.sampler,
             "pruner": search.pruner,
@@ -156,8 +159,8 @@ class ArmSearch:
             "objectives": objectives,
             "importances": self._importances(),
             "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()],
-            "pareto": [trial.user_attrs["arm"] for trial in self._load().best_trials] if is_complete else [],
-            "best": self._best().user_attrs["arm"] if is_complete and len(objectives) == 1 else None,
+            "pareto": best,
+            "best": best[0] if best and len(objectives) == 1 else None,
             "refused": [
                 {"parameters": t.params, "reason": t.user_attrs["refused"]} for t in trials if "refused" in t.user_attrs
             ],
@@ -220,7 +223,8 @@ class ArmSearch:
         tried, last = self._tried(), self._trials()[-1:]
         seed = int.from_bytes(hashlib.sha256(f"{self.name}/{len(tried)}".encode()).digest()[:4], "big")
         if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in last):
-            study = self._load(_new_sampler(self.plan.search, seed), _new_pruner(self.plan))
+            search = self.plan.search
+            study = self._load(_SAMPLERS[search.sampler](search, seed), _PRUNERS[search.pruner](self.plan))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return self.storage.get_trial(study.ask(self._distributions)._trial_id)
@@ -255,10 +259,9 @@ class ArmSearch:
         best = next(self._arm(trial) for trial in trials if trial.user_attrs["arm"] == label)
         return replace(best, label=self.plan.name, levels=self.plan.base.levels, phase="final")
 
-    def _best(self) -> FrozenTrial:
-        """The complete arm with the best value of a single objective; the first of equal ones."""
-        sign = -1 if self._load().direction == StudyDirection.MAXIMIZE else 1
-        return min(self._trials(TrialState.COMPLETE), key=lambda trial: (sign * trial.values[0], trial.number))
+    def _best(self) -> list[str]:
+        """Labels of the complete arms that no other beats in all objectives, in order."""
+        return [trial.user_attrs["arm"] for trial in self._load().best_trials]
 
     def _importances(self) -> dict[str, Any]:
         """Shares of the variance of the first objective between complete arms that each setting explains (fANOVA).
@@ -304,32 +307,15 @@ def _keys(trial: FrozenTrial) -> list[Key]:
     return [(trial.user_attrs.get("arm", ""), seed) for seed in trial.user_attrs.get("seeds", [])]
 
 
-def _distribution(dimension: Dimension) -> BaseDistribution:
-    """Optuna's description of a dimension."""
-    if dimension.choices is not None:
-        return CategoricalDistribution(dimension.choices)
-    kind: Any = IntDistribution if dimension.whole else FloatDistribution
-    return kind(dimension.low, dimension.high, dimension.log)
-
-
-def _new_sampler(search: Search, seed: int) -> BaseSampler:
-    match search.sampler:
-        case "tpe":
-            return TPESampler(n_startup_trials=search.startup, seed=seed)
-        case "gp":
-            return GPSampler(n_startup_trials=search.startup, seed=seed)
-        case "nsga2":
-            return NSGAIISampler(population_size=GENERATION, seed=seed)
-        case "random":
-            return RandomSampler(seed)
-
-
-def _new_pruner(plan: SearchPlan) -> BasePruner:
-    """The pruner of a search; its steps are training steps, counted on from one seed of an arm to the next."""
-    match plan.search.pruner:
-        case "none":
-            return NopPruner()
-        case "median":
-            return MedianPruner(n_startup_trials=plan.search.startup)
-        case "hyperband":
-            return HyperbandPruner(plan.base.spec.evaluation.every, len(plan.seeds) * plan.base.spec.steps)
+_SAMPLERS: dict[str, Callable[[Search, int], BaseSampler]] = {
+    "tpe": lambda search, seed: TPESampler(n_startup_trials=search.startup, seed=seed),
+    "gp": lambda search, seed: GPSampler(n_startup_trials=search.startup, seed=seed),
+    "nsga2": lambda search, seed: NSGAIISampler(population_size=GENERATION, seed=seed),
+    "random": lambda search, seed: RandomSampler(seed),
+}
+# Their steps are training steps, counted on from one seed of an arm to the next.
+_PRUNERS: dict[str, Callable[[SearchPlan], BasePruner]] = {
+    "none": lambda plan: NopPruner(),
+    "median": lambda plan: MedianPruner(n_startup_trials=plan.search.startup),
+    "hyperband": lambda plan: HyperbandPruner(plan.base.spec.evaluation.every, len(plan.seeds) * plan.base.spec.steps),
+}
