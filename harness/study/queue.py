@@ -14,7 +14,7 @@ repeated at once. `search.py` decides the arms of a search, `steering.py` handle
 
 import logging
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -33,7 +33,7 @@ from ..record.status import StudyStatus, TrialStatus
 from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.study import Arm, TwoStage, parse_study
-from .attempts import Attempts
+from .attempts import RETRY_BELOW, SEEDS, STOPPED, Attempts
 from .estimates import planned, with_time_left
 from .plan import Clone, Key, Plan, sharing_key
 from .search import ArmSearch
@@ -42,10 +42,7 @@ from .storage.files import LocalStorage
 from .two_stage import decide, on_test_split
 
 MAX_LOST = 10  # how many attempts in a row may lose their worker without progress
-SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
-RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
-STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
-DROPPED = "dropped"  # and labels of arms that were taken back before they began
+CLONES, DROPPED = "clones", "dropped"  # attributes too: clones as mappings, labels of arms taken back before they began
 HELD = "stopped on request; `cohort study resume` continues it"
 log = logging.getLogger(__name__)
 
@@ -76,8 +73,6 @@ class Queue:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan = plan
         self.storage = storage or LocalStorage(plan.folder)
-        self._held: Set[str] = frozenset()  # labels of the arms that were asked to stop
-        self._decided: dict[str, Any] | None = None  # on the number of seeds, as of the last read
 
     def retry_failed(self) -> None:
         """Let the trials that have failed so far be claimed again. The caller holds the lock."""
@@ -181,22 +176,34 @@ class Queue:
 
     def seeds_record(self) -> dict[str, Any] | None:
         """The decision of the first seeds: see `two_stage.py`; None before it, and for a study that lists its seeds."""
-        self._read()
-        return self._decided
+        return self._read().decided
 
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated, or a search or the seeds have another to come."""
         attempts = self._read()
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
-        return any(still) or bool(self._coming(attempts))
+        return any(still) or bool(self.coming(attempts))
 
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
 
-    def coming(self) -> list[tuple[Arm, int]]:
+    def coming(self, attempts: Attempts | None = None) -> list[tuple[Arm, int]]:
         """The trials of each arm, or of a search as its base, that are not handed out yet, at most."""
-        return self._coming(self._read())
+        study, attempts = self.plan.study, attempts or self._read()
+        if isinstance(study.seeds, TwoStage):
+            states = self._undecided(attempts)
+            # the next start repeats a failed trial, and a stopped one may be resumed: decide after that
+            waits = not any(s == "failed" or (k[0] in attempts.held and s not in ENDED) for k, s in states.items())
+            more = study.most_seeds - len(study.first_seeds) if states and waits else 0
+            return [(arm, more) for arm in study.design_arms() if more]
+        if study.search is None:
+            return []
+        with self.storage.errors():
+            if not self.storage.exists():
+                return list(planned(study))
+            counts = [search.to_come(attempts) for search in self._searches]
+            return [(arm, count) for (arm, _), count in zip(planned(study), counts, strict=True) if count]
 
     def status(self, workers: int | None = None) -> StudyStatus:
         """The progress, and the time that is left with so many workers, by default those that work now."""
@@ -212,7 +219,7 @@ class Queue:
             reason, summary = attempts.end(key).get("reason"), attempts.end(key).get("summary", {})
             if state == "lost" or (state == "running" and last is not None and last.number in dead):
                 state, reason = "stopped", "its worker died; starting the study again continues this trial"
-            held = key[0] in self._held and state not in ENDED
+            held = key[0] in attempts.held and state not in ENDED
             if held and state != "running":
                 state, reason = "stopped", HELD
             directory = self.plan.directory(key)
@@ -234,7 +241,7 @@ class Queue:
                 on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
                 held=held,
             ))  # fmt: skip
-        study, coming = self.plan.study, self._coming(attempts)
+        study, coming = self.plan.study, self.coming(attempts)
         to_come = sum(count for _, count in coming)
         status = StudyStatus(study.name, study.question, tuple(trials), to_come, study.metric)
         return with_time_left(status, self.plan, coming, workers)
@@ -262,26 +269,10 @@ class Queue:
     def _undecided(self, attempts: Attempts) -> dict[Key, str]:
         """The state of each trial that the decision on the number of seeds waits for; empty if it is decided."""
         study = self.plan.study
-        if not isinstance(study.seeds, TwoStage) or self._decided is not None:
+        if not isinstance(study.seeds, TwoStage) or attempts.decided is not None:
             return {}
         keys = [(arm.label, seed) for arm in study.design_arms() for seed in study.first_seeds]
         return {key: attempts.state(key) for key in keys}
-
-    def _coming(self, attempts: Attempts) -> list[tuple[Arm, int]]:
-        study = self.plan.study
-        if isinstance(study.seeds, TwoStage):
-            states = self._undecided(attempts)
-            # the next start repeats a failed trial, and a stopped one may be resumed: decide after that
-            waits = not any(s == "failed" or (k[0] in self._held and s not in ENDED) for k, s in states.items())
-            more = study.most_seeds - len(study.first_seeds) if states and waits else 0
-            return [(arm, more) for arm in study.design_arms() if more]
-        if study.search is None:
-            return []
-        with self.storage.errors():
-            if not self.storage.exists():
-                return list(planned(study))
-            counts = [search.to_come(attempts) for search in self._searches]
-            return [(arm, count) for (arm, _), count in zip(planned(study), counts, strict=True) if count]
 
     @cached_property
     def _study(self) -> optuna.Study:
@@ -297,13 +288,12 @@ class Queue:
             if "_study" not in self.__dict__ and not self.storage.exists():
                 return Attempts()
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
-            self._held = frozenset(attributes.get(STOPPED, ()))
-            self._decided = attributes.get(SEEDS)
-            self.plan.take(self._decided["seeds"] if self._decided else ())
+            attempts = Attempts(trials, attributes)
+            self.plan.take(attempts.decided["seeds"] if attempts.decided else ())
             self._add_searched()
             self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
             self.plan.dropped = attributes.get(DROPPED, ())
-        return Attempts(trials, attributes.get(RETRY_BELOW, 0))
+        return attempts
 
     def _attributes(self) -> Mapping[str, Any]:
         """The attributes of the Optuna study; from a journal it reads only new entries."""
@@ -312,7 +302,7 @@ class Queue:
 
     def _waits(self, key: Key, attempts: Attempts) -> bool:
         """Whether a trial may be claimed."""
-        return key[0] not in self._held and attempts.state(key) not in ("running", *ENDED)
+        return key[0] not in attempts.held and attempts.state(key) not in ("running", *ENDED)
 
     def _next(self, attempts: Attempts) -> Key | None:
         """The trial to run next: one in progress, or else the first one of the plan that was never begun, or else one
@@ -321,19 +311,15 @@ class Queue:
         If interleaved, trials never begun come first, then the one in progress with the fewest steps.
         """
 
-        def begun(key: Key) -> int:
-            return attempts.by_key[key][-1].number
+        def turn(key: Key) -> tuple[int, int]:
+            if key not in attempts.by_key:
+                return 1, 0
+            begun = attempts.by_key[key][-1].number
+            if attempts.state(key) == "waiting" or self._is_stuck(key, attempts):
+                return 3, begun
+            return (2, attempts.step(key)) if self.plan.study.interleave else (0, begun)
 
-        waiting = [key for key in self.plan.keys if self._waits(key, attempts)]
-        fresh = [key for key in waiting if key not in attempts.by_key]
-        tried = [key for key in waiting if key in attempts.by_key]
-        again = [key for key in tried if attempts.state(key) == "waiting" or self._is_stuck(key, attempts)]
-        in_progress = [key for key in tried if key not in again]
-        if self.plan.study.interleave:
-            order = [*fresh, *sorted(in_progress, key=attempts.step)]
-        else:
-            order = [*sorted(in_progress, key=begun), *fresh]
-        return next(iter([*order, *sorted(again, key=begun)]), None)
+        return min((key for key in self.plan.keys if self._waits(key, attempts)), key=turn, default=None)
 
     def _is_stuck(self, key: Key, attempts: Attempts) -> bool:
         """Whether a trial loses its workers without progress."""
@@ -378,18 +364,16 @@ class Queue:
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
         """Record an attempt's end. The attribute is set first, because a COMPLETE trial accepts none."""
         result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
+        value, ending = None, OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
         if outcome.state == "complete":
+            value, ending = outcome.metrics[self.plan.study.metric], OptunaState.COMPLETE
             names = list(self.plan.study.objectives())
             if isinstance(self.plan.study.seeds, TwoStage):
                 twin = on_test_split(self.plan.study.metric)
                 names += [twin] if math.isfinite(outcome.metrics.get(twin, math.nan)) else []
             result["values"] = {name: outcome.metrics[name] for name in names}
         self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
-        if outcome.state == "complete":
-            self._study.tell(trial.number, outcome.metrics[self.plan.study.metric])
-        else:
-            ending = OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
-            self._study.tell(trial.number, state=ending)
+        self._study.tell(trial.number, value, ending)
 
 
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
