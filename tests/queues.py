@@ -60,7 +60,7 @@ def die(claim: Claim, queue: Queue) -> None:
         file = claim.lease._file
         write_json(file, {**read_json(file), "pid": gone()})
     else:
-        queue.storage._execute("UPDATE cohort_leases SET pid = :pid WHERE study = :study", pid=gone())  # pyright: ignore
+        queue.storage._rows("UPDATE cohort_leases SET pid = :pid WHERE study = :study", pid=gone())  # pyright: ignore
 
 
 def workers_of(process: psutil.Process) -> list[psutil.Process]:

@@ -131,7 +131,7 @@ def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path, url: s
     if url is None:
         write_json(tmp_path / "lease", {**read_json(tmp_path / "lease"), "token": "another"})
     else:
-        storage._execute("UPDATE cohort_leases SET token = 'another'")  # pyright: ignore
+        storage._rows("UPDATE cohort_leases SET token = 'another'")  # pyright: ignore
     assert process.wait(60) == 3
 
 
@@ -158,9 +158,9 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
     claim = claimed(queue)
     claim.lease._released.set()  # pyright: ignore
-    storage._execute("UPDATE cohort_leases SET host = 'elsewhere'")  # pyright: ignore
+    storage._rows("UPDATE cohort_leases SET host = 'elsewhere'")  # pyright: ignore
     assert storage.held([directory]) == {directory}
-    storage._execute("UPDATE cohort_leases SET beat = clock_timestamp() - interval '1 day'")  # pyright: ignore
+    storage._rows("UPDATE cohort_leases SET beat = clock_timestamp() - interval '1 day'")  # pyright: ignore
     # The server started less than an hour ago: until then no heartbeat could be written, so nobody is dead yet.
     monkeypatch.setattr(postgres, "GRACE_SECONDS", 3600.0)
     assert storage.held([directory]) == {directory}

@@ -103,11 +103,9 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
     Empty before the start, and for an unreadable file, because only progress views read it.
     """
-    file = directory / PROGRESS
-    try:
-        shown = read_json(file) if file.exists() else {}
-    except ValueError:
-        return {}
+    shown: dict[str, Any] = {}
+    with suppress(FileNotFoundError, ValueError):
+        shown = read_json(directory / PROGRESS)
     whole = all(isinstance(value, str if key == "phase" else int | float) for key, value in shown.items())
     return shown if whole else {}
 

@@ -96,10 +96,9 @@ class PostgresStorage(Storage):
                VALUES (:study, :trial, :token, :host, :pid, :started, clock_timestamp())
                ON CONFLICT (study, trial) DO UPDATE SET token = excluded.token, host = excluded.host,
                    pid = excluded.pid, started = excluded.started, beat = excluded.beat
-               WHERE cohort_leases.token = :before"""
+               WHERE cohort_leases.token = :before RETURNING trial"""
         old = None if before is None else before["token"]
-        taken = self._execute(statement, trial=trial, token=token, before=old, **this_process())
-        if not taken:
+        if not self._rows(statement, trial=trial, token=token, before=old, **this_process()):
             return None
         renew, give_up = partial(self._renew, directory, token), partial(self._give_up, directory, token)
         return Lease(f"the lease of {trial}", BEAT_SECONDS, renew, give_up)
@@ -124,30 +123,30 @@ class PostgresStorage(Storage):
     def write_document(self, document: Mapping[str, Any]) -> None:
         with self._locked("tables"):
             for statement in TABLES:
-                self._execute(statement)
+                self._rows(statement)
         statement = """INSERT INTO cohort_studies VALUES (:study, :document)
                ON CONFLICT (study) DO UPDATE SET document = excluded.document"""
-        self._execute(statement, document=json.dumps(document))
+        self._rows(statement, document=json.dumps(document))
 
     def remove(self, names: Collection[str]) -> None:
         for name in names:
             with suppress(KeyError):  # a command was killed here
                 optuna.delete_study(study_name=name, storage=self.optuna)
-        self._execute("DELETE FROM cohort_leases WHERE study = :study")
-        self._execute("DELETE FROM cohort_studies WHERE study = :study")
+        self._rows("DELETE FROM cohort_leases WHERE study = :study")
+        self._rows("DELETE FROM cohort_studies WHERE study = :study")
 
     def _renew(self, directory: Path, token: str) -> bool:
         """Write a heartbeat and the trial's progress, which every heartbeat carries."""
         statement = """UPDATE cohort_leases SET beat = clock_timestamp(), progress = :progress
-               WHERE study = :study AND trial = :trial AND token = :token"""
+               WHERE study = :study AND trial = :trial AND token = :token RETURNING trial"""
         progress = json.dumps(read_progress(directory))
-        return self._execute(statement, trial=directory.name, token=token, progress=progress)
+        return bool(self._rows(statement, trial=directory.name, token=token, progress=progress))
 
     def _give_up(self, directory: Path, token: str) -> None:
         """Let others take the lease; the trial's progress stays."""
         self._renew(directory, token)
         statement = "UPDATE cohort_leases SET token = '' WHERE study = :study AND trial = :trial AND token = :token"
-        self._execute(statement, trial=directory.name, token=token)
+        self._rows(statement, trial=directory.name, token=token)
 
     @cached_property
     def _engine(self) -> sqlalchemy.Engine:
@@ -201,14 +200,10 @@ class PostgresStorage(Storage):
         return lease["fresh"] if alive is None else alive
 
     def _rows(self, statement: str, **values: Any) -> list[Mapping[str, Any]]:
+        """Run a statement; the rows that it returns, if it is one that does."""
         with self.errors(), self._engine.connect() as connection:
             result = connection.execute(sqlalchemy.text(statement), {"study": self._study, **values})
-            return [dict(row) for row in result.mappings()]
-
-    def _execute(self, statement: str, **values: Any) -> bool:
-        """Run a statement; whether it changed a row."""
-        with self.errors(), self._engine.connect() as connection:
-            return connection.execute(sqlalchemy.text(statement), {"study": self._study, **values}).rowcount > 0
+            return [dict(row) for row in result.mappings()] if result.returns_rows else []
 
 
 def _with_driver(url: str) -> str:
