@@ -26,11 +26,8 @@ class MemoryLog:
         self.first_prompt = ""
         self.files: dict[str, str] = {}
 
-    def inputs(self, inputs):
-        self.read = dict(inputs)
-
-    def prompt(self, text):
-        self.first_prompt = text
+    def about(self, inputs=None, prompt=""):
+        self.read, self.first_prompt = inputs or self.read, prompt or self.first_prompt
 
     def resume(self, step, threads=()):
         self.resumed_at.append(step)

@@ -38,7 +38,7 @@ class Loop:
 
     def __call__(self, spec: RunSpec, directory: Path, log: Any, **keywords: Any) -> RunResult:
         self.calls.append((spec, directory, keywords))
-        log.inputs(INPUTS)
+        log.about(inputs=INPUTS)
         log.progress("", 0, 4)
         log.progress("train", 1, 4)
         log.metrics(1, {"validation/accuracy": 0.5, "throughput/tokens_per_second": 9.0, "seconds/total": 2.0})

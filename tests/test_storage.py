@@ -224,4 +224,4 @@ def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
 @pytest.mark.attack("A torn progress or lease file")
 def test_progress_that_cannot_be_read_is_none(tmp_path: Path, torn: bytes):
     (tmp_path / "progress.json").write_bytes(torn)
-    assert LocalStorage(tmp_path).progress([tmp_path]) == {}
+    assert LocalStorage(tmp_path).progress([tmp_path]) == {tmp_path: {}}

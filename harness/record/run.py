@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import psutil
 
 from ..data import FINAL, SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
-from ..ground.inputs import Inputs, digest
+from ..ground.inputs import digest
 from ..ground.machine import hardware
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
@@ -138,7 +138,6 @@ class RunLog(AbstractContextManager["RunLog", None]):
             write_diff(directory)
         self.directory, self._on_progress = directory, on_progress
         self._info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
-        self._info.objective, self._info.versions = dict(spec.algorithm.objective), {**versions(), **hardware()}
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self.latest: dict[str, float] = {}  # the last value of every metric of this run
@@ -146,10 +145,10 @@ class RunLog(AbstractContextManager["RunLog", None]):
         self._progress_written = -math.inf
         self._process, self._sampled = psutil.Process(), time.monotonic()
         system_load(self._process)  # percentages are means since the call before
-        self._num_events = 0  # number of events in the file, without the `start` events
+        self._num_events = 0  # number of events of steps in the file
         self.resumed_at = 0  # training step from which this attempt continues
         self._closed = False
-        self._write_info()
+        self.about(objective=dict(spec.algorithm.objective), versions={**versions(), **hardware()})
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -159,17 +158,9 @@ class RunLog(AbstractContextManager["RunLog", None]):
         """The last training step that was logged."""
         return self._progress["step"]
 
-    def inputs(self, inputs: Inputs) -> None:
-        """Record the run's inputs; call before `resume`."""
-        self._info.inputs = dict(inputs)
-        self._write_info()
-
-    def prompt(self, text: str) -> None:
-        """Record the first prompt as the policy reads it; call before `resume`."""
-        self._info.prompt = text
-        self._write_info()
-
-    def _write_info(self) -> None:
+    def about(self, **facts: Any) -> None:
+        """Record fields of the run's `RunInfo`, such as what it reads; call before `resume`."""
+        self._info = dataclasses.replace(self._info, **facts)
         write_json(self.directory / INFO, dataclasses.asdict(self._info))
 
     def resume(self, step: int, threads: Sequence[int] = ()) -> None:
@@ -184,7 +175,7 @@ class RunLog(AbstractContextManager["RunLog", None]):
         kept = [e for e in events if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
         self._file = self._path.open("a", encoding="utf-8")
-        self._num_events = _num_events(kept)
+        self._num_events = sum("step" in event for event in kept)
         counts = "+".join(map(str, threads)) or os.environ.get("OMP_NUM_THREADS", "")
         attempt = {"host": platform.node(), "pid": os.getpid(), "threads": counts}
         self._append({"type": "start", **self._info.identity(), **attempt})
@@ -202,7 +193,7 @@ class RunLog(AbstractContextManager["RunLog", None]):
 
     def holds(self, step: int, num_events: int) -> bool:
         """Whether everything that `sync` had counted at `step` is still there; if not, no run continues from there."""
-        return _num_events(e for e in read_events(self._path) if e.get("step", math.inf) <= step) >= num_events
+        return sum(event.get("step", math.inf) <= step for event in read_events(self._path)) >= num_events
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Report the progress of a phase ("cold start", "train", "validation", "test")."""
@@ -267,7 +258,7 @@ class RunLog(AbstractContextManager["RunLog", None]):
         self._file.write(event_line(summed(event)))
         self._file.flush()
         self._closed = False
-        self._num_events += _num_events([event])
+        self._num_events += "step" in event
 
     def _note_progress(self, values: Mapping[str, float], step: int) -> None:
         self._progress["step"] = max(step, 0)
@@ -297,11 +288,6 @@ def system_load(process: psutil.Process) -> dict[str, float]:
         with suppress(ImportError, RuntimeError):  # without nvidia-ml-py
             found["system/gpu_percent"] = float(torch.cuda.utilization())
     return found
-
-
-def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
-    """The number of these events that belong to a step of the run."""
-    return sum("step" in event for event in events)
 
 
 def drop_checkpoints(directory: Path, keep: Finished) -> None:

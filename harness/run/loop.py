@@ -48,7 +48,7 @@ def train(
     inputs = run_inputs([spec], cache)
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
     ranks.check_same(directory, checkpoints=found, inputs=inputs)
-    log.inputs(inputs)
+    log.about(inputs=dict(inputs))
     run: Run | None = None
     with expecting(inputs):
         spec.engine.check(spec.sampling_with_limit())
@@ -56,7 +56,7 @@ def train(
             check_length(stage.spec)
             if stage.spec.kl.reference is not None:
                 check_tokens(spec.model, stage.spec.kl.reference)
-        log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
+        log.about(prompt=first_prompt(spec, "train" if spec.steps else "validation"))
         prompts = spec.task.prompts("train") if spec.steps else []
         if spec.control == "shuffled_gold" and len(prompts) == 1:
             raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")

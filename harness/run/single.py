@@ -106,8 +106,7 @@ def measured(
         mirrored(runs, directory),
         RunLog(runs, directory, spec, experiment=experiment, run_name=directory.name) as log,
     ):
-        log.inputs(inputs)
-        log.prompt(first_prompt(spec, split))
+        log.about(inputs=dict(inputs), prompt=first_prompt(spec, split))
         log.resume(-1)
         yield log
 

@@ -523,15 +523,15 @@ class RunSpec(Section):
                 why = f"{blind[0]} must not see gold answers" if blind else f"control {self.control} replaces them"
                 raise ValueError(f"stages that keep or rank correct answers need them, and {why}; use one of the two")
         total = sum(stage.spec.steps for stage in stages)
-        if "steps" in self.model_fields_set and self.steps > total:
-            raise ValueError(f"steps must be at most those of the stages, {total}, got {self.steps}; leave it out")
+        steps = self.steps if "steps" in self.model_fields_set else total
+        if steps > total:
+            raise ValueError(f"steps must be at most those of the stages, {total}, got {steps}; leave it out")
         complete = []
         for stage, raw in zip(stages, self.stages, strict=True):
             whole = stage.spec.model_dump(mode="json")
             own = {key: whole[key] for key in raw if key in whole}
             own |= {key: v.model_dump(mode="json") for key, _ in _SECTIONS.values() if (v := getattr(stage, key))}
             complete.append({"name": stage.name, "kind": stage.kind, **own})
-        steps = min(self.steps, total) if "steps" in self.model_fields_set else total
         for name, value in (("stages", tuple(complete)), ("steps", steps)):
             object.__setattr__(self, name, value)
         return self

@@ -352,10 +352,9 @@ class Queue:
         dead = self._dead(attempts)
         for key, last in dead.items():
             directory = self.plan.directory(key)
-            step = self.storage.progress([directory]).get(directory, {}).get("step", 0)
-            lost = attempts.num_stuck(key, step)
+            step = self.storage.progress([directory])[directory].get("step", 0)
             outcome = Outcome("lost", summary={"step": step})
-            if lost >= MAX_LOST:
+            if (lost := attempts.num_stuck(key, step)) >= MAX_LOST:
                 reason = f"the worker died {lost} times at step {step}, the last time without an error"
                 outcome = Outcome("failed", reason)
             self._tell(last, outcome)

@@ -131,7 +131,7 @@ class Storage(ABC):
 
     @abstractmethod
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
-        """The last progress that each trial reported (`read_progress`); trials without any are absent."""
+        """The last progress that each trial reported (`read_progress`)."""
 
     @abstractmethod
     def read_document(self) -> dict[str, Any] | None:

@@ -53,8 +53,7 @@ class LocalStorage(Storage):
         return {directory for directory in directories if self._is_held(directory)}
 
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
-        found = {directory: read_progress(directory) for directory in directories}
-        return {directory: shown for directory, shown in found.items() if shown}
+        return {directory: read_progress(directory) for directory in directories}
 
     def read_document(self) -> dict[str, Any] | None:
         return read_json(self._document) if self._document.exists() else None

@@ -97,8 +97,7 @@ class PostgresStorage(Storage):
                ON CONFLICT (study, trial) DO UPDATE SET token = excluded.token, host = excluded.host,
                    pid = excluded.pid, started = excluded.started, beat = excluded.beat
                WHERE cohort_leases.token = :before RETURNING trial"""
-        old = None if before is None else before["token"]
-        if not self._rows(statement, trial=trial, token=token, before=old, **this_process()):
+        if not self._rows(statement, trial=trial, token=token, before=before and before["token"], **this_process()):
             return None
         renew, give_up = partial(self._renew, directory, token), partial(self._give_up, directory, token)
         return Lease(f"the lease of {trial}", BEAT_SECONDS, renew, give_up)
@@ -111,8 +110,7 @@ class PostgresStorage(Storage):
         leases = self._leases([directory.name for directory in directories])
         found = {d: json.loads(leases[d.name]["progress"]) for d in directories if d.name in leases}
         here = {d: read_progress(d) for d in directories}  # newer than the last heartbeat, if it is here
-        shown = {d: max(found.get(d, {}), here[d], key=lambda p: (p.get("step", -1), p.get("done", 0))) for d in here}
-        return {directory: progress for directory, progress in shown.items() if progress}
+        return {d: max(found.get(d, {}), here[d], key=lambda p: (p.get("step", -1), p.get("done", 0))) for d in here}
 
     def read_document(self) -> dict[str, Any] | None:
         if not self._rows("SELECT 1 WHERE to_regclass('cohort_studies') IS NOT NULL"):
