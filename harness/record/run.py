@@ -62,9 +62,8 @@ class RunInfo:
         file = directory / INFO
         if not file.exists():
             return None
-        fields = read_json(file)
         try:
-            return cls(**fields)
+            return cls(**read_json(file))
         except TypeError as error:
             raise ValueError(f"{file} describes no run ({error}); restore it from a copy, or move its folder away: the "
                              "run then starts again from the beginning") from None  # fmt: skip

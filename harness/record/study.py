@@ -163,11 +163,10 @@ def study_document(
     amendments = known.get("amendments", [])
     if any(added.values()):
         amendments = [*amendments, {"time": round(1000 * time.time()), **added, "digest": known.get("digest")}]
-    claims = [claim.model_dump(mode="json") for claim in study.claim]
     regions = [[end if math.isfinite(end) else None for end in claim.region] for claim in study.claim]
     registered = known.get("registered") or {
         "time": round(1000 * time.time()),
-        "digest": digest(claims),
+        "digest": digest([claim.model_dump(mode="json") for claim in study.claim]),
         "claims": [{"contrasts": c, "region": r} for c, r in zip(study.claimed(), regions, strict=True)],
     }
     return {

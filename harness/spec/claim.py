@@ -72,8 +72,7 @@ class Claim(Section):
                 fix = f"{did_you_mean(label, list(levels))}arms: {quoted(list(levels))}"
                 raise ValueError(f"a claim must name arms of the study, got '{label}' (--set claim=[] has none); {fix}")
         if self.order:
-            pairs = zip(self.order[1:], self.order, strict=False)
-            return [{after: 1.0, before: -1.0} for after, before in pairs]
+            return [{after: 1.0, before: -1.0} for after, before in zip(self.order[1:], self.order, strict=False)]
         return self.contrast or [_trend(self.trend, {arm: own.get(self.trend) for arm, own in levels.items()})]
 
 

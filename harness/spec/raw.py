@@ -68,15 +68,12 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
                 if node is None:
                     raise SpecError(f"'{dotted}': {'.'.join(above[: depth - 1])} has none that is called '{key}'")
                 continue
-            child = node.get(key)
-            if isinstance(child, list) and depth < len(above):
-                node = child
-                continue
+            child, holders = node.get(key), dict if depth == len(above) else dict | list
             if isinstance(child, str):
                 child = {"name": child}
             elif above[0] == "rewards" and depth == 2 and is_number(child):
                 child = {"weight": child}
-            elif child is not None and not isinstance(child, dict):
+            elif child is not None and not isinstance(child, holders):
                 raise SpecError(f"'{dotted}': '{'.'.join(above[:depth])}' is {child!r}, which has no keys")
             node[key] = {} if child is None else child
             node = node[key]

@@ -420,8 +420,7 @@ class RunSpec(Section):
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
         given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
-        own = _implied(info.data.get("algorithm"), info.data.get("overlong"))
-        return dict(sorted({**own, **given}.items()))
+        return dict(sorted({**_implied(info.data.get("algorithm"), info.data.get("overlong")), **given}.items()))
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -623,8 +622,7 @@ def _must_divide(name: str, value: int, rollouts: int, of: str = "rollouts_per_s
     if rollouts % value:
         divisors = [d for d in range(1, rollouts + 1) if rollouts % d == 0]
         near = [*[d for d in divisors if d < value][-1:], *[d for d in divisors if d > value][:1]]
-        fix = " or ".join(map(str, near))
-        raise ValueError(f"{name} must divide {of} ({rollouts}), got {value}; use {fix}")
+        raise ValueError(f"{name} must divide {of} ({rollouts}), got {value}; use {' or '.join(map(str, near))}")
 
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:

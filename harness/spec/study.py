@@ -463,8 +463,7 @@ class StudySpec(Section):
                 overrides |= {f"{kind}.{key}": value for key, value in settings.items()}
                 if several[kind] or (kind == "algorithm" and not any(several.values())):
                     levels[f"{kind}.name"] = settings["name"]
-            label = arm_label(levels)
-            arms.append(Arm(label, overrides, levels, self._parse(overrides)))
+            arms.append(Arm(arm_label(levels), overrides, levels, self._parse(overrides)))
         for arm, control in itertools.product(arms[: len(compare.tasks)], compare.controls):
             overrides, levels = {**arm.overrides, "control": control}, {**arm.levels, "control": control}
             arms.append(Arm(f"{arm.label}, control {control}", overrides, levels, self._parse(overrides)))
@@ -483,10 +482,9 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     controlled = [arm for arm in study.checked_arms() if arm.spec.control is not None]
     if controlled and study.search is not None:
         raise SpecError(f"{where}: a study that searches must have no control; leave controls out")
-    labels = study.arm_labels()
     study.claimed()
     for arm in controlled:
-        if arm.label == (study.baseline or labels[0]) or arm.label in study.references().values():
+        if arm.label == (study.baseline or study.arm_labels()[0]) or arm.label in study.references().values():
             got, fix = f"'{arm.label}' ({arm.spec.control})", "name another arm with baseline"
             raise SpecError(f"{where}: the baseline must not be a control, got {got}; {fix}")
     return study

@@ -22,8 +22,7 @@ class Attempts:
         self.by_key: dict[Key, list[FrozenTrial]] = {}
         for trial in trials:
             if "arm" in trial.user_attrs:
-                key = (trial.user_attrs["arm"], trial.user_attrs["seed"])
-                self.by_key.setdefault(key, []).append(trial)
+                self.by_key.setdefault((trial.user_attrs["arm"], trial.user_attrs["seed"]), []).append(trial)
 
     def last(self, key: Key) -> FrozenTrial | None:
         return self.by_key[key][-1] if key in self.by_key else None

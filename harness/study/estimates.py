@@ -46,10 +46,9 @@ def cost(status: StudyStatus) -> dict[str, float]:
 
     The seconds of a resumed trial continue. Work that a dead worker lost after a checkpoint does not count.
     """
-    seconds = [(trial.seconds or 0.0, trial.on_gpu) for trial in status.trials]
     return {
-        "trial_seconds": sum(value for value, _ in seconds),
-        "gpu_seconds": sum(value for value, on_gpu in seconds if on_gpu),
+        "trial_seconds": sum(trial.seconds or 0.0 for trial in status.trials),
+        "gpu_seconds": sum(trial.seconds or 0.0 for trial in status.trials if trial.on_gpu),
         "generated_tokens": sum(trial.generated_tokens or 0 for trial in status.trials),
     }
 
@@ -199,8 +198,7 @@ def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None
         result, info = json.loads(file.read_text()), file.with_name("run.json")
         if result["state"] == "complete" and (seconds := result["summary"]["seconds"]) > 0:
             spec, begun = parse_run(json.loads(info.read_text())["spec"], str(info)), info.stat().st_mtime
-            waited = any(begun < start < ended for start in starts)
-            besides = math.inf if waited else max(0.0, ended - begun - seconds)
+            besides = math.inf if any(begun < start < ended for start in starts) else max(0.0, ended - begun - seconds)
             return Timed(seconds, passes(spec), _kind(spec), _start(spec), besides)
     return None
 
@@ -245,9 +243,8 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
         "seconds": clock.left(arm),
     } for label, arm in listed.items()]  # fmt: skip
 
-    def total(key: str) -> Any:
-        return sum(arm["trials"] * arm[key] for arm in arms)
-
+    summed = ("steps", "rollouts", "generated_tokens_bound", "seconds")
+    totals = {key: sum(arm["trials"] * arm[key] for arm in arms) for key in summed}
     first = {"trials": len(status.trials), "seconds": with_time_left(status, plan, (), status.workers).left}
     return {
         "arms": arms,
@@ -256,8 +253,8 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
         "trials": counts.total(),
         "ended": sum(not trial.is_open for trial in status.trials),
         "workers": status.workers,
-        **{key: total(key) for key in ("steps", "rollouts", "generated_tokens_bound")},
-        "trial_seconds": total("seconds"),
+        **totals,
+        "trial_seconds": totals["seconds"],
         "seconds": status.left,
         "measured": status.measured,
     }
@@ -269,8 +266,7 @@ def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
         yield arm, study.most_seeds
     for search in study.searches():
         label = ": ".join(filter(None, [search.name, f"search of {search.search.trials} arms"]))
-        trials = search.search.trials * len(search.seeds) + len(search.final_seeds)
-        yield replace(search.base, label=label), trials
+        yield replace(search.base, label=label), search.search.trials * len(search.seeds) + len(search.final_seeds)
 
 
 def complete_runs(runs: Path) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:

@@ -242,8 +242,7 @@ class Queue:
                 held=held,
             ))  # fmt: skip
         study, coming = self.plan.study, self.coming(attempts)
-        to_come = sum(count for _, count in coming)
-        status = StudyStatus(study.name, study.question, tuple(trials), to_come, study.metric)
+        status = StudyStatus(study.name, study.question, tuple(trials), sum(count for _, count in coming), study.metric)
         return with_time_left(status, self.plan, coming, workers)
 
     @cached_property
@@ -327,7 +326,6 @@ class Queue:
 
     def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> Claim:
         """The claim of a new attempt at a trial. The caller holds the lock."""
-        stuck = self._is_stuck(key, attempts)
         sweep(self.plan.directory(key))
         try:
             on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
@@ -335,7 +333,7 @@ class Queue:
             trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
             storage, study = self._study._storage, self._study._study_id
             number = storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
-            return Claim(key, number, lease, stuck)
+            return Claim(key, number, lease, self._is_stuck(key, attempts))
         except BaseException:
             lease.release()
             raise

@@ -75,8 +75,7 @@ class ArmSearch:
         """Record ended arms and hand out the next seeds of the others. Idempotent."""
         for trial in self._trials(TrialState.RUNNING):
             self._advance(trial, attempts)
-        is_over = self.plan.final_seeds and self._final_arm() is None and self._settled(attempts)
-        if is_over and (best := self._best()):
+        if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and (best := self._best()):
             self._load().set_user_attr("best", best[0])
 
     def ask(self) -> Key | None:
@@ -121,12 +120,10 @@ class ArmSearch:
         if trial is None or "behind" in trial.user_attrs:
             return trial and trial.user_attrs.get("behind")
         position = trial.user_attrs["seeds"].index(key[1])
-        values = [trial.user_attrs[f"seed {i}"][str(step)] for i in range(position)] + [value]
-        known = trial.user_attrs.get(f"seed {position}", {})
-        self._set(trial, f"seed {position}", {**known, str(step): value})
+        mean = statistics.fmean([*(trial.user_attrs[f"seed {i}"][str(step)] for i in range(position)), value])
+        self._set(trial, f"seed {position}", {**trial.user_attrs.get(f"seed {position}", {}), str(step): value})
         num_seeds, num_steps = len(self.plan.seeds), self.plan.base.spec.steps
         at = position * num_steps + step
-        mean = statistics.fmean(values)
         self.storage.set_trial_intermediate_value(trial._trial_id, at, mean)
         if at >= num_seeds * num_steps:
             return None  # the whole arm has been computed
@@ -232,8 +229,7 @@ class ArmSearch:
         while point in tried:  # `_is_due`: not all are
             draws = self._distributions.items()
             point = {path: sampler.sample_independent(study, last[0], path, kind) for path, kind in draws}
-        new = optuna.create_trial(state=TrialState.RUNNING, params=point, distributions=self._distributions)
-        study.add_trial(new)
+        study.add_trial(optuna.create_trial(state=TrialState.RUNNING, params=point, distributions=self._distributions))
         return self._trials()[-1]
 
     def _tried(self) -> list[dict[str, Any]]:

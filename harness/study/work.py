@@ -51,8 +51,7 @@ def work(
     pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.running(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
-        status = watch(pool, queue, on_status, leaves=True)
-    return status, stop.signals
+        return watch(pool, queue, on_status, leaves=True), stop.signals
 
 
 def watch(

@@ -154,8 +154,7 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
             raise full from None
         outcome = _failure(error)
     if outcome.state in FINAL:  # its result is on disk; a worker that dies here leaves the trial to one that ends here
-        keep = queue.plan.spec(claim.key).checkpoints.finished
-        drop_checkpoints(queue.plan.directory(claim.key), keep or "nothing")
+        drop_checkpoints(queue.plan.directory(claim.key), queue.plan.spec(claim.key).checkpoints.finished or "nothing")
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 

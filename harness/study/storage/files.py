@@ -125,8 +125,7 @@ class _JournalLock(JournalFileOpenLock):
     def acquire(self) -> bool:
         self._lock.acquire()
         with self._journal.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)

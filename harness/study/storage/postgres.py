@@ -188,8 +188,7 @@ class PostgresStorage(Storage):
         statement = """SELECT trial, token, host, pid, started, progress, clock_timestamp()
                  - greatest(beat, pg_postmaster_start_time()) < make_interval(secs => :grace) AS fresh
                FROM cohort_leases WHERE study = :study AND trial = ANY(:trials)"""
-        rows = self._rows(statement, trials=list(trials), grace=GRACE_SECONDS)
-        return {row["trial"]: row for row in rows}
+        return {row["trial"]: row for row in self._rows(statement, trials=list(trials), grace=GRACE_SECONDS)}
 
     def _is_held(self, lease: Mapping[str, Any]) -> bool:
         if not lease["token"]:
