@@ -68,7 +68,7 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
                 if node is None:
                     raise SpecError(f"'{dotted}': {'.'.join(above[: depth - 1])} has none that is called '{key}'")
                 continue
-            child, holders = node.get(key), dict if depth == len(above) else dict | list
+            child, holders = node.get(key), dict if depth == len(above) else dict | list  # whose items have names
             if isinstance(child, str):
                 child = {"name": child}
             elif above[0] == "rewards" and depth == 2 and is_number(child):
