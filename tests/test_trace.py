@@ -25,7 +25,7 @@ class Trace(MemoryLog):
     def __init__(self):
         super().__init__()
         self.calls = []
-        for name in ("prompt", "resume", "sync", "progress", "samples", "per_problem", "kept", "metrics"):
+        for name in ("about", "resume", "sync", "progress", "samples", "per_problem", "kept", "metrics"):
             setattr(self, name, partial(self.noted, name, getattr(self, name)))
 
     def noted(self, name, call, *args, **named):
@@ -42,13 +42,16 @@ def told(name, *args, **named):
         return len(args[0])
     if name == "per_problem":
         return f"{len(args[0])} {named.get('area', args[1] if len(args) > 1 else 'test')}"
+    if name == "about":
+        return " ".join(named)
     if name in ("progress", "resume"):
         return " ".join(map(str, args[: 3 if name == "progress" else 1]))
     return args[1] if name == "kept" else ""
 
 
 UNTIL_IT_STOPS = """
-prompt
+about inputs
+about prompt
 resume -1
 metrics 0 memory mismatch
 progress validation 2 2
@@ -78,7 +81,8 @@ progress train 3 5
 sync
 """
 TO_THE_END = """
-prompt
+about inputs
+about prompt
 resume 3
 metrics 4 completion critic flops kl memory mismatch policy reward seconds throughput train 6 36 16 4
 kept rollouts/step-000004.jsonl

@@ -51,9 +51,7 @@ DIFFERENCES = {
     "train_batch_size": "which counts completions: prompts times algorithm.group_size",
     "ppo_mini_batch_size": "which counts minibatches instead of stating their size",
     "gradient_accumulation_steps": "which bounds memory without changing the result",
-    "num_train_epochs": "which counts training steps",
-    "total_epochs": "which counts training steps",
-    "warmup_ratio": "which counts training steps",
+    **dict.fromkeys(("num_train_epochs", "total_epochs", "warmup_ratio"), "which counts training steps"),
 }
 
 

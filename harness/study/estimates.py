@@ -102,12 +102,7 @@ class Clock:
         newest = heapq.nlargest(NEWEST, _stamped(_results(plan.runs)))
         self.past = [run for ended, file in newest if (run := _past_run(file, ended, starts))]
         self._threads = max(1, usable_cores() // workers)
-        self._used: dict[object, int] = {"here": len(here)}
-
-    @property
-    def measured(self) -> int:
-        """Number of trials from which the times so far come."""
-        return sum(self._used.values())
+        self.used: dict[object, int] = {"here": len(here)}  # numbers of trials from which the times so far come
 
     def pace(self, arm: Arm) -> float:
         """Seconds for a pass of one token; NaN if they are unknown."""
@@ -115,7 +110,7 @@ class Clock:
             return self._paces.get(arm.label, self._here)
         kind = _kind(arm.spec)
         if ones := [one for one in self.past if one.kind == kind]:
-            self._used[kind] = len(ones)
+            self.used[kind] = len(ones)
             return _pace(ones)
         return _by_arithmetic(arm.spec.model, arm.spec.device, self._threads)
 
@@ -152,7 +147,7 @@ def with_time_left(
     rest += _cold_starts(plan, status, coming, clock)
     trials = (replace(t, left=seconds[t.arm, t.seed]) if t.is_open else t for t in status.trials)
     left = max(ends) + rest if math.isfinite(sum(ends)) else math.nan
-    return replace(status, trials=tuple(trials), left=left, workers=workers, measured=clock.measured)
+    return replace(status, trials=tuple(trials), left=left, workers=workers, measured=sum(clock.used.values()))
 
 
 def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]], clock: Clock) -> float:
