@@ -70,7 +70,7 @@ def watch(
             if on_status is not None:
                 on_status(status)
         except StorageUnavailable as error:
-            if not pool.collect(None) and pool.stopping:
+            if not pool.collect(None) and pool.stop.is_set():
                 raise
             log.warning("%s; the workers continue", error)
             pool.rest(MAX_WAIT_SECONDS)
@@ -78,7 +78,7 @@ def watch(
         open_trials = [trial for trial in status.trials if trial.is_open]
         unfinished = len(open_trials) + status.to_come
         waiting = unfinished - len([trial for trial in open_trials if trial.state == "running"])
-        if not alive and (pool.stopping or not (waiting if leaves and begun else unfinished)):
+        if not alive and (pool.stop.is_set() or not (waiting if leaves and begun else unfinished)):
             return status
         pool.fill(unfinished, waiting)
         spent = time.monotonic() - began if begun else 0.0  # the first look also measures this machine

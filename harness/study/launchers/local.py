@@ -71,14 +71,14 @@ class Pool(ABC):
         self.cluster = cluster
         self.environment = {**environment, "PYTHONPATH": python_path()}
         self.alive: dict[Any, Any] = {}  # worker by its name
-        self._stop = StopRequest()
+        self.stop = StopRequest()
         self._claims = 0
         self._ended_early: Counter[str] = Counter()
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         """Start as many workers as fit and as `wanted` trials need, of which some are `waiting` for a worker."""
         missing = min(self.size, wanted) - len(self.alive)
-        if missing > 0 and not self.stopping:
+        if missing > 0 and not self.stop.is_set():
             self._start(missing)
 
     def collect(self, claims: int | None) -> int:
@@ -119,20 +119,15 @@ class Pool(ABC):
         behind."""
         try:
             self._connect()
-            with stop_on_signals(self._ask_to_stop, scheduled=scheduled) as self._stop:
-                yield self._stop
+            with stop_on_signals(self._ask_to_stop, scheduled=scheduled) as self.stop:
+                yield self.stop
         finally:
             self._kill()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
 
     def rest(self, seconds: float) -> None:
         """Wait for `seconds` (at least POLL_SECONDS), or until a signal asks to stop."""
         time.sleep(POLL_SECONDS)
-        if not self.stopping:
-            self._stop.wait(seconds - POLL_SECONDS)
+        self.stop.wait(seconds - POLL_SECONDS)
 
     def _note_end(self, worker: str, code: int, words: str) -> None:
         """Count a worker that ended badly. DiskFull, WorkersCrash and SpecError: see `collect`."""

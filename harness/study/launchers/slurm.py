@@ -124,11 +124,11 @@ class SlurmPool(Pool):
             return None
         code, words = 0, ""
         if state == "CANCELLED":
-            if not (self.stopping or self._ending):
+            if not (self.stop.is_set() or self._ending):
                 self.size -= 1
                 log.warning("job %s was cancelled; the study continues with %d jobs", name, self.size)
                 if not self.size:
-                    self._stop.set()
+                    self.stop.set()
         elif paths.result_pickle.exists():
             try:
                 code, words = worker.result()
