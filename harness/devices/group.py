@@ -195,7 +195,7 @@ class _Silent:
     """The `RunLog` of ranks other than 0."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: None
+        return lambda *given, **named: None
 
 
 def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> int:
