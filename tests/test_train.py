@@ -198,11 +198,11 @@ class LateWriter:
 
 @pytest.mark.parametrize("name", ["ppo", "changing"])
 def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_path, cache, undisturbed, monkeypatch):
+    folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
     for method in ("begin", "check"):
         monkeypatch.setattr(Writer, method, getattr(LateWriter, method))
     monkeypatch.setattr(LateWriter, "late", 0)
     train(SPECS[name], tmp_path, MemoryLog(), cache=cache)
-    folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
     late, own = ([json.loads(file.read_text()) for file in sorted(folder.glob("*/state.json"))] for folder in folders)
     assert [one["step"] for one in late] == [4, 5] and LateWriter.late == 3
     assert [one["files"] for one in late] == [one["files"] for one in own]
