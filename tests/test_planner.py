@@ -1,10 +1,12 @@
 """The prediction of a study and what a budget buys, by hand from a measurement that is given; the bad questions."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cohort.harness.api import planner
 from cohort.harness.api.planner import Calibration, Option, Pace, measured_trial, option, plan, spread_of, within
 from cohort.harness.api.study import load_study
 from cohort.harness.cli.app import app
@@ -131,6 +133,24 @@ def test_a_bad_question_is_refused_in_one_sentence_and_nothing_is_written(
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_of_a_calibration_is_sent_to_a_server_or_a_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    elsewhere = {"COHORT_TRACKING_URI": "http://127.0.0.1:9", "COHORT_MIRROR": "none"}
+    for name, value in elsewhere.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+
+    def run_study(*_: Any, **__: Any) -> Any:
+        seen.extend(elsewhere.keys() & os.environ.keys())
+        raise KeyboardInterrupt
+
+    for name in ("check_study", "start_policy"):  # the first asks whether the server answers
+        monkeypatch.setattr(planner, name, lambda *_: None)
+    monkeypatch.setattr(planner, "run_study", run_study)
+    with pytest.raises(KeyboardInterrupt):
+        plan(load_study("quickstart"), workers=1, runs=tmp_path)
+    assert not seen and elsewhere.items() <= os.environ.items()
 
 
 @pytest.mark.long

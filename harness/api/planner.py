@@ -28,7 +28,7 @@ import torch
 from ...reports.statistics import minimum_detectable_difference
 from ..ground.inputs import digest
 from ..ground.machine import default_workers, usable_cores
-from ..mirror.address import TRACKING_URI
+from ..mirror.address import MIRROR, TRACKING_URI
 from ..policy.sources import start_name
 from ..record.events import EVENTS, read_history
 from ..run.cold_start import start_policy
@@ -174,8 +174,8 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
     }  # fmt: skip
     cut = parse_study(raw, f"study '{study.name}'")
     with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder, ExitStack() as after:
-        if TRACKING_URI in os.environ:  # nothing of a calibration is sent to an MLflow server
-            after.callback(os.environ.__setitem__, TRACKING_URI, os.environ.pop(TRACKING_URI))
+        for name in os.environ.keys() & {TRACKING_URI, MIRROR}:  # nothing of a calibration is sent anywhere
+            after.callback(os.environ.__setitem__, name, os.environ.pop(name))
         scratch, since = Path(folder), time.time()
         (scratch / "cache").symlink_to((runs / "cache").resolve())
         status = run_study(cut, scratch, workers=workers, command="", together=False)
