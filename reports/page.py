@@ -18,7 +18,7 @@ from .prose.answer import answer, progress
 from .prose.methods import methods
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from .scaling import Scalings
-from .suites import suite, suite_rows
+from .suites import suite, suite_table
 from .trials import setting
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
@@ -70,7 +70,7 @@ def page_values(
         "metric": wording.spoken(record.metric),
         **{name: getattr(tables, name)(analysis) for name in _TABLES},
         "accuracies": tables.accuracies(analysis, capable),
-        "suite": suite_rows(suite(analysis), analysis),
+        "suite": suite_table(suite(analysis), analysis),
         "capability": capable,
         "capabilities": tables.capability(capable),
         "scaling": tables.scaling(analysis, scaled),

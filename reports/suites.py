@@ -43,9 +43,9 @@ def suite(analysis: Analysis) -> Suite | None:
     return Suite(tests, {(a, t): p for (a, t, _), p in zip(compared, adjusted, strict=True)}) if tests else None
 
 
-def suite_rows(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:
-    """The table, whose columns name each test with its number of problems and whose cells are an arm's mean and its
-    difference from the baseline with its p, both with limits; and how to read it."""
+def suite_table(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:
+    """`table`, whose columns name each test with its number of problems and whose cells are an arm's mean and its
+    difference from the baseline with its p, both with limits, and `reading`, what it shows; None without tests."""
     if found is None:
         return None
     names = {name: f"{name} ({one.arms[0].num_problems} problems)" for name, one in found.tests.items()}

@@ -18,7 +18,7 @@ from cohort.harness.run.single import evaluate_once
 from cohort.harness.spec.errors import SpecError
 from cohort.reports.analysis import analysed
 from cohort.reports.statistics import holm
-from cohort.reports.suites import suite, suite_rows
+from cohort.reports.suites import suite, suite_table
 from factories import FEW, make_spec
 from fake_study import fake_study, with_trials
 
@@ -162,11 +162,11 @@ def test_each_test_has_the_numbers_of_a_study_of_it_alone_and_all_differences_ar
     assert len(adjusted) == 4
     # the comparison of the study itself stays what it is without other tests
     assert [c.p_adjusted for c in analysis.comparisons] == [c.p_adjusted for c in analysed(fake_study()).comparisons]
-    rows = suite_rows(found, analysis)
-    assert rows is not None
-    assert [column.name for column in rows["table"].columns] == ["Arm", "x (64 problems)", "y (30 problems)"]
-    assert [[len(cell.parts) for cell in cells] for _, *cells in rows["table"].rows] == [[1, 1], [2, 2], [2, 2]]
-    assert "all 4 differences of this table are one Holm family" in rows["reading"]
+    shown = suite_table(found, analysis)
+    assert shown is not None
+    assert [column.name for column in shown["table"].columns] == ["Arm", "x (64 problems)", "y (30 problems)"]
+    assert [[len(cell.parts) for cell in cells] for _, *cells in shown["table"].rows] == [[1, 1], [2, 2], [2, 2]]
+    assert "all 4 differences of this table are one Holm family" in shown["reading"]
 
 
 def test_a_test_that_some_trial_lacks_or_has_with_other_settings_is_no_column():

@@ -103,7 +103,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
     Empty before the start, and for an unreadable file, because only progress views read it.
     """
     shown: dict[str, Any] = {}
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         shown = read_json(directory / PROGRESS)
     whole = all(isinstance(value, str if key == "phase" else int | float) for key, value in shown.items())
     return shown if whole else {}

@@ -238,8 +238,7 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
         "seconds": clock.left(arm),
     } for label, arm in listed.items()]  # fmt: skip
 
-    summed = ("steps", "rollouts", "generated_tokens_bound", "seconds")
-    totals = {key: sum(arm["trials"] * arm[key] for arm in arms) for key in summed}
+    summed = ("steps", "rollouts", "generated_tokens_bound")
     first = {"trials": len(status.trials), "seconds": with_time_left(status, plan, (), status.workers).left}
     return {
         "arms": arms,
@@ -248,8 +247,8 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
         "trials": counts.total(),
         "ended": sum(not trial.is_open for trial in status.trials),
         "workers": status.workers,
-        **totals,
-        "trial_seconds": totals["seconds"],
+        **{key: sum(arm["trials"] * arm[key] for arm in arms) for key in summed},
+        "trial_seconds": sum(arm["trials"] * arm["seconds"] for arm in arms),
         "seconds": status.left,
         "measured": status.measured,
     }
