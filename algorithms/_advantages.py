@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from math import inf
 
+from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, Tensor
-from ..harness.ground.tensors import kl_k1
 
 
 def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:

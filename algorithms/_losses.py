@@ -7,8 +7,8 @@ not sum to 1 (`SummedLoss`) multiplies those by a fact of the row alone, so that
 
 from typing import Literal
 
+from ..harness.base.tensors import kl_k1, kl_k3
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.ground.tensors import kl_k1, kl_k3
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

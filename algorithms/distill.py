@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.ground.tensors import kl_k1
 from ._losses import token_ratio, weighted_loss
 from ._surrogate import Clip, TokenMean
 

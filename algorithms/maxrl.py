@@ -14,8 +14,8 @@ completion's tokens, which the score is, is divided by a constant, as in Dr. GRP
 
 from typing import Literal
 
+from ..harness.base.tensors import ROUNDING
 from ..harness.data import Batch, Tensor
-from ..harness.ground.tensors import ROUNDING
 from ._advantages import counted, group_advantages, group_centred
 from ._surrogate import ClippedLoss, SummedLoss
 

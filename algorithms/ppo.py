@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from ..harness.base.tensors import whiten
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.ground.tensors import whiten
 from ._advantages import generalised_advantages, token_rewards
 from ._losses import token_ratio, weighted_loss
 from ._surrogate import Clip, RewardKL, TokenMean

@@ -13,8 +13,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ..harness.base.tensors import whiten
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.ground.tensors import whiten
 from ._advantages import at_last_token, group_centred, to_go, token_rewards
 from ._losses import kl_estimate, token_ratio, weighted_loss
 from ._surrogate import Clip, RewardKL, TokenMean

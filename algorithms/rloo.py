@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.ground.tensors import kl_k1
 from ._advantages import leave_one_out, shrunk_leave_one_out
 from ._losses import clipped_surrogate, row_log_ratio, weighted_loss
 from ._surrogate import RewardKL

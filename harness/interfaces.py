@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, get_ar
 
 from pydantic import Field
 
+from .base.inputs import Sources
 from .data import (
     Batch,
     Call,
@@ -34,7 +35,6 @@ from .data import (
     Section,
     Split,
 )  # fmt: skip
-from .ground.inputs import Sources
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

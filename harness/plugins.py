@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 from . import interfaces
+from .base.words import did_you_mean
 from .data import Section
-from .ground.words import did_you_mean
 from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, Task
 
 Kind = Literal["algorithm", "task", "reward", "sampler", "engine", "mirror"]

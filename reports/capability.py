@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..harness.ground.words import quoted
+from ..harness.base.words import quoted
 from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis

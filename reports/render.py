@@ -21,9 +21,9 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ..harness.base.files import write_text
+from ..harness.base.words import in_markdown
 from ..harness.data import SampleRow
-from ..harness.ground.files import write_text
-from ..harness.ground.words import in_markdown
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities

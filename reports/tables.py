@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..harness.ground.words import duration
+from ..harness.base.words import duration
 from .analysis import PLANNED_DIFFERENCES, Analysis, held_out_accuracies
 from .capability import TAUS, Capabilities, table_sizes
 from .claims import Claim

@@ -24,8 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ..harness.base.inputs import REVISION, Sources, Unreachable, digest, digested, expected, verify
 from ..harness.data import Demonstration, Prompt, Split
-from ..harness.ground.inputs import REVISION, Sources, Unreachable, digest, digested, expected, verify
 from ._answers import QuestionTask
 
 SourceSplit = Literal["train", "test"]

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import floor
 
-from ..harness.ground.rationals import Token, decimal, evaluate
+from ..harness.base.rationals import Token, decimal, evaluate
 
 MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ..harness.ground.words import did_you_mean
+from ..harness.base.words import did_you_mean
 from . import _latex
 from ._answers import AnswerFormat, last_resort_latex, stated, write
 from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field

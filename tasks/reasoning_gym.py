@@ -28,9 +28,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from ..harness.base.inputs import REVISION, Sources
+from ..harness.base.words import did_you_mean
 from ..harness.data import Demonstration, Prompt, Split
-from ..harness.ground.inputs import REVISION, Sources
-from ..harness.ground.words import did_you_mean
 from ._answers import AnswerFormat, AnswerTask, last_resort_latex, write
 from ._child import GRACE_SECONDS, Begin, Children
 from ._data import stable_id

@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from ..harness.ground import rationals
+from ..harness.base import rationals
 from ._answers import write
 from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 from ._numbers import spell

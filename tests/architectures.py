@@ -6,11 +6,11 @@ import torch
 from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.library import import_generation
-from cohort.harness.run.agreement import own_logprobs
+from cohort.harness.run.build import Run
+from cohort.harness.run.guards.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.state import Run
 from cohort.harness.run.step import collate
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from fakes import tiny_codec
 
 _ENDS = {"vocab_size": 100, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_tokenizer
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec, parse_run
 from real_data import real_data
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

@@ -6,9 +6,9 @@ from typing import Any
 
 from cohort.harness.api.study import Study, study_of
 from cohort.harness.record.status import StudyStatus, TrialStatus
-from cohort.harness.spec.raw import with_overrides
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.settings.raw import with_overrides
+from cohort.harness.settings.run import RunSpec, parse_run
+from cohort.harness.settings.study import StudySpec, parse_study
 
 # The smallest run that trains: seconds on one core. `make_spec(**{**FEW, "steps": 2})`
 FEW: Mapping[str, Any] = {

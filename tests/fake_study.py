@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from cohort.harness.data import SampleRow, TrialState
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.harness.spec.claim import Claim
+from cohort.harness.settings.claim import Claim
 
 HOSTILE = (
     "8+5=13</pre><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{1}{ ``` | <b>& \x00\x1b[31m \u202e"

@@ -18,16 +18,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
+from cohort.harness.base.files import read_json, sync, write_json
 from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
-from cohort.harness.ground.files import read_json, sync, write_json
 from cohort.harness.interfaces import Algorithm, RolloutEngine, Task
 from cohort.harness.mirror.follow import Mirror
 from cohort.harness.mirror.store import connect
 from cohort.harness.mirror.writer import Place
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.study import StudySpec
 from factories import make_study
 
 EXECUTE = "fake_trials:train"

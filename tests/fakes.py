@@ -1,10 +1,10 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
 import torch
+from cohort.harness.contracts.plugins import batch_of, graded_group  # noqa: F401
 from cohort.harness.data import SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
-from cohort.harness.run.contract import batch_of, graded_group  # noqa: F401
 from safetensors.torch import load_file
 
 

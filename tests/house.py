@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports", "cohort")
-NAMED = ("ground", "devices", "spec", "data", "interfaces", "policy", "engines", "plugins")
+NAMED = ("base", "ground", "devices", "settings", "spec", "data", "interfaces", "policy", "engines", "plugins")
 NOT_FOLLOWED = tuple(f"harness/{name}" for name in NAMED)
 
 
@@ -94,7 +94,7 @@ def step_stays(root: Path) -> tuple[int, int]:
     home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
     step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
     raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
-    spec = load(root, "harness.spec.run").parse_run(raw, "house")
+    spec = load(root, "harness.settings.run").parse_run(raw, "house")
     seen: set[Any] = set()
     files: list[str] = []
 
@@ -119,7 +119,7 @@ def step_stays(root: Path) -> tuple[int, int]:
 
     load(root, "harness.run.grading")._thread = AtOnce()
     with tempfile.TemporaryDirectory() as folder:
-        prepare = load(root, "harness.run.state").prepare
+        prepare = load(root, "harness.run.build").prepare
         run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
         prompts = spec.task.prompts("train")
         sys.setprofile(note)

@@ -10,11 +10,11 @@ from typing import Any
 
 import fake_trials
 import psutil
-from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.base.files import read_json, write_json
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study, study_document
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue, open_storage
 from cohort.harness.study.runner import run_study

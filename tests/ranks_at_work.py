@@ -22,12 +22,13 @@ from cohort.harness.policy import model
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import checkpoint, state
+from cohort.harness.run import build as state
+from cohort.harness.run import checkpoint
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import LoRA, parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, StopAfter
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.two_stage import decide
 from cohort.reports import statistics
 from cohort.reports.render import analysed

@@ -11,7 +11,7 @@ from cohort.harness.data import InvalidRun
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.model import length_limit
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
-from cohort.harness.run.agreement import check_agreement
+from cohort.harness.run.guards.agreement import check_agreement
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
@@ -124,7 +124,7 @@ def test_an_engine_may_differ_by_the_rounding_of_the_coarser_precision_unless_it
 
 def test_a_run_with_an_engine_that_is_off_is_invalid_before_its_first_evaluation(tmp_path, monkeypatch):
     log, spec = MemoryLog(), small_spec()
-    monkeypatch.setattr("cohort.harness.run.state.plugins.load", lambda kind, name: EngineThatIsOff)
+    monkeypatch.setattr("cohort.harness.run.build.plugins.load", lambda kind, name: EngineThatIsOff)
     result = train(spec, tmp_path / "run", log, cache=tmp_path)
     assert (result.state, log.events) == ("invalid", [])
     words = r"engine transformers and the model's own .* \(at most 0.0001\) before the first step, on token"

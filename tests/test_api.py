@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from cohort.harness.api.result import intervals
+from cohort.harness.base.files import write_json
 from cohort.harness.data import EvaluationResult, SampleRow
-from cohort.harness.ground.files import write_json
 from cohort.harness.record.study import StudyRecord
 from cohort.reports import statistics
 from cohort.reports.render import cell, latex, write_report

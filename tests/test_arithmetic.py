@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 import pytest
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 

@@ -9,18 +9,18 @@ from typing import Any
 import fake_trials
 import pytest
 from cohort.harness.api.reporting import write_report
+from cohort.harness.base.disk import EXIT_STATUS, UNFIT, DiskFull
+from cohort.harness.base.files import write_json, write_text
 from cohort.harness.cli.app import app
-from cohort.harness.ground.disk import EXIT_STATUS, UNFIT, DiskFull
-from cohort.harness.ground.files import write_json, write_text
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.checks import check_unchanged
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.launchers.local import MAX_CRASHES, MAX_KILLS, WorkerPool
 from cohort.harness.study.plan import Plan
+from cohort.harness.study.preflight import check_unchanged
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import LocalStorage

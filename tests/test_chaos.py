@@ -20,11 +20,11 @@ import kill_points
 import postgres_server
 import psutil
 import pytest
-from cohort.harness.ground.files import read_json
+from cohort.harness.base.files import read_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
 from fake_trials import a_study

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from cohort.harness.cli.app import main
-from cohort.harness.run.contract import check_package
+from cohort.harness.contracts.plugins import check_package
 
 BROKEN = """
 from cohort.algorithms.grpo import GRPO

@@ -16,9 +16,9 @@ from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.events import EVENTS, event_line, read_events
 from cohort.harness.record.run import CHECKPOINTS, LEARNER
-from cohort.harness.run import state
+from cohort.harness.run import build as state
+from cohort.harness.run.build import prepare
 from cohort.harness.run.checkpoint import Checkpoint, Writer, fork_run, latest_checkpoint, save_checkpoint
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from factories import make_spec
 from fakes import MemoryLog, assert_same_weights

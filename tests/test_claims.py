@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord, keep_document, read_folder, study_document
-from cohort.harness.spec.claim import Claim as Registered
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study, shipped_studies
-from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.study.checks import check_claimed, check_study, check_unchanged
+from cohort.harness.settings.claim import Claim as Registered
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study, shipped_studies
+from cohort.harness.settings.study import StudySpec, parse_study
+from cohort.harness.study.preflight import check_claimed, check_study, check_unchanged
 from cohort.harness.study.worker import EXECUTE
 from cohort.reports import statistics
 from cohort.reports.analysis import analysed

@@ -19,12 +19,12 @@ import torch
 import typer
 from cohort.harness.api.machine import check_machine
 from cohort.harness.api.study import comparison
+from cohort.harness.base import machine
 from cohort.harness.cli import app
 from cohort.harness.console import progress, terminal
-from cohort.harness.ground import machine
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
-from cohort.harness.spec.run import Optimizer
+from cohort.harness.settings.run import Optimizer
 from factories import status, trial
 from rich.console import Console
 from test_plugins import install

@@ -13,7 +13,7 @@ from cohort.harness.policy.sources import cold_start_key
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import cold_start
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
-from cohort.harness.spec.run import ColdStart, parse_run
+from cohort.harness.settings.run import ColdStart, parse_run
 from fakes import tiny_codec
 from filelock import FileLock
 

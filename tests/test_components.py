@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from cohort.harness.record.study import StudyRecord, keep_document, read_folder, study_document
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.study import parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.study import parse_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components

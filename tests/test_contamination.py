@@ -29,8 +29,8 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
 from cohort.harness.run.cold_start import fit_demonstrations
-from cohort.harness.spec.run import ColdStart, parse_run
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.run import ColdStart, parse_run
+from cohort.harness.settings.study import StudySpec
 from cohort.reports.contamination import Finding, judge, verdict
 from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test

@@ -14,11 +14,11 @@ from cohort.harness.data import Group, Prompt, Rollout
 from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.run import gates
 from cohort.harness.run.grading import control_rewards, grade
+from cohort.harness.run.guards import gates
 from cohort.harness.run.loop import train
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.study.two_stage import decide
 from cohort.reports.findings import verdicts
 from cohort.reports.render import analysed, results_csv, write_report

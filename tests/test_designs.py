@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 from cohort.harness.api.study import comparison
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.study import parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.study import parse_study
 from test_spec import error_of, study
 
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}

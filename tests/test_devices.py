@@ -22,10 +22,10 @@ from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
-from cohort.harness.run.single import train_once
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.run import parse_run
+from cohort.harness.run.standalone import train_once
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
 from ranks_at_work import (

@@ -13,11 +13,11 @@ from cohort.harness.policy.flops import Costs
 from cohort.harness.policy.model import load_tokenizer, model_config, save_model
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
+from cohort.harness.run.build import RunResult
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.state import RunResult
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import RunSpec
 from factories import FEW, make_spec
 from fakes import MemoryLog
 from test_learner import make_batch

@@ -13,9 +13,9 @@ import typer
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.mirror.address import TRACKING_URI
-from cohort.harness.spec import paths
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings import paths
+from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.study import StudySpec
 
 import cohort
 

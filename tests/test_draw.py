@@ -7,10 +7,10 @@ from typing import Any
 import factories
 import pytest
 from cohort.harness.data import Prompt, PromptDraw
+from cohort.harness.run.build import prepare
 from cohort.harness.run.loop import charge_step
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, train_step
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
 

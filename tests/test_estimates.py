@@ -11,15 +11,15 @@ import datasets
 import fake_trials
 import pytest
 from cohort.harness.api.live import LiveStudy
+from cohort.harness.base.files import write_json
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
 from cohort.harness.console import progress
 from cohort.harness.data import Prompt
-from cohort.harness.ground.files import write_json
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue, study_status

@@ -8,16 +8,17 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from cohort.harness.base.files import sha256
 from cohort.harness.data import EvaluationResult, Prompt, Sampling
 from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
-from cohort.harness.ground.files import sha256
 from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
 from cohort.harness.rewards.majority_vote import majority_correct
 from cohort.harness.run import loop
+from cohort.harness.run.build import Run
 from cohort.harness.run.evaluate import (
     breakdown,
     completions_file,
@@ -31,8 +32,7 @@ from cohort.harness.run.evaluate import (
 )
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
-from cohort.harness.run.state import Run
-from cohort.harness.spec.run import Evaluation, parse_run
+from cohort.harness.settings.run import Evaluation, parse_run
 from cohort.reports.statistics import wilson_interval
 from fakes import MemoryLog, graded_group, tiny_codec
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cohort.harness.spec.run
+import cohort.harness.settings.run
 import fake_trials
 import pytest
 import yaml
 from cohort.harness.cli.app import app
-from cohort.harness.spec.load import load_study, runs_of, shipped_studies
-from cohort.harness.spec.raw import with_overrides
+from cohort.harness.settings.load import load_study, runs_of, shipped_studies
+from cohort.harness.settings.raw import with_overrides
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often this process has parsed the settings of each run, apart from its seed."""
     counts: Counter[str] = Counter()
-    parse_run = cohort.harness.spec.run.parse_run
+    parse_run = cohort.harness.settings.run.parse_run
 
     def counted(raw: Mapping[str, Any], where: str) -> Any:
         counts[json.dumps({key: value for key, value in raw.items() if key != "seed"}, sort_keys=True)] += 1
@@ -91,6 +91,6 @@ def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name
     for arm in study.checked_arms():
         for seed in study.seeds:
             settings = with_overrides(study.run, {**arm.overrides, "seed": seed})
-            described = cohort.harness.spec.run.parse_run(settings, "here")
+            described = cohort.harness.settings.run.parse_run(settings, "here")
             assert arm.run_spec(seed) == described
             assert arm.run_spec(seed).digest() == described.digest()

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cohort.harness.run.contract import check_package, of_kind
-from cohort.harness.spec.load import load_study
+from cohort.harness.contracts.plugins import check_package, of_kind
+from cohort.harness.settings.load import load_study
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
 from cohort.harness.study.worker import worker_main

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 from cohort.harness.cli import app
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_run, load_study, runs_of
-from cohort.harness.spec.raw import parse_overrides
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_run, load_study, runs_of
+from cohort.harness.settings.raw import parse_overrides
 
 BASE = {
     "question": "Which?",

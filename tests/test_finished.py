@@ -10,19 +10,19 @@ from pathlib import Path
 import fake_trials
 import pytest
 import torch
+from cohort.harness.base.files import write_json
 from cohort.harness.checks import disk
 from cohort.harness.checks.disk import check_disk, estimate_disk
-from cohort.harness.ground.files import write_json
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.sources import Base, start_name
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import drop_checkpoints, model_folder
 from cohort.harness.run.checkpoint import save_checkpoint
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.single import train_once
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.run import Checkpoints, parse_run
+from cohort.harness.run.standalone import train_once
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study

@@ -14,12 +14,12 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.build import Run
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.state import Run
 from cohort.harness.run.step import collate
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import RunSpec
 from factories import make_spec
 from fakes import MemoryLog, StopAfter, tiny_codec
 from pretend_cuda import pretend_cuda

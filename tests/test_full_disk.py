@@ -14,9 +14,9 @@ import fake_slurm
 import fake_trials
 import psutil
 import pytest
+from cohort.harness.base.disk import DiskFull, disk_full
+from cohort.harness.base.files import read_json
 from cohort.harness.cli import app
-from cohort.harness.ground.disk import DiskFull, disk_full
-from cohort.harness.ground.files import read_json
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.study.launchers import slurm
 from cohort.harness.study.launchers.ray import Cluster
@@ -182,8 +182,8 @@ def test_a_limit_of_a_files_size_is_named(tmp_path: Path):
     code = """if True:
         import resource, sys
         from pathlib import Path
-        from cohort.harness.ground.disk import disk_full
-        from cohort.harness.ground.files import write_text
+        from cohort.harness.base.disk import disk_full
+        from cohort.harness.base.files import write_text
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         try:
             write_text(Path("file"), "x" * 20_000)

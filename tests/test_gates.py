@@ -4,11 +4,11 @@ import factories
 import pytest
 import torch
 from cohort.harness.data import InvalidRun
-from cohort.harness.run.gates import STEPS, GateState, check_gates
+from cohort.harness.run.guards.gates import STEPS, GateState, check_gates
 from cohort.harness.run.learner import weight_sample, weights_metric
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import group_metrics
-from cohort.harness.spec.run import Gates
+from cohort.harness.settings.run import Gates
 from factories import FEW
 from fakes import MemoryLog, StopAfter, batch_of
 

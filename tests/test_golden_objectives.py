@@ -4,8 +4,8 @@ import objective_references as references
 import pytest
 import torch
 from cohort.harness import plugins
+from cohort.harness.base.tensors import pad_right
 from cohort.harness.data import Batch, PolicyOutput
-from cohort.harness.ground.tensors import pad_right
 
 BATCHES = references.inputs()
 NEEDS_NO_GROUP = ("ppo", "reinforce_plus_plus", "remax", "distill")

@@ -13,12 +13,12 @@ from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
+from cohort.harness.run.build import prepare
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import begin_grading, grade, sample_rows
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import rollout_metrics, train_step
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import Evaluation, parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import Evaluation, parse_run
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fakes import MemoryLog, batch_of

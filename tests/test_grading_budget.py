@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import sympy
-from cohort.harness.run import grading, hostile
+from cohort.harness.contracts import hostile
+from cohort.harness.run import grading
 from cohort.harness.run.grading import grade
 from cohort.tasks import _algebra
 from cohort.tasks._latex import Checker

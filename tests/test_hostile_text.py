@@ -9,8 +9,8 @@ import pytest
 from cohort.harness.mirror.store import connect
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import parse_study
 from cohort.harness.study.queue import Outcome
 from fake_trials import begin_study, in_mlflow, of_study
 from queues import a_queue, claimed

@@ -15,8 +15,8 @@ from cohort.harness.devices import group
 from cohort.harness.devices.group import Group
 from cohort.harness.record.events import read_events
 from cohort.harness.run.loop import train
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import parse_run
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
 from factories import make_study

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import fake_trials
 import pytest
+from cohort.harness.base import files
+from cohort.harness.base.files import read_json, sha256
+from cohort.harness.base.inputs import InputsChanged, check_same, digested, expecting
 from cohort.harness.checks.preflight import run_inputs
-from cohort.harness.ground import files
-from cohort.harness.ground.files import read_json, sha256
-from cohort.harness.ground.inputs import InputsChanged, check_same, digested, expecting
 from cohort.harness.mirror.store import connect
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.study import read_study
 from cohort.harness.run.loop import train
-from cohort.harness.run.single import train_once
+from cohort.harness.run.standalone import train_once
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
 from cohort.harness.study.runner import dry_run, run_study
@@ -215,7 +215,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetInfo, config
 from datasets.splits import SplitDict, SplitInfo
 from huggingface_hub import constants
-from cohort.harness.ground.inputs import InputsChanged, digested, expecting
+from cohort.harness.base.inputs import InputsChanged, digested, expecting
 from cohort.harness.policy.model import load_policy, save_model
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer

@@ -14,8 +14,8 @@ from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import evaluate
 from cohort.harness.run.evaluate import evaluate_run, kept_problems
-from cohort.harness.run.single import evaluate_once
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.run.standalone import evaluate_once
+from cohort.harness.settings.run import RunSpec, parse_run
 from fakes import tiny_codec
 
 

@@ -8,8 +8,8 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote, winners
+from cohort.harness.run.build import prepare
 from cohort.harness.run.grading import begin_grading
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import collapse_step, collapses

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cohort.harness.base.words import in_markdown, quoted
 from cohort.harness.console import terminal
 from cohort.harness.console.progress import Page
-from cohort.harness.ground.words import in_markdown, quoted
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.record.study import StudyRecord, study_document
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec, arm_label, parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec, arm_label, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.reports.figures import curves, outcome
 from cohort.reports.figures.style import Drawing, drawn, wrapped

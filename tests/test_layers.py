@@ -32,26 +32,26 @@ TEXT = (".py", ".ipynb", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".cs
 # What a file of each folder may import from the project, its own folder apart.
 MAY_IMPORT = {
     "harness": (),
-    "algorithms": ("harness.data", "harness.interfaces", "harness.ground.tensors"),
-    "tasks": ("harness.data", "harness.interfaces", *(f"harness.ground.{n}" for n in ("inputs", "rationals", "words"))),
+    "algorithms": ("harness.data", "harness.interfaces", "harness.base.tensors"),
+    "tasks": ("harness.data", "harness.interfaces", *(f"harness.base.{n}" for n in ("inputs", "rationals", "words"))),
     "studies": (),
-    "reports": ("harness.data", "harness.record", "harness.ground.files", "harness.ground.words"),
+    "reports": ("harness.data", "harness.record", "harness.base.files", "harness.base.words"),
     API: ("harness.api",),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
 # `plugins` loads algorithms, tasks, rewards, samplers, engines by name; `api` alone joins studies, records and reports.
 ROOMS = (
-    ("ground",),
+    ("base",),
     ("data",),
     ("interfaces",),
     ("plugins",),
-    ("spec",),
+    ("settings",),
     ("record",),
     ("devices", "mirror", "mirrors"),
     ("policy",),
     ("engines", "rewards", "samplers", "checks"),
     ("run",),
-    ("study",),
+    ("contracts", "study"),
     ("console",),
     ("api",),
     ("cli",),
@@ -138,7 +138,7 @@ def circle(files: Mapping[str, ast.Module]) -> list[str]:
     arrows = {
         name: {m for _, m in imports(file, files[file]) if m in modules} - {name} for name, file in modules.items()
     }
-    for name in arrows:  # `from cohort.harness.spec import run` names a package and its module: the module is meant
+    for name in arrows:  # `from cohort.harness.settings import run` names a package and its module: the module is meant
         packages = {m for m in arrows[name] if any(other.startswith(m + ".") for other in arrows[name])}
         arrows[name] -= packages
     try:
@@ -232,14 +232,14 @@ def test_every_shipped_file_keeps(rule: str):
         ("one_way_imports", "harness/cli/app.py", "import_module('cohort.reports.render')"),
         ("one_way_imports", "algorithms/grpo.py", "from ..harness import study"),
         ("one_way_imports", "tasks/gsm8k.py", "from ..harness.run.grading import grade"),
-        ("one_way_imports", "reports/render.py", "from ..harness.spec import RunSpec"),
+        ("one_way_imports", "reports/render.py", "from ..harness.settings import RunSpec"),
         ("one_way_imports", "reports/render.py", "from ..harness.data_extra import X"),
         ("api_is_on_top", "harness/cli/app.py", "def f():\n    import cohort"),
         ("api_is_on_top", "harness/cli/app.py", "from ... import load_study"),
-        ("rooms_import_downwards", "harness/spec/run.py", "from ..run.loop import train"),
+        ("rooms_import_downwards", "harness/settings/run.py", "from ..run.loop import train"),
         ("rooms_import_downwards", "harness/record/events.py", "command = '-m cohort.harness.study.worker'"),
         ("rooms_import_downwards", "harness/data.py", "if True:\n    from .interfaces import Task"),
-        ("rooms_import_downwards", "harness/run/single.py", "from ..console.terminal import say"),
+        ("rooms_import_downwards", "harness/run/standalone.py", "from ..console.terminal import say"),
         ("single_importers", "reports/render.py", "from mlflow.tracking import MlflowClient"),
         ("single_importers", "harness/record/events.py", "import mlflow"),
         ("single_importers", "harness/mirror/store.py", "import optuna.storages"),
@@ -249,7 +249,7 @@ def test_every_shipped_file_keeps(rule: str):
         ("no_text_runs_as_code", "tasks/math.py", "x = eval(text)"),
         ("no_text_runs_as_code", "harness/run/checkpoint.py", "from pickle import loads"),
         ("no_text_runs_as_code", "harness/run/checkpoint.py", "torch.load(path, weights_only=False)"),
-        ("no_text_runs_as_code", "harness/spec/run.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
+        ("no_text_runs_as_code", "harness/settings/run.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
         ("no_text_runs_as_code", "harness/record/run.py", "subprocess.run(command, shell=True)"),
         ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
         ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
@@ -265,7 +265,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("algorithms/ppo.py", "from ._surrogate import loss\nfrom ..harness.ground.tensors import whiten"),
+        ("algorithms/ppo.py", "from ._surrogate import loss\nfrom ..harness.base.tensors import whiten"),
         ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
         ("harness/mirror/writer.py", "import mlflow"),
         ("harness/study/queue.py", "import optuna\nfrom ..record.run import RunLog"),
@@ -289,13 +289,13 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_a_planted_circle_is_seen():
     planted = {
-        "harness/spec/run.py": "def f():\n    from . import errors",
-        "harness/spec/errors.py": "from .raw import digest",
-        "harness/spec/raw.py": "if TYPE_CHECKING:\n    from .run import RunSpec",
-        "harness/spec/load.py": "from .run import RunSpec",
+        "harness/settings/run.py": "def f():\n    from . import errors",
+        "harness/settings/errors.py": "from .raw import digest",
+        "harness/settings/raw.py": "if TYPE_CHECKING:\n    from .run import RunSpec",
+        "harness/settings/load.py": "from .run import RunSpec",
     }
     found = circle({path: ast.parse(source) for path, source in planted.items()})
-    assert set(found) == {"harness.spec.errors", "harness.spec.raw", "harness.spec.run"}
+    assert set(found) == {"harness.settings.errors", "harness.settings.raw", "harness.settings.run"}
 
 
 def test_every_layer_and_room_is_looked_at_and_has_its_place_in_the_order():
@@ -324,10 +324,10 @@ def test_a_folder_with_code_is_a_package():
     ("statement", "absent"),
     [
         ("import cohort; cohort.__all__; dir(cohort)", HEAVY | {"pydantic", "yaml", "numpy", "typer", "rich"}),
-        ("import cohort.harness.cli.app, cohort.harness.cli.views", HEAVY | {"pydantic", "yaml"}),
+        ("import cohort.harness.cli.app, cohort.harness.console.views", HEAVY | {"pydantic", "yaml"}),
         ("import cohort.harness.study.queue", HEAVY - {"optuna"} | {"sqlalchemy"}),
         (
-            "from cohort.harness.spec.load import load_study; load_study('quickstart', []).checked_arms()",
+            "from cohort.harness.settings.load import load_study; load_study('quickstart', []).checked_arms()",
             HEAVY | {"huggingface_hub"},
         ),
         (

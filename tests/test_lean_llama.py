@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from cohort.harness.base.tensors import pad_left
 from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.ground.tensors import pad_left
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
 from cohort.harness.policy.fused_llama import LeanDecoder
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.run import LoRA
+from cohort.harness.settings.run import LoRA
 from fakes import tiny_codec
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM

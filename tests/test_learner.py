@@ -15,7 +15,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance, packed
-from cohort.harness.spec.run import CriticStart
+from cohort.harness.settings.run import CriticStart
 from fakes import assert_same_weights, batch_of
 
 # PPO with a value head on the policy's trunk.

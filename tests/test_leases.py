@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.base.files import read_json, write_json
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cohort.harness.api.reporting import report
 from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import parse_study
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analysed, outcome_contrast
 from cohort.reports.join import join

@@ -5,16 +5,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from cohort.harness.ground.inputs import InputsChanged
+from cohort.harness.base.inputs import InputsChanged
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, base_weights
 from cohort.harness.policy.model import check_model, load_policy, save_model
 from cohort.harness.policy.sources import Base, model_sources
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run import learner as learner_module
+from cohort.harness.run.guards.sync import _learner_scores
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.sync import _learner_scores
 from factories import FEW, make_spec
 from fakes import MemoryLog, StopAfter
 from safetensors.torch import load_file

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 import yaml
-from cohort.harness.run import hostile
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.contracts import hostile
+from cohort.harness.settings.errors import SpecError
 from cohort.tasks import _answers, _latex
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import BadRow

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from cohort.harness.api.runs import estimate_runs
+from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
 from cohort.harness.checks.memory import (
     check_fits,
@@ -23,17 +24,16 @@ from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
-from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, recomputes, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.run.state import placed, prepare, run_facts
+from cohort.harness.run.build import placed, prepare, run_facts
 from cohort.harness.run.step import train_step
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study
-from cohort.harness.study.checks import check_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study
+from cohort.harness.study.preflight import check_study
 from cohort.harness.study.worker import EXECUTE
 from factories import make_spec, real_sets
 from fakes import MemoryLog, tiny_codec
@@ -400,7 +400,7 @@ def test_two_vllms_on_one_gpu_are_refused(monkeypatch):
 
 
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
-    monkeypatch.setattr("cohort.harness.study.checks.usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("cohort.harness.study.preflight.usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr("cohort.harness.study.launchers.local.usable_gpus", lambda: ("0", "1"))
     seen = []
     monkeypatch.setattr("cohort.harness.checks.memory.check_memory", lambda spec, copies: seen.append(copies))

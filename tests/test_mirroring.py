@@ -21,8 +21,8 @@ import pytest
 import typer
 from cohort.harness import plugins
 from cohort.harness.api import reporting, study
+from cohort.harness.base.files import file_lock
 from cohort.harness.cli import options
-from cohort.harness.ground.files import file_lock
 from cohort.harness.mirror import notices, others
 from cohort.harness.mirror.address import MIRROR, mirrors, remote_uri
 from cohort.harness.mirror.follow import mirrored
@@ -30,7 +30,7 @@ from cohort.harness.mirror.others import _Copy
 from cohort.harness.mirror.studies import forget_study
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import RunLog, read_result
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from cohort.harness.study import runner
 from fake_mirrors import kept
 from fake_trials import a_study

@@ -85,7 +85,7 @@ def test_cuda_is_refused_where_there_is_none():
 
 
 def test_a_model_needs_no_scikit_learn_which_stays_available():
-    code = "from cohort.harness.spec.run import parse_run; from cohort.harness.checks.memory import estimate_run;"
+    code = "from cohort.harness.settings.run import parse_run; from cohort.harness.checks.memory import estimate_run;"
     code += "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))"
     code += "; from cohort.harness.policy.tiny import tiny_model; tiny_model(0)"
     code += "; import sys; assert 'transformers.models.llama.modeling_llama' in sys.modules"

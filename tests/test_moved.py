@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.base.files import read_json, write_json
 from cohort.harness.record.events import EVENTS, event_line, read_events, summed
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import StudyRecord, read_folder

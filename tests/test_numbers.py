@@ -4,7 +4,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from cohort.harness.run import hostile
+from cohort.harness.contracts import hostile
 from cohort.tasks import _numbers
 from cohort.tasks._numbers import canonical, last_boxed, number
 

@@ -22,7 +22,7 @@ from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.vespo import VESPO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.run.grading import score
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from fakes import batch_of, graded_group
 
 

@@ -15,7 +15,7 @@ from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.interfaces import Reward
 from cohort.harness.run.grading import MOST_PAID, grade, score
 from cohort.harness.run.loop import train
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from cohort.tasks.arithmetic import Arithmetic
 from fakes import MemoryLog, graded_group
 

@@ -15,7 +15,7 @@ from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import RunLog
 from cohort.harness.run.loop import train
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec, parse_run
 from factories import FEW
 from odd_plugins import NUMBERS
 

@@ -11,10 +11,10 @@ import postgres_server
 import psutil
 import pytest
 import typer
+from cohort.harness.base.addresses import hides, shown, without_secrets
 from cohort.harness.cli import app
-from cohort.harness.ground.addresses import hides, shown, without_secrets
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from cohort.harness.study.queue import open_storage
 from cohort.harness.study.runner import run_study
 from fake_trials import a_study

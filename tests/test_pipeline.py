@@ -10,33 +10,33 @@ import pytest
 import torch
 import yaml
 from cohort.harness.api.verification import Findings, Place, _group_size, check_trial
+from cohort.harness.base.files import sha256
+from cohort.harness.base.streams import generator
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import estimate_run
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration, Prompt, Split
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.ground.files import sha256
-from cohort.harness.ground.streams import generator
 from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
 from cohort.harness.run import stages
-from cohort.harness.run.agreement import own_logprobs
+from cohort.harness.run.build import engine_settings
 from cohort.harness.run.cold_start import _batches, fit_demonstrations
+from cohort.harness.run.guards.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.stages import as_group, drawn, kept_answers
-from cohort.harness.run.state import engine_settings
 from cohort.harness.run.step import collate
 from cohort.harness.run.supervised import supervised
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_run
-from cohort.harness.spec.raw import with_overrides
-from cohort.harness.spec.run import ColdStart, get_path, parse_run
-from cohort.harness.study.checks import check_claimed
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_run
+from cohort.harness.settings.raw import with_overrides
+from cohort.harness.settings.run import ColdStart, get_path, parse_run
 from cohort.harness.study.estimates import passes
+from cohort.harness.study.preflight import check_claimed
 from cohort.reports.prose.notes import _clip_note, budget_note
 from factories import FEW, make_spec, make_study
 from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec

@@ -9,11 +9,11 @@ import pytest
 from cohort.harness.api import planner
 from cohort.harness.api.planner import Calibration, Option, Pace, measured_trial, option, plan, spread_of, within
 from cohort.harness.api.study import load_study
+from cohort.harness.base.files import write_json
 from cohort.harness.cli.app import app
-from cohort.harness.ground.files import write_json
 from cohort.harness.record.events import EVENTS, event_line
-from cohort.harness.spec.run import parse_run
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.settings.run import parse_run
+from cohort.harness.settings.study import StudySpec, parse_study
 from typer.testing import CliRunner
 
 # 2 s and 1e9 operations a step; 0.1 s and 1e7 a problem; 10 validation and 20 test problems

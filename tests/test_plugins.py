@@ -11,7 +11,7 @@ import cohort.algorithms
 import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Algorithm, Reward, Task
-from cohort.harness.spec.load import load_run
+from cohort.harness.settings.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
@@ -115,7 +115,7 @@ def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_readmes_study_is_valid(tmp_path: Path):
-    from cohort.harness.spec.load import load_study
+    from cohort.harness.settings.load import load_study
 
     file = tmp_path / "my_study.yaml"
     file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])

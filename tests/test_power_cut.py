@@ -16,12 +16,12 @@ from typing import Any
 
 import fake_trials
 import pytest
+from cohort.harness.base.files import sync, write_text
 from cohort.harness.data import FINAL
-from cohort.harness.ground.files import sync, write_text
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.run import RunLog, read_result
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec, parse_run
 
 Image = dict[str, bytes | None]  # path -> content, None for a folder
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")

@@ -7,8 +7,8 @@ from cohort.harness import plugins
 from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.build import prepare
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from fakes import MemoryLog, tiny_codec
 from pretend_cuda import DeviceMismatch, pretend_cuda

@@ -8,7 +8,7 @@ from cohort.harness.samplers.easy_to_hard import EasyToHard
 from cohort.harness.samplers.replay import Replay
 from cohort.harness.samplers.success_band import SuccessBand
 from cohort.harness.samplers.uniform import Uniform
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from factories import make_spec
 
 PROMPTS = [Prompt(str(i), "x" * (20 - i), "", (("level", f"Level {i // 5 + 1}"),)) for i in range(20)]

@@ -12,8 +12,8 @@ from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.run.grading import grade
 from cohort.harness.run.loop import train
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import ColdStart
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import ColdStart
 from factories import make_spec
 from fakes import MemoryLog
 from tokenizers.processors import TemplateProcessing

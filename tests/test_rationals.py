@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from cohort.harness.ground.rationals import decimal, evaluate
+from cohort.harness.base.rationals import decimal, evaluate
 
 
 def tokens(text: str) -> list[Fraction | str]:

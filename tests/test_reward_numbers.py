@@ -21,8 +21,8 @@ from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import collate, rewarded, token_at
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
 

@@ -6,20 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cohort.harness.base.streams import generator
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import _estimate_stage, _scorer_bytes, estimate_run
 from cohort.harness.checks.preflight import check_countable, check_runs
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.ground.streams import generator
 from cohort.harness.policy import bradley_terry, flops
 from cohort.harness.policy.bradley_terry import fit_ranked, load_scorer, split
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import stages
 from cohort.harness.run.checkpoint import fork_run
 from cohort.harness.run.loop import train
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_run
-from cohort.harness.spec.run import RewardFit, parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_run
+from cohort.harness.settings.run import RewardFit, parse_run
 from cohort.harness.study.estimates import passes
 from factories import FEW, make_spec
 from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec

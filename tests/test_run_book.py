@@ -30,7 +30,7 @@ from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.text import load_codec
 from cohort.harness.record.events import EVENTS, RunHistory, read_history
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from fakes import tiny_codec
 
 GIB = 2**30

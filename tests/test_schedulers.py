@@ -25,14 +25,15 @@ import pytest
 import typer
 import yaml
 from cohort.harness.api.study import Study, launcher, study_of
+from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
-from cohort.harness.ground.machine import SHARED_GPU
 from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec
-from cohort.harness.study import work, worker
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec
+from cohort.harness.study import pool as work
+from cohort.harness.study import worker
 from cohort.harness.study.launchers import ray, slurm
 from cohort.harness.study.launchers.ray import Cluster, run_worker
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters

@@ -7,8 +7,8 @@ import torch
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, correct_mismatch
 from cohort.harness.run.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import KLControl, Mismatch, Optimizer, parse_run
 from test_learner import make_batch
 from test_train import BASE
 

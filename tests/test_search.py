@@ -11,9 +11,9 @@ from typing import Any
 import fake_trials
 import optuna
 import pytest
-from cohort.harness.ground.files import write_json
+from cohort.harness.base.files import write_json
 from cohort.harness.record.study import SEARCH, STATUS, read_folder, read_study
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE

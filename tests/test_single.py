@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cohort.harness.base.inputs import InputsChanged
 from cohort.harness.checks import disk
 from cohort.harness.devices import group
-from cohort.harness.ground.inputs import InputsChanged
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import RunInfo, read_result
 from cohort.harness.record.status import StudyStatus, TrialStatus
-from cohort.harness.run import single
-from cohort.harness.run.single import evaluate_once, own_folder, recorded_inputs, train_once
-from cohort.harness.run.state import RunResult, first_prompt
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.run import standalone as single
+from cohort.harness.run.build import RunResult, first_prompt
+from cohort.harness.run.standalone import evaluate_once, own_folder, recorded_inputs, train_once
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import RunSpec, parse_run
 from filelock import FileLock
 from test_finished import Usage
 

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import yaml
 from cohort.harness import plugins
+from cohort.harness.base.inputs import digest
+from cohort.harness.base.streams import generator
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.engines._decoding import uniforms
-from cohort.harness.ground.inputs import digest
-from cohort.harness.ground.streams import generator
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec import foreign, paths
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_run, load_study
-from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.settings import foreign, paths
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_run, load_study
+from cohort.harness.settings.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
+from cohort.harness.settings.run import RunSpec, parse_run
+from cohort.harness.settings.study import StudySpec, parse_study
 from pydantic import ValidationError
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}

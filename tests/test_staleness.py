@@ -11,12 +11,12 @@ from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import estimate_run, peak_bytes
 from cohort.harness.devices.sharding import copied
 from cohort.harness.record.run import CHECKPOINTS
-from cohort.harness.run import state
+from cohort.harness.run import build as state
+from cohort.harness.run.build import prepare
 from cohort.harness.run.checkpoint import latest_checkpoint
 from cohort.harness.run.loop import train
-from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from cohort.harness.study.plan import sharing_key
 from factories import FEW
 from fakes import MemoryLog

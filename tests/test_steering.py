@@ -14,8 +14,8 @@ from typing import Any
 
 import fake_trials
 import pytest
+from cohort.harness.base.files import read_json, whole_manifest, write_json
 from cohort.harness.console.progress import Page, spark, watch
-from cohort.harness.ground.files import read_json, whole_manifest, write_json
 from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
@@ -23,8 +23,8 @@ from cohort.harness.record.run import CHECKPOINTS, STATE
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
 from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, steer
 from cohort.harness.study.worker import worker_main

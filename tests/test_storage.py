@@ -10,9 +10,9 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
-from cohort.harness.ground.files import read_json, write_json
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.base.files import read_json, write_json
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage

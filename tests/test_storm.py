@@ -15,14 +15,14 @@ from typing import Any
 import kill_points
 import psutil
 import pytest
-from cohort.harness.ground.files import read_json
+from cohort.harness.base.files import read_json
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import read_events
 from cohort.harness.record.run import CHECKPOINTS, read_progress
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
 from cohort.harness.run import loop
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import runner, steering, worker
 from cohort.harness.study.launchers import local
 from factories import FEW, make_study

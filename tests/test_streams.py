@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from cohort.harness.ground.streams import generator
+from cohort.harness.base.streams import generator
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
 from fakes import MemoryLog

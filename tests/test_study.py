@@ -15,14 +15,14 @@ import fake_trials
 import psutil
 import pytest
 import torch
-from cohort.harness.ground import machine
-from cohort.harness.ground.files import read_json, write_json
-from cohort.harness.ground.machine import SHARED_GPU
-from cohort.harness.ground.stop import StopRequest
+from cohort.harness.base import machine
+from cohort.harness.base.files import read_json, write_json
+from cohort.harness.base.machine import SHARED_GPU
+from cohort.harness.base.stop import StopRequest
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.load import load_study, shipped_studies
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.load import load_study, shipped_studies
 from cohort.harness.study import worker
 from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import Outcome, Queue, study_status

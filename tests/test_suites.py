@@ -14,8 +14,8 @@ from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.harness.run.loop import train
-from cohort.harness.run.single import evaluate_once
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.run.standalone import evaluate_once
+from cohort.harness.settings.errors import SpecError
 from cohort.reports.analysis import analysed
 from cohort.reports.statistics import holm
 from cohort.reports.suites import suite, suite_table

@@ -10,9 +10,9 @@ from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import sync
+from cohort.harness.run.guards import sync
+from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.step import train_step
-from cohort.harness.run.sync import check_sync, spot_check
 from fakes import tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cohort.harness.ground.tensors import checksum, pad_left, pad_right, rounded_on_average, whiten
+from cohort.harness.base.tensors import checksum, pad_left, pad_right, rounded_on_average, whiten
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model

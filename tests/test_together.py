@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cohort.harness.base.files import read_json
 from cohort.harness.checks.memory import estimate
-from cohort.harness.cli.views import show_dry_run
+from cohort.harness.console.views import show_dry_run
 from cohort.harness.data import Call, Group, Prompt, Rollout, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.ground.files import read_json
 from cohort.harness.policy.lora import adapter_weights, policies_on
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
@@ -21,10 +21,10 @@ from cohort.harness.run import together as together_module
 from cohort.harness.run.cold_start import start_policy
 from cohort.harness.run.loop import train
 from cohort.harness.run.together import Together
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import LoRA, parse_run
-from cohort.harness.study.checks import trials_together
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.run import LoRA, parse_run
 from cohort.harness.study.plan import Plan, sharing_key
+from cohort.harness.study.preflight import trials_together
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import dry_run, run_study
 from factories import make_study

@@ -3,9 +3,9 @@
 import itertools
 from functools import partial
 
+from cohort.harness.run.build import Models
 from cohort.harness.run.loop import train
-from cohort.harness.run.state import Models
-from cohort.harness.spec.run import parse_run
+from cohort.harness.settings.run import parse_run
 from fakes import MemoryLog, StopAfter
 
 SPEC = parse_run(

@@ -18,9 +18,9 @@ from typing import Any
 import fake_trials
 import mlflow
 import pytest
+from cohort.harness.base.files import file_lock, write_json
 from cohort.harness.cli import app
 from cohort.harness.data import GREY, PALETTE, SampleRow
-from cohort.harness.ground.files import file_lock, write_json
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import Mirror, catch_up, mirrored
@@ -37,7 +37,7 @@ from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_event
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog, drop_checkpoints, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.study.plan import Plan
 from fake_trials import a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient

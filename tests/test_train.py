@@ -11,12 +11,12 @@ import pytest
 from cohort.harness import plugins
 from cohort.harness.data import InvalidRun
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.run import state
+from cohort.harness.run import build as state
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.spec.run import parse_run
-from cohort.harness.study.checks import check_claimed
+from cohort.harness.settings.run import parse_run
+from cohort.harness.study.preflight import check_claimed
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 BASE = {

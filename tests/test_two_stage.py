@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cohort.harness.cli.views import show_dry_run
+from cohort.harness.console.views import show_dry_run
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec, TwoStage, parse_study
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.study import StudySpec, TwoStage, parse_study
 from cohort.harness.study import two_stage
 from cohort.harness.study.attempts import Attempts
 from cohort.harness.study.estimates import budget

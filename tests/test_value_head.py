@@ -7,7 +7,7 @@ from cohort.harness.policy.forward import hidden_states
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.value_head import PENALTIES, Moments, fitted_head
-from cohort.harness.spec.run import CriticStart
+from cohort.harness.settings.run import CriticStart
 from test_learner import SEPARATE, SHARED, make_spec, shared_prompts
 
 

@@ -19,13 +19,13 @@ import yaml
 from cohort.harness.api.capsule import export_capsule, unpacked
 from cohort.harness.api.hub import model_card
 from cohort.harness.api.verification import Findings, Place, _check_result, verify_study
-from cohort.harness.ground.files import read_json, sha256, write_json
+from cohort.harness.base.files import read_json, sha256, write_json
 from cohort.harness.record.events import EVENTS, RunHistory, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.loop import train
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render

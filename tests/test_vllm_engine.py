@@ -20,9 +20,9 @@ from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.events import read_events
+from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
-from cohort.harness.run.sync import check_sync, spot_check
-from cohort.harness.spec.run import LoRA, parse_run
+from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 from ranks_at_work import RUN
 from test_together import policies

@@ -14,10 +14,10 @@ from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.evaluate import evaluate_run
+from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
-from cohort.harness.run.sync import check_sync, spot_check
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.run import LoRA, parse_run
+from cohort.harness.settings.load import load_study
+from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, StopAfter, tiny_codec
 from pretend_cuda import pretend_cuda
 

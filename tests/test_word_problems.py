@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from itertools import islice
 
 import pytest
-from cohort.harness.spec.errors import SpecError
+from cohort.harness.settings.errors import SpecError
 from cohort.tasks._data import Problem
 from cohort.tasks._stories import FAMILIES
 from cohort.tasks.word_problems import WordProblems, draw

@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 from cohort.harness.api import export_capsule, verify
 from cohort.harness.api.capsule import unpacked
-from cohort.harness.ground.files import sha256
-from cohort.harness.ground.inputs import digest
-from cohort.harness.ground.words import duration
+from cohort.harness.base.files import sha256
+from cohort.harness.base.inputs import digest
+from cohort.harness.base.words import duration
 from cohort.harness.record.study import StudyRecord, TrialRecord, read_folder
-from cohort.harness.spec.load import load_study, shipped_studies
-from cohort.harness.spec.study import StudySpec
+from cohort.harness.settings.load import load_study, shipped_studies
+from cohort.harness.settings.study import StudySpec
 from cohort.reports.analysis import analysed
 from cohort.reports.claims import check_claims
 from cohort.reports.prose.wording import operations, p_value, quantity

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..ground.addresses import hides
+    from ..base.addresses import hides
+    from ..contracts.plugins import check_package
     from ..mirror.ui import browse
     from ..policy.bradley_terry import train_reward_model
     from ..record.run import model_folder
-    from ..run.contract import check_package
     from ..study.estimates import cost
+    from ..study.pool import work
     from ..study.queue import study_status
     from ..study.steering import remove_study, steer
-    from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
     from .contamination import probe

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..ground.files import FORMAT, MANIFEST, sha256
+from ..base.files import FORMAT, MANIFEST, sha256
 from ..record.events import EVENTS, read_history
 from ..record.evidence import EVIDENCE, is_inside, read_evidence
 from ..record.study import STUDY, StudyRecord

@@ -10,11 +10,11 @@ from pydantic.fields import FieldInfo
 from .. import plugins
 from ..data import Split
 from ..run.grading import problem_rows
-from ..spec import paths
-from ..spec.errors import SpecError, did_you_mean
-from ..spec.load import load_run
-from ..spec.run import RunSpec
-from ..spec.study import StudySpec
+from ..settings import paths
+from ..settings.errors import SpecError, did_you_mean
+from ..settings.load import load_run
+from ..settings.run import RunSpec
+from ..settings.study import StudySpec
 from .runs import checked_split
 from .settings import Settings, as_texts
 

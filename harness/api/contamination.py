@@ -22,24 +22,24 @@ import torch
 from torch import nn
 
 from ...reports.contamination import judge, summary
+from ..base.files import write_json
+from ..base.inputs import digest
+from ..base.streams import generator
+from ..base.tensors import pad_right
 from ..checks.preflight import check_runs, run_inputs
 from ..console.progress import phase_bar
 from ..data import Prompt, PromptFormat, SampleRow, Sampling, Split
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.files import write_json
-from ..ground.inputs import digest
-from ..ground.streams import generator
-from ..ground.tensors import pad_right
 from ..policy.forward import microbatch_tokens, token_logprobs
 from ..policy.model import length_limit
 from ..policy.text import TextCodec
 from ..record.study import PROBE
+from ..run.build import build_engine, placed
 from ..run.cold_start import start_policy
 from ..run.evaluate import PROMPTS_AT_ONCE
-from ..run.single import OnProgress, measured
-from ..run.state import build_engine, placed
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..run.standalone import OnProgress, measured
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
 from .runs import checked_name, checked_split, evaluated_spec
 from .settings import Settings, as_texts, runs_folder
 

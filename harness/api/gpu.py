@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..ground.files import write_text
-from ..ground.stop import StopRequest, stop_on_signals
-from ..ground.words import did_you_mean
+from ..base.files import write_text
+from ..base.stop import StopRequest, stop_on_signals
+from ..base.words import did_you_mean
 from ..policy.model import check_model
-from ..spec.errors import SpecError
+from ..settings.errors import SpecError
 from .gpu_backend import SHAPES, Backend, make_up
 from .gpu_claims import CLAIMS, Claim, Number, Skipped
 

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 
 from .. import plugins
+from ..base.machine import SHARED_BYTES
 from ..checks.memory import estimate_run, peak_bytes
 from ..data import Prompt
 from ..devices.device import GIB, mixed_precision
 from ..devices.sharding import copied
-from ..ground.machine import SHARED_BYTES
 from ..policy.lora import adapter_weights
 from ..policy.model import empty_model, model_config, saved_weights
 from ..record.events import RunHistory
-from ..run.agreement import own_logprobs
 from ..run.checkpoint import save_checkpoint
+from ..run.guards.agreement import own_logprobs
+from ..run.guards.sync import BOUNDS, precision, spot_check
 from ..run.learner import Learner
 from ..run.step import collate
-from ..run.sync import BOUNDS, precision, spot_check
-from ..spec.run import RunSpec
+from ..settings.run import RunSpec
 from .gpu_backend import Backend
 
 CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share

@@ -11,13 +11,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from ...reports.analysis import analysed
 from ...reports.prose import wording
 from ...reports.statistics import wilson_interval
-from ..ground.files import sha256
-from ..ground.words import in_markdown
+from ..base.files import sha256
+from ..base.words import in_markdown
 from ..record.events import EVENTS, read_history
 from ..record.evidence import EVIDENCE
 from ..record.run import RunInfo, final_result, model_folder
 from ..record.study import STUDY, read_folder
-from ..spec.errors import SpecError
+from ..settings.errors import SpecError
 
 
 def publish(run: Path, repository: str) -> str:

@@ -26,14 +26,14 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.types import FailFast
 
 from ...reports.prose import wording
-from ..ground.files import publish_folder, read_json, write_json, write_text
-from ..ground.inputs import digest, digested
-from ..ground.words import quoted
+from ..base.files import publish_folder, read_json, write_json, write_text
+from ..base.inputs import digest, digested
+from ..base.words import quoted
 from ..record.events import EVENTS, event_line, summed
 from ..record.provenance import versions
 from ..record.run import INFO, RESULT, RunInfo
 from ..record.study import STUDY
-from ..spec.errors import SpecError, did_you_mean
+from ..settings.errors import SpecError, did_you_mean
 from .result import Result
 from .settings import runs_folder, shell
 from .study import open_result

@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ...reports.render import live_part, record_parts
-from ..ground.words import duration
+from ..base.words import duration
 from ..mirror.page import app
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import STATUS, STUDY, keep_look, read_study

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from ..ground import machine
+from ..base import machine
 from ..mirror.store import check_runs_folder
 
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 
 from ...reports.statistics import minimum_detectable_difference
-from ..ground.inputs import digest
-from ..ground.machine import default_workers, usable_cores
+from ..base.inputs import digest
+from ..base.machine import default_workers, usable_cores
 from ..mirror.address import MIRROR, TRACKING_URI
 from ..policy.sources import start_name
 from ..record.events import EVENTS, read_history
 from ..run.cold_start import start_policy
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
-from ..spec.study import StudySpec, parse_study
-from ..study.checks import check_study
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
+from ..settings.study import StudySpec, parse_study
 from ..study.estimates import complete_runs, planned
+from ..study.preflight import check_study
 from ..study.runner import run_study
 from ..study.two_stage import on_test_split
 from ..study.worker import EXECUTE

@@ -17,8 +17,8 @@ from pathlib import Path
 from pydantic import AliasChoices, BaseModel, Field
 
 from ..interfaces import Task
-from ..spec.errors import did_you_mean, parsed
-from ..spec.load import load_run
+from ..settings.errors import did_you_mean, parsed
+from ..settings.load import load_run
 from .settings import Settings, as_texts
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right

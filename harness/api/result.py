@@ -24,11 +24,11 @@ from ...reports.render import analysed, comparison_latex, comparison_table, resu
 from ...reports.scaling import scalings
 from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
 from ...reports.trials import blocks_of, search_of
+from ..base.words import quoted
 from ..data import EvaluationResult, SampleRow
-from ..ground.words import quoted
 from ..record.study import StudyRecord
-from ..spec.errors import SpecError, did_you_mean
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError, did_you_mean
+from ..settings.run import RunSpec
 from .reporting import keep_report
 
 

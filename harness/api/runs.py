@@ -8,20 +8,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from ..base.machine import in_group
 from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
 from ..data import Split
-from ..ground.machine import in_group
 from ..mirror.models import register_policy
 from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
-from ..spec.errors import SpecError
-from ..spec.load import load_run, runs_of
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError
+from ..settings.load import load_run, runs_of
+from ..settings.run import RunSpec
 from .settings import Settings, as_texts, runs_folder, scale_settings
 
 if TYPE_CHECKING:
-    from ..run.state import RunResult
+    from ..run.build import RunResult
     from .result import Evaluation
 
 
@@ -51,7 +51,7 @@ def train(
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     _in_its_group(run, command)
-    from ..run.single import train_once  # after the checks, because it takes seconds
+    from ..run.standalone import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
         return Trained(name, folder / "train" / name, train_once(run, folder, name, view))
@@ -108,7 +108,7 @@ def evaluate(
     texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
-        from ..run.single import evaluate_once
+        from ..run.standalone import evaluate_once
         from .result import Evaluation
 
         spec = evaluated_spec(model, task, texts)

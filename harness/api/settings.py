@@ -12,9 +12,9 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from ..console import terminal
-from ..spec.errors import SpecError
-from ..spec.raw import parse_overrides, with_overrides
-from ..spec.run import get_path
+from ..settings.errors import SpecError
+from ..settings.raw import parse_overrides, with_overrides
+from ..settings.run import get_path
 
 Settings = Mapping[str, Any] | Sequence[str]  # dotted path -> value, or texts PATH=VALUE as after `--set`
 REPORTING = "reading the results and drawing the figures"

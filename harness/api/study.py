@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.files import read_json
+from ..base.machine import default_workers
 from ..console import progress, terminal
-from ..ground.files import read_json
-from ..ground.machine import default_workers
 from ..mirror.notices import notices
 from ..record.status import StudyStatus
 from ..record.study import StudyRecord, read_folder, study_settings
-from ..spec import load
-from ..spec.errors import SpecError
-from ..spec.raw import differences, parse_overrides, read_yaml, with_overrides
-from ..spec.run import Optimizer
-from ..spec.study import StudySpec, parse_study
+from ..settings import load
+from ..settings.errors import SpecError
+from ..settings.raw import differences, parse_overrides, read_yaml, with_overrides
+from ..settings.run import Optimizer
+from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
 from ..study.launchers.local import CORES_PER_GPU

@@ -21,8 +21,8 @@ from typing import Any, Literal, cast
 from ...reports.render import write_report
 from ...reports.trials import test_last
 from .. import plugins
+from ..base.files import sha256
 from ..data import GradedGroup, Split
-from ..ground.files import sha256
 from ..interfaces import Task
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
 from ..record.evidence import Evidence, read_evidence, sealed_files, writing_versions
@@ -31,7 +31,7 @@ from ..record.study import STUDY, StudyRecord, TrialRecord, read_folder
 from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
 from ..run.step import rollout_metrics
-from ..spec.errors import parsed
+from ..settings.errors import parsed
 
 TABLE = "results.csv"
 _WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time

@@ -13,8 +13,8 @@ from ..devices.sharding import total_bytes
 from ..policy.model import model_config
 from ..policy.sources import start_name
 from ..record.run import CHECKPOINTS, Finished
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
 from .memory import gib
 from .memory_count import Shape, models
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.machine import SHARED_GPU
 from ..data import Prompt
 from ..devices.device import GIB, device_bytes, resolve_device
-from ..ground.machine import SHARED_GPU
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec, Stage
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec, Stage
 from .memory_count import Counts, Shape, count
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
 from ..policy.lora import add_adapter, hold_frozen_products
 from ..policy.model import empty_model
-from ..spec.run import LoRA, RunSpec
+from ..settings.run import LoRA, RunSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

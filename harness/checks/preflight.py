@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ..base.inputs import Inputs, digested, expecting
+from ..base.machine import SHARED_BYTES, shared_memory_bytes, usable_cores, usable_gpus
 from ..data import Split
-from ..ground.inputs import Inputs, digested, expecting
-from ..ground.machine import SHARED_BYTES, shared_memory_bytes, usable_cores, usable_gpus
 from ..interfaces import Task
 from ..mirror.store import check_runs_folder
 from ..policy.sources import model_sources
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
 
 log = logging.getLogger(__name__)
 

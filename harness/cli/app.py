@@ -18,7 +18,7 @@ try:
     from .commands import app
 
     # isort: off
-    from . import runs, study, plan, results, lists  # noqa: F401
+    from . import runs, study, doctor as plan, results, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

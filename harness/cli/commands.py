@@ -57,8 +57,8 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
             try:
                 function(*args, **kwargs)
             except Exception as error:
+                from ..base.disk import damaged_store, disk_full
                 from ..data import InvalidRun
-                from ..ground.disk import damaged_store, disk_full
                 from ..plugins import raised_by
 
                 runs = Path(kwargs.get("runs", "."))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import api
-from ..console import terminal
-from . import options, views
+from ..console import terminal, views
+from . import options
 from .commands import command
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..ground.words import duration
+from ..base.words import duration
 
 LOG_WIDTH = 120
 _STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan", "invalid": "red", "failed": "red",

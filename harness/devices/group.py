@@ -34,14 +34,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base import stop
+from ..base.inputs import InputsChanged, all_expected, expecting
+from ..base.machine import SECRET, in_group, interface, usable_gpus
 from ..data import InvalidRun
-from ..ground import stop
-from ..ground.inputs import InputsChanged, all_expected, expecting
-from ..ground.machine import SECRET, in_group, interface, usable_gpus
 from ..record.provenance import versions
 from ..record.run import RunLog
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec, parse_run
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec, parse_run
 from .device import resolve_device
 
 STORE = "COHORT_STORE"  # that of a group on one host: ADDRESS:PORT

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..spec.errors import SpecError
+from ..settings.errors import SpecError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from ..base.tensors import pad_left
 from ..data import Call, Group, Sampling
-from ..ground.tensors import pad_left
 from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
 from ..policy.lora import AdapterRows

@@ -36,12 +36,12 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..base.files import write_text
+from ..base.machine import compiler
+from ..base.tensors import checksum, rounded_on_average
 from ..data import Call, Group, InvalidRun, Sampling
 from ..devices.device import UNMAPPED
 from ..devices.sharding import full
-from ..ground.files import write_text
-from ..ground.machine import compiler
-from ..ground.tensors import checksum, rounded_on_average
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups

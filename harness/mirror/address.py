@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .. import plugins
-from ..ground.addresses import shown, split_url
+from ..base.addresses import shown, split_url
 
 TRACKING_URI, MIRROR, TRACES = "COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_TRACES"
 MLFLOW = "mlflow"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from ..ground.disk import disk_full
-from ..ground.files import file_lock
+from ..base.disk import disk_full
+from ..base.files import file_lock
 from ..record.run import INFO
 from ..record.study import STUDY
 from .address import MLFLOW, is_outage, mirrors, remote_uri, store_name

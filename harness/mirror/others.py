@@ -21,8 +21,8 @@ from pathlib import Path
 from filelock import Timeout
 
 from .. import plugins
-from ..ground.files import file_lock, read_json, text_sum, write_json
-from ..ground.machine import python_path
+from ..base.files import file_lock, read_json, text_sum, write_json
+from ..base.machine import python_path
 from ..interfaces import Mirror, MirroredRun
 from ..record.events import EVENTS, Tail
 from ..record.run import RunInfo

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
+from ..base.files import file_lock
+from ..base.inputs import short
 from ..data import TrialState
-from ..ground.files import file_lock
-from ..ground.inputs import short
 from ..record.provenance import versions
 from .address import health, mirrors, remote_uri, traces_per_split, tracking_uri
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.files import publish_folder, read_json
+from ..base.words import in_markdown
 from ..data import FINAL, GREY
-from ..ground.files import publish_folder, read_json
-from ..ground.words import in_markdown
 from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF

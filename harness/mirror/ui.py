@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..ground.stop import stop_on_signals
+from ..base.stop import stop_on_signals
 from .address import health, remote_uri, tracking_uri
 from .follow import catch_up
 from .store import check_runs_folder, connect, search_runs

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ..base.files import read_json, write_json
 from ..data import FINAL
-from ..ground.files import read_json, write_json
 from ..record.events import EVENTS, Tail
 from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, SYSTEM, RunInfo

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..base.files import publish_folder
+from ..base.inputs import digest, expected
+from ..base.streams import generator
+from ..base.tensors import pad_right
 from ..data import InvalidRun
 from ..devices.device import resolve_device
-from ..ground.files import publish_folder
-from ..ground.inputs import digest, expected
-from ..ground.streams import generator
-from ..ground.tensors import pad_right
-from ..spec.run import RewardFit
+from ..settings.run import RewardFit
 from .library import import_generation
 from .model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
 from .sources import source_name, verify_model

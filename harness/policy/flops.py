@@ -20,7 +20,7 @@ from torch import nn
 
 from ..data import Group
 from ..devices.sharding import is_sharded, layers
-from ..spec.run import RunSpec
+from ..settings.run import RunSpec
 from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes
 from .fused_llama import recognised
 from .model import empty_model, model_config

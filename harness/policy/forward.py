@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..devices import ranks
 from ..devices.sharding import is_sharded, under_hooks
-from ..spec.run import Optimizer
+from ..settings.run import Optimizer
 from . import fused_llama
 from .lora import around_frozen
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..devices.ranks import world_size
-from ..spec.run import LoRA
+from ..settings.run import LoRA
 from .sources import ADAPTER_CONFIG
 
 M = TypeVar("M", bound=nn.Module)

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..base.files import write_hashed, write_manifest
+from ..base.inputs import expecting
+from ..base.words import did_you_mean
 from ..devices import ranks
-from ..ground.files import write_hashed, write_manifest
-from ..ground.inputs import expecting
-from ..ground.words import did_you_mean
 from .library import import_generation
 from .lora import adapter_weights, has_adapter, merge_saved, save_adapter
 from .sources import BASE, Base, base_of, pinned, verify_model

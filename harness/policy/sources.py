@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ground.files import MANIFEST, whole_manifest
-from ..ground.inputs import REVISION, Inputs, Sources, digest, digested, expected, verify
-from ..spec.run import RunSpec
+from ..base.files import MANIFEST, whole_manifest
+from ..base.inputs import REVISION, Inputs, Sources, digest, digested, expected, verify
+from ..settings.run import RunSpec
 
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of files that transformers reads
 COLD_START = 4  # part of the cache key: raise it when `run/cold_start.py` changes what it trains

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..ground.files import strict, text_sum
+from ..base.files import strict, text_sum
 
 EVENTS = "events.jsonl"
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict
 
-from ..ground.files import read_json, sha256, write_json
+from ..base.files import read_json, sha256, write_json
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..ground.files import write_text
+from ..base.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DIFF = "uncommitted.diff"

@@ -19,12 +19,12 @@ from typing import IO, Any, Literal, Self
 
 import psutil
 
+from ..base.files import read_json, sync, write_json, write_text
+from ..base.inputs import digest
+from ..base.machine import hardware
 from ..data import FINAL, SampleRow, TrialState
-from ..ground.files import read_json, sync, write_json, write_text
-from ..ground.inputs import digest
-from ..ground.machine import hardware
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
 from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
 from .provenance import versions, write_diff
 

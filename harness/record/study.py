@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..base.files import read_json, write_json
+from ..base.inputs import NO_INPUTS, Inputs, digest, short
 from ..data import FINAL, SampleRow, TrialState
-from ..ground.files import read_json, write_json
-from ..ground.inputs import NO_INPUTS, Inputs, digest, short
-from ..spec.effect import identical
-from ..spec.errors import did_you_mean
-from ..spec.study import StudySpec
+from ..settings.effect import identical
+from ..settings.errors import did_you_mean
+from ..settings.study import StudySpec
 from .events import EVENTS, read_history
 from .provenance import versions
 from .run import INFO, SYSTEM, RunInfo
@@ -85,7 +85,7 @@ class ExploratoryArm:
 class StudyRecord:
     """All data of a report.
 
-    spec      the study as a JSON-like mapping (keys of `harness.spec.study.StudySpec`)
+    spec      the study as a JSON-like mapping (keys of `harness.settings.study.StudySpec`)
     arms      arm labels in the study's order, the baseline being `baseline`
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study

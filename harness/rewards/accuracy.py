@@ -14,8 +14,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from ..base.streams import generator
 from ..data import GradedGroup
-from ..ground.streams import generator
 from ..interfaces import Reward
 
 

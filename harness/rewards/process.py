@@ -18,8 +18,8 @@ from fractions import Fraction
 from functools import lru_cache
 from math import nan
 
+from ..base.rationals import Token, decimal, evaluate
 from ..data import GradedGroup
-from ..ground.rationals import Token, decimal, evaluate
 from ..interfaces import StepReward
 
 MAX_CHARS = 400  # of one run of calculations

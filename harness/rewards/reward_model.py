@@ -11,8 +11,8 @@ from typing import Self
 
 from pydantic import Field
 
+from ..base.inputs import Sources
 from ..data import GradedGroup
-from ..ground.inputs import Sources
 from ..interfaces import Reward
 
 STAGE = "stage:"

@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..base.files import partial_folder, publish_folder, whole_manifest, write_hashed, write_manifest, write_text
+from ..base.inputs import NO_INPUTS, Inputs, check_same
 from ..devices import ranks
 from ..devices.sharding import joined
-from ..ground.files import partial_folder, publish_folder, whole_manifest, write_hashed, write_manifest, write_text
-from ..ground.inputs import NO_INPUTS, Inputs, check_same
 from ..policy.model import save_model
 from ..policy.sources import Base
 from ..record.events import EVENTS, event_line, read_events
 from ..record.run import CHECKPOINTS, LEARNER, LEARNERS, STATE
-from ..spec.run import RunSpec
+from ..settings.run import RunSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,16 +16,16 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from ..base.files import file_lock, publish_folder, read_manifest
+from ..base.inputs import expecting
+from ..base.tensors import pad_right
 from ..data import Demonstration, InvalidRun
 from ..devices.device import resolve_device
-from ..ground.files import file_lock, publish_folder, read_manifest
-from ..ground.inputs import expecting
-from ..ground.tensors import pad_right
 from ..policy.forward import token_logprobs
 from ..policy.model import load_policy, save_model
 from ..policy.sources import start_inputs, start_name
 from ..policy.text import TextCodec, load_codec
-from ..spec.run import ColdStart, RunSpec
+from ..settings.run import ColdStart, RunSpec
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from ..base.files import sync
+from ..base.streams import generator
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.files import sync
-from ..ground.streams import generator
 from ..interfaces import RolloutEngine, Task
 from ..policy.flops import lengths
 from ..rewards.majority_vote import majority_correct
-from ..spec.run import Evaluation, RunSpec
+from ..settings.run import Evaluation, RunSpec
 from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it

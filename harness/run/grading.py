@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..base.streams import generator
 from ..data import GradedGroup, Group, InvalidRun, Prompt, Rollout, SampleRow, Score, Split
-from ..ground.streams import generator
 from ..interfaces import Reward, StepReward, Task
-from ..spec.run import RunSpec
+from ..settings.run import RunSpec
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made

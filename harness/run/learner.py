@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..base.streams import generator
+from ..base.tensors import kl_k3
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..devices.sharding import full, local, shard, spread, spread_like
-from ..ground.streams import generator
-from ..ground.tensors import kl_k3
 from ..interfaces import Distribution
 from ..policy import flops
 from ..policy.forward import (
@@ -37,7 +37,7 @@ from ..policy.forward import (
     uniform_kl,
 )
 from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
-from ..spec.run import Mismatch, RunSpec
+from ..settings.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 from .value_head import Moments, fitted_head
 

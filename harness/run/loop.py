@@ -9,21 +9,21 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from ..base.files import sha256
+from ..base.inputs import expecting
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.device import peak_memory
-from ..ground.files import sha256
-from ..ground.inputs import expecting
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
-from ..spec.run import RunSpec
-from .agreement import check_agreement
+from ..settings.run import RunSpec
+from .build import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .evaluate import completions_file, evaluate_run, evaluation_metrics
-from .gates import LEARNT, check_gates
 from .grading import sample_rows
+from .guards.agreement import check_agreement
+from .guards.gates import LEARNT, check_gates
 from .stages import fine_tuning_step, reward_fit_step
-from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import Drawn, merged, train_step
 
 FITS = {"rejection_sampling": fine_tuning_step, "reward_model": reward_fit_step}  # steps of the other kinds of stages

@@ -6,7 +6,7 @@ All except the adaptive weight are pure functions of (step, number of steps), so
 
 import math
 
-from ..spec.run import KLControl, Optimizer
+from ..settings.run import KLControl, Optimizer
 
 MAX_ERROR = 0.2  # of the adaptive controller, relative to its target
 GAIN = 0.1

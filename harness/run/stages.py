@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 
+from ..base.streams import generator
 from ..data import Demonstration, GradedGroup, Group, InvalidRun, Prompt, Rollout, Score
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.streams import generator
 from ..interfaces import Codec, RolloutEngine
 from ..policy import flops
 from ..policy.bradley_terry import fit_ranked, read_ranked, split
 from ..policy.model import load_policy
 from ..policy.sources import start_name
 from ..policy.text import load_codec
+from .build import Run, build_engine, placed, reward_model, watch
 from .cold_start import start_policy
 from .evaluate import PROMPTS_AT_ONCE
 from .grading import grade, sample_rows
-from .state import Run, build_engine, placed, reward_model, watch
 from .step import Clock, annotated, rollout_metrics
 
 

@@ -22,19 +22,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..base.tensors import pad_right
 from ..data import Batch, GradedGroup, Group, Prompt, PromptDraw, Rollout, Sampling, Score
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.tensors import pad_right
 from ..interfaces import Distribution, Sampler
 from ..policy.flops import Lengths, lengths
 from ..rewards.majority_vote import majority_correct
-from ..spec.run import RunSpec
-from .gates import GateState
+from ..settings.run import RunSpec
+from .build import Run
 from .grading import begin_grading, control_rewards, reward_metrics, score
+from .guards.gates import GateState
+from .guards.sync import check_sync, spot_check
 from .learner import correct_mismatch
-from .state import Run
-from .sync import check_sync, spot_check
 
 T = TypeVar("T")
 

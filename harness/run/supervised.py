@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..data import Batch, PolicyOutput, Tensor
 from ..interfaces import Algorithm
-from ..spec.run import CriticStart, KLControl, Mismatch, RunSpec
+from ..settings.run import CriticStart, KLControl, Mismatch, RunSpec
 
 
 class Supervised(Algorithm):

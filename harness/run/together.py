@@ -29,9 +29,9 @@ from ..devices.device import give_back_freed_memory, mixed_precision, resolve_de
 from ..interfaces import RolloutEngine
 from ..policy.lora import policies_on
 from ..policy.text import TextCodec
-from ..spec.run import RunSpec
+from ..settings.run import RunSpec
+from .build import Models, engine_settings, placed
 from .cold_start import start_policy
-from .state import Models, engine_settings, placed
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from ..base.streams import generator
 from ..data import Prompt, PromptDraw
-from ..ground.streams import generator
 from ..interfaces import Sampler
 from .uniform import Uniform, shuffled
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from ..base.streams import generator
 from ..data import Prompt, PromptDraw
-from ..ground.streams import generator
 from ..interfaces import Sampler
 
 

@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..ground.inputs import digest
-from ..ground.machine import default_workers, usable_cores
+from ..base.inputs import digest
+from ..base.machine import default_workers, usable_cores
 from ..policy.sources import is_here
 from ..record.status import StudyStatus
-from ..spec.run import RunSpec, Stage, parse_run
-from ..spec.study import Arm, StudySpec, TwoStage
+from ..settings.run import RunSpec, Stage, parse_run
+from ..settings.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 
 # Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import plugins
+from ..base.inputs import NO_INPUTS, Inputs, digest
 from ..data import GREY, PALETTE
-from ..ground.inputs import NO_INPUTS, Inputs, digest
 from ..interfaces import RolloutEngine
-from ..spec.run import RunSpec
-from ..spec.study import Arm, StudySpec
+from ..settings.run import RunSpec
+from ..settings.study import Arm, StudySpec
 
 Key = tuple[str, int]  # arm label, seed
 SHARED = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device", "dtype", "autocast")

@@ -26,13 +26,13 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
+from ..base.files import sweep
+from ..base.machine import usable_gpus
 from ..data import ENDED, FINAL, TrialState
-from ..ground.files import sweep
-from ..ground.machine import usable_gpus
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import study_settings
-from ..spec.errors import SpecError, did_you_mean
-from ..spec.study import Arm, TwoStage, parse_study
+from ..settings.errors import SpecError, did_you_mean
+from ..settings.study import Arm, TwoStage, parse_study
 from .attempts import RETRY_BELOW, SEEDS, STOPPED, Attempts
 from .estimates import planned, with_time_left
 from .plan import Clone, Key, Plan, sharing_key

@@ -9,23 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..base.files import write_json
+from ..base.inputs import Inputs, check_same, expecting
+from ..base.machine import default_workers
 from ..checks.preflight import run_inputs
-from ..ground.files import write_json
-from ..ground.inputs import Inputs, check_same, expecting
-from ..ground.machine import default_workers
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
-from ..spec.study import StudySpec
-from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
+from ..settings.study import StudySpec
 from .launchers.local import WorkerPool
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Slurm, SlurmPool
 from .plan import Plan
+from .pool import watch
+from .preflight import check_room, check_study, check_unchanged, missing_here, trials_together
 from .queue import Queue, open_storage
-from .work import watch
 from .worker import EXECUTE, STORAGE
 
 

@@ -28,9 +28,9 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from ..data import ENDED
-from ..spec.errors import SpecError
-from ..spec.search import Search
-from ..spec.study import Arm, SearchPlan, StudySpec, arm_label
+from ..settings.errors import SpecError
+from ..settings.search import Search
+from ..settings.study import Arm, SearchPlan, StudySpec, arm_label
 from .attempts import Attempts
 from .plan import Key
 

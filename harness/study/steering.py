@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..base.words import quoted
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..ground.words import quoted
 from ..mirror.studies import forget_study
 from ..record.run import read_result
 from ..record.study import keep_document
-from ..spec.effect import identical
-from ..spec.errors import SpecError, did_you_mean
-from ..spec.raw import parse_overrides
-from ..spec.run import RunSpec
-from ..spec.study import TwoStage
-from .checks import check_metrics
+from ..settings.effect import identical
+from ..settings.errors import SpecError, did_you_mean
+from ..settings.raw import parse_overrides
+from ..settings.run import RunSpec
+from ..settings.study import TwoStage
 from .plan import Clone
+from .preflight import check_metrics
 from .queue import Queue, open_queue
 from .worker import EXECUTE
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.study import StudySpec, TwoStage
+from ..settings.study import StudySpec, TwoStage
 from .plan import Key
 
 LEVEL = 0.95

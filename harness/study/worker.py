@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
+from ..base.disk import EXIT_STATUS, UNFIT, disk_full
+from ..base.inputs import expecting
+from ..base.machine import in_group
+from ..base.stop import StopRequest, stop_on_signals
 from ..data import FINAL, TrialState
-from ..ground.disk import EXIT_STATUS, UNFIT, disk_full
-from ..ground.inputs import expecting
-from ..ground.machine import in_group
-from ..ground.stop import StopRequest, stop_on_signals
 from ..plugins import raised_by
 from ..record.run import RunLog, drop_checkpoints, final_result
-from ..spec.errors import SpecError
+from ..settings.errors import SpecError
 from .plan import Key, sharing_key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable

@@ -8,7 +8,7 @@ learning.
 import math
 from statistics import fmean
 
-from ...harness.ground.words import duration
+from ...harness.base.words import duration
 from ..analysis import Analysis
 from ..trials import arm_specs, is_imported, search_of, test_last, tuning_of
 from . import wording

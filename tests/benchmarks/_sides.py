@@ -21,9 +21,9 @@ Step = dict[str, Any]
 
 def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
     """Training steps of this project, through the loop's own `train_step`."""
-    from cohort.harness.run.state import prepare
+    from cohort.harness.run.build import prepare
     from cohort.harness.run.step import train_step
-    from cohort.harness.spec.run import parse_run
+    from cohort.harness.settings.run import parse_run
 
     task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
     raw = {

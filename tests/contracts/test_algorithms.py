@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from cohort.harness import plugins
-from cohort.harness.data import PolicyOutput
-from cohort.harness.run import contract
-from cohort.harness.run.contract import (
+from cohort.harness.contracts import plugins as contract
+from cohort.harness.contracts.plugins import (
     GROUP_SIZE,
     PAID,
     batch_of,
@@ -16,6 +15,7 @@ from cohort.harness.run.contract import (
     weighted,
     without_divergence,
 )
+from cohort.harness.data import PolicyOutput
 
 
 @pytest.fixture(params=plugins.names("algorithm"))

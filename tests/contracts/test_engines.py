@@ -6,10 +6,10 @@ import pytest
 import torch
 from chats import chat_model, chat_tokenizer
 from cohort.harness import plugins
+from cohort.harness.contracts import plugins as contract
 from cohort.harness.data import Sampling
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import contract
 from fakes import tiny_codec
 
 SAMPLING = Sampling(max_tokens=12)

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 from cohort.harness import plugins
-from cohort.harness.run import contract
+from cohort.harness.contracts import plugins as contract
 
 
 @pytest.mark.parametrize("check", contract.of_kind("mirror"), ids=lambda check: check.test.__name__)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from cohort.harness import plugins
-from cohort.harness.run import contract, hostile
+from cohort.harness.contracts import hostile
+from cohort.harness.contracts import plugins as contract
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -2,7 +2,7 @@
 
 import pytest
 from cohort.harness import plugins
-from cohort.harness.run import contract
+from cohort.harness.contracts import plugins as contract
 
 
 @pytest.mark.parametrize("name", plugins.names("sampler"))

@@ -18,8 +18,9 @@ from typing import get_args
 
 import pytest
 from cohort.harness import plugins
+from cohort.harness.contracts import hostile
+from cohort.harness.contracts import plugins as contract
 from cohort.harness.interfaces import Task
-from cohort.harness.run import contract, hostile
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
 

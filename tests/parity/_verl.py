@@ -32,7 +32,7 @@ from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
 from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.spec.run import KLControl
+from cohort.harness.settings.run import KLControl
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...ground.disk import EXIT_STATUS, UNFIT, full
-from ...ground.machine import SHARED_GPU, python_path, usable_cores, usable_gpus
-from ...ground.stop import StopRequest, stop_on_signals
-from ...spec.errors import SpecError
+from ...base.disk import EXIT_STATUS, UNFIT, full
+from ...base.machine import SHARED_GPU, python_path, usable_cores, usable_gpus
+from ...base.stop import StopRequest, stop_on_signals
+from ...settings.errors import SpecError
 
 MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5

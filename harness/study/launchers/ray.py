@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ground.machine import SHARED_GPU, usable_cores, usable_gpus
-from ...spec.errors import SpecError
+from ...base.machine import SHARED_GPU, usable_cores, usable_gpus
+from ...settings.errors import SpecError
 from ..worker import STORAGE
 from .local import CORES_PER_GPU, POLL_SECONDS, Pool, last_words, start_worker
 

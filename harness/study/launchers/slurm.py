@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...ground.disk import EXIT_STATUS, UNFIT, disk_full
-from ...ground.stop import LEAVE
-from ...spec.errors import SpecError
-from ..work import work
+from ...base.disk import EXIT_STATUS, UNFIT, disk_full
+from ...base.stop import LEAVE
+from ...settings.errors import SpecError
+from ..pool import work
 from ..worker import STORAGE
 from .local import Pool, last_words, log
 

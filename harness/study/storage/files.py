@@ -12,7 +12,7 @@ from typing import Any
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from ...ground.files import file_lock, read_json, write_json
+from ...base.files import file_lock, read_json, write_json
 from ...record.run import read_progress
 from .base import Lease, Storage, is_alive, this_process
 

@@ -28,9 +28,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ...ground.addresses import shown, without_secrets
+from ...base.addresses import shown, without_secrets
 from ...record.run import read_progress
-from ...spec.errors import SpecError
+from ...settings.errors import SpecError
 from .base import Lease, Storage, StorageUnavailable, is_alive, this_process
 
 BEAT_SECONDS = 5.0

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..base.words import quoted
 from ..data import Section, short_path
-from ..ground.words import quoted
 from .errors import did_you_mean
 
 Weights = dict[str, float]  # arm label -> its weight in a sum

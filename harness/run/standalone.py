@@ -8,22 +8,22 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ..base.files import read_json
+from ..base.inputs import Inputs, expecting
+from ..base.stop import stop_on_signals
 from ..checks.disk import check_disk
 from ..checks.preflight import check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
-from ..ground.files import read_json
-from ..ground.inputs import Inputs, expecting
-from ..ground.stop import stop_on_signals
 from ..mirror.follow import mirrored
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
-from ..spec.errors import SpecError
-from ..spec.run import RunSpec
+from ..settings.errors import SpecError
+from ..settings.run import RunSpec
+from .build import RunResult, build_engine, first_prompt, placed
 from .cold_start import start_policy
 from .evaluate import evaluate_run, evaluation_metrics
 from .loop import train
-from .state import RunResult, build_engine, first_prompt, placed
 
 OnProgress = Callable[[str, int, int], None]  # phase, done, total
 MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which MLflow has its traces

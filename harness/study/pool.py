@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..ground.machine import in_group
+from ..base.machine import in_group
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.status import StudyStatus

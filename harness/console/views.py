@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console.terminal import duration, mebibytes, percent, say, show_table, state_text
-from ..ground.words import quoted
+from ..base.words import quoted
+from .terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
     from ..record.status import StudyStatus
     from ..record.study import StudyRecord
-    from ..spec.search import Dimension
-    from ..spec.study import StudySpec
+    from ..settings.search import Dimension
+    from ..settings.study import StudySpec
 
 
 def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base.inputs import Inputs, Unreachable
+from ..base.machine import default_workers, usable_gpus
+from ..base.words import quoted
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..ground.inputs import Inputs, Unreachable
-from ..ground.machine import default_workers, usable_gpus
-from ..ground.words import quoted
 from ..policy.sources import is_here
 from ..record.study import study_settings
-from ..spec.errors import SpecError, did_you_mean
-from ..spec.raw import differences
-from ..spec.run import RunSpec
-from ..spec.study import StudySpec, TwoStage, parse_study
+from ..settings.errors import SpecError, did_you_mean
+from ..settings.raw import differences
+from ..settings.run import RunSpec
+from ..settings.study import StudySpec, TwoStage, parse_study
 from .plan import SHARED, Key, Plan, sharing_key
 from .queue import Queue
 from .storage.base import Storage

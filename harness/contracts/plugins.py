@@ -18,10 +18,10 @@ from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, 
 from ..policy.forward import token_logprobs
 from ..policy.text import TextCodec
 from ..policy.tiny import tiny_model, tiny_tokenizer
-from ..spec.run import parse_run
+from ..run.grading import problem_rows, score
+from ..run.learner import Learner
+from ..settings.run import parse_run
 from . import hostile
-from .grading import problem_rows, score
-from .learner import Learner
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SAMPLING = Sampling(max_tokens=12)

@@ -10,8 +10,8 @@ All of 119 runs on arithmetic pass the defaults (docs/lab-notes.md).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..data import InvalidRun
-from ..spec.run import Gates
+from ...data import InvalidRun
+from ...settings.run import Gates
 
 
 @dataclass

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from .. import plugins
+from ..base.files import sha256, sync, write_text
+from ..base.inputs import Inputs
 from ..checks.memory import decided, estimate_run, longest, peak_bytes, read_prompts
 from ..checks.preflight import run_inputs
 from ..data import Demonstration, Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..devices.sharding import assembled, copied
-from ..ground.files import sha256, sync, write_text
-from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.forward import recomputes
@@ -32,13 +32,13 @@ from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
-from ..spec.run import RunSpec, Stage
+from ..settings.run import RunSpec, Stage
 from .checkpoint import Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
-from .gates import GateState
+from .guards.gates import GateState
+from .guards.sync import SpotCheck
 from .learner import Learner
 from .supervised import supervised
-from .sync import SpotCheck
 
 DEMONSTRATIONS = 512  # number whose mean length stands for all
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .. import plugins
+from ..base.inputs import digest
 from ..data import PromptFormat, Sampling, Section
-from ..ground.inputs import digest
 from ..interfaces import Algorithm, Reward, RolloutEngine, Sampler, Task
 from .errors import parsed
 from .raw import MAX_INTEGER, is_number

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data import Group, InvalidRun
-from ..devices.device import mixed_precision
-from ..ground.tensors import pad_right
-from ..interfaces import Precision, RolloutEngine
-from ..policy.forward import token_logprobs
-from ..policy.lora import holds_products
+from ...base.tensors import pad_right
+from ...data import Group, InvalidRun
+from ...devices.device import mixed_precision
+from ...interfaces import Precision, RolloutEngine
+from ...policy.forward import token_logprobs
+from ...policy.lora import holds_products
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
 # tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured; float16: a fifth of bfloat16's, as its

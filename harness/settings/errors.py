@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..ground.words import did_you_mean
+from ..base.words import did_you_mean
 from . import foreign, paths
 
 S = TypeVar("S", bound=BaseModel)
