@@ -52,9 +52,6 @@ SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "t
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "reports/scaling.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
 SHIPPED_TESTS = ("harness/contracts/plugins.py", "harness/contracts/hostile.py")  # no mutants of tests
-    "harness/contracts/plugins.py",
-    "harness/contracts/hostile.py",
-)  # what a plugin must keep: no mutants of tests
 HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
