@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def values(runs: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.attack("SIGKILL of workers at random moments")
-def test_a_grid_under_fire_ends_as_an_undisturbed_one(runs: Path, record_property: Callable[[str, object], None]):
+def test_a_grid_under_fire_ends_as_an_undisturbed_one(runs, record_property):
     (runs / "hold").touch()  # else a trial may end before the kill
     study, killed = a_grid(seeds=[0]), set[int]()
 
@@ -113,11 +113,7 @@ def a_small_grid() -> StudySpec:
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_as_an_undisturbed_one(
-    tmp_path: Path,
-    kind: str,
-    new_runs: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path, kind, new_runs, monkeypatch, record_property
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     study, execute = (a_small_grid(), worker.EXECUTE) if kind == "real" else (a_grid(), fake_trials.EXECUTE)
@@ -159,10 +155,7 @@ def a_study_of_stages() -> StudySpec:
 @pytest.mark.long
 @pytest.mark.attack("A kill in every stage of a run")
 def test_a_study_with_an_arm_of_four_stages_that_is_killed_twenty_times_ends_as_an_undisturbed_one(
-    tmp_path: Path,
-    new_runs: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path, new_runs, monkeypatch, record_property
 ):
     """Bit for bit, as the runs above. A trial of stages is killed when it is seen at or after each of its steps."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -193,11 +186,7 @@ def test_a_study_with_an_arm_of_four_stages_that_is_killed_twenty_times_ends_as_
 @postgres_server.needed
 @pytest.mark.attack("Crash of the PostgreSQL server")
 def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
-    tmp_path: Path,
-    server: postgres_server.Server,
-    new_runs: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path, server, new_runs, monkeypatch, record_property
 ):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
     study, runs, url, crashes = a_grid(), new_runs(tmp_path / "runs"), server.new_database(), []
@@ -232,7 +221,7 @@ def two_ray_nodes() -> Iterator[str]:
 @needs_ray
 @pytest.mark.attack("Ctrl-C")
 @pytest.mark.parametrize("shell", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
-def test_an_interrupt_on_ray_lets_the_step_end(runs: Path, shell: Any):
+def test_an_interrupt_on_ray_lets_the_step_end(runs, shell):
     """A script starts a command in the background with SIGINT ignored, and what Ray starts inherits that."""
     (runs / "hold").touch()
     study, pressed = a_grid(), []
@@ -258,10 +247,7 @@ def test_an_interrupt_on_ray_lets_the_step_end(runs: Path, shell: Any):
 @needs_ray
 @pytest.mark.attack("SIGKILL of workers at random moments")
 def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
-    tmp_path: Path,
-    new_runs: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path, new_runs, monkeypatch, record_property
 ):
     """Bit for bit: every logged value but clocks and memory, of every step of every trial.
 

@@ -93,9 +93,7 @@ def test_the_pages_hold_commands():
 
 
 @pytest.mark.parametrize("line", CALLED)
-def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(
-    line: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(line, monkeypatch):
     monkeypatch.setenv(TRACKING_URI, "")  # which an option sets
     command, words = command_of(line)
     given = command.make_context("cohort", words).params  # a wrong option, number or choice raises
@@ -110,14 +108,14 @@ def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(
 
 
 @pytest.mark.parametrize("line", NAMED)
-def test_every_command_that_a_sentence_names_has_its_options(line: str):
+def test_every_command_that_a_sentence_names_has_its_options(line):
     command, words = command_of(line.replace("...", ""))
     options = {spelling for parameter in command.params for spelling in parameter.opts}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}
 
 
 @pytest.mark.parametrize("line", CHEAP)
-def test_every_command_that_only_shows_something_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_command_that_only_shows_something_runs(line, tmp_path, monkeypatch):
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     with pytest.raises(SystemExit) as ended:
         app.main(shlex.split(line)[1:])
@@ -125,7 +123,7 @@ def test_every_command_that_only_shows_something_runs(line: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_to_a_file_and_its_heading(page: str):
+def test_every_relative_link_leads_to_a_file_and_its_heading(page):
     text = BLOCK.sub("", (ROOT / page).read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -156,7 +154,7 @@ def test_every_target_of_make_in_a_page_exists():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
-def test_every_name_of_the_python_api_in_a_page_exists(page: str):
+def test_every_name_of_the_python_api_in_a_page_exists(page):
     blocks = [body for _, language, body in BLOCK.findall((ROOT / page).read_text()) if language == "python"]
     owners = {"cohort": cohort, "result": cohort.Result, "evaluation": cohort.Evaluation, "study": cohort.Study}
     used = {

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.mark.attack("A worker of another version that joins a study")
-def test_a_worker_whose_version_reads_the_settings_otherwise_takes_no_trial(tmp_path: Path):
+def test_a_worker_whose_version_reads_the_settings_otherwise_takes_no_trial(tmp_path):
     queue = a_queue(a_study(), tmp_path)
     document = queue.storage.read_document()
     assert document is not None
@@ -74,7 +74,7 @@ def train_back(spec: Any, directory: Path, log: Any, **more: Any) -> Any:
 
 
 @pytest.mark.attack("A clock that jumps back an hour")
-def test_a_clock_that_jumps_back_changes_nothing(runs: Path):
+def test_a_clock_that_jumps_back_changes_nothing(runs):
     study = a_study(seeds=[0])
     run(study, runs, execute="test_odd_hosts:train_back", workers=1)
     check_as_undisturbed(study, runs)
@@ -105,9 +105,7 @@ def train_slowly(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.attack("A queue on a disk that answers after seconds")
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(5.0, marks=pytest.mark.long)])
-def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(
-    runs: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(runs, seconds, monkeypatch):
     monkeypatch.setenv("SLOW_DISK", str(seconds))
     study = a_study(seeds=[0], interleave=2)
     run(study, runs, execute="test_odd_hosts:train_slowly", workers=1)
@@ -124,9 +122,7 @@ def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(
 
 @pytest.mark.long
 @pytest.mark.attack("30 workers at their first claim")
-def test_30_workers_that_claim_at_once_take_a_trial_each(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-):
+def test_30_workers_that_claim_at_once_take_a_trial_each(runs, monkeypatch, record_property):
     monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)]))
     (runs / "hold").touch()
@@ -162,7 +158,7 @@ print(cohort.run(Study("sizes", (), a_study(seeds=[0])), workers=1, runs=sys.arg
 @pytest.mark.long
 @pytest.mark.attack("Ctrl-C and a killed kernel through the Python API")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_notebook_that_is_interrupted_or_killed_goes_on_where_it_was(runs: Path, number: int):
+def test_a_notebook_that_is_interrupted_or_killed_goes_on_where_it_was(runs, number):
     (runs / "hold").touch()
     command = [sys.executable, "-c", KERNEL, str(runs)]
     kernel = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

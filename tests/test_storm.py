@@ -174,11 +174,7 @@ def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(7200)
 def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
-    tmp_path: Path,
-    kind: str,
-    zygote: Zygote,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path, kind, zygote, monkeypatch, record_property
 ):
     forks = "devices" not in kind
     if not forks:  # torch's agent starts their processes
@@ -204,7 +200,7 @@ def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
 @pytest.mark.parametrize("kind", ["clones, turns", "together, clones, turns"])
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_neither_shared_models_nor_warm_clones(
-    tmp_path: Path, kind: str, zygote: Zygote, record_property: Callable[[str, object], None]
+    tmp_path, kind, zygote, record_property
 ):
     want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"
     kills.mkdir()

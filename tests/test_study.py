@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import fake_trials
 import psutil
@@ -56,7 +54,7 @@ queues.run(queues.fake_trials.a_study(), Path(sys.argv[1]))
 """
 
 
-def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: Path):
+def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs):
     (runs / "hold").touch()
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(runs)])
     deadline = time.monotonic() + 600
@@ -73,9 +71,7 @@ def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: 
     check_as_undisturbed(a_study(), runs)
 
 
-def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs, capsys):
     (runs / "hold").touch()
     interrupts: list[int] = []
 
@@ -98,7 +94,7 @@ def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(
     check_as_undisturbed(a_study(), runs)
 
 
-def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "600")
 
     def interrupt_twice(status: StudyStatus) -> None:
@@ -116,7 +112,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkey
 
 @pytest.mark.long
 @pytest.mark.attack("Trial that leaves a GPU broken")
-def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs: Path):
+def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs):
     (runs / "crash").touch()
     study = a_study(factors={}, arms={"crashes": {"optimizer.weight_decay": 0.2}, "good": {}}, seeds=[0])
     status = run(study, runs, workers=1, execute="fake_trials:train_on_gpu")
@@ -125,7 +121,7 @@ def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next
     assert first.split()[1] != second.split()[1]
 
 
-def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
+def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs):
     (runs / "crash").touch()
     ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}  # see fake_trials
     arms = {name: {"optimizer.weight_decay": decay} for name, decay in ways.items()}
@@ -156,7 +152,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     assert times == {"good": 1, "diverges": 1, "crashes": 2, "mute": 2}
 
 
-def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
+def test_a_started_study_may_gain_seeds_and_lose_none(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     with pytest.raises(
         SpecError, match=r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
@@ -171,7 +167,7 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
     assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
 
 
-def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs: Path):
+def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs):
     def sizes(*levels: int, **changes):
         return a_study(factors={"algorithm.group_size": list(levels)}, **{"seeds": [0], **changes})
 
@@ -197,7 +193,7 @@ def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_la
     assert "; seed 1 (" in text
 
 
-def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs: Path):
+def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     changes = {
         "factors": {"algorithm.group_size": [2], "steps": [7, 8]},
@@ -216,7 +212,7 @@ def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs: Path
     assert "(--name NAME), then compare both: cohort report sizes NAME" in lines[3]
 
 
-def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs: Path, caplog):
+def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs, caplog):
     factors = {"mismatch.bound": [2.0, 3.0], "mismatch.correction": ["none", "truncated"]}
     run(a_study(factors=factors, seeds=[0]), runs, workers=1)
     arms = [f"mismatch.bound={bound}, mismatch.correction=none" for bound in (2, 3)]
@@ -226,7 +222,7 @@ def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(run
     assert f"arms '{arms[0]}' and '{arms[1]}' are identical by construction: {reason}" in caplog.text
 
 
-def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):
+def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
     with pytest.raises(
         RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"
     ):
@@ -245,9 +241,7 @@ def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Pat
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, 1, "device=cpu")]),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], workers: int, message: str
-):
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, monkeypatch, settings, workers, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
@@ -258,7 +252,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
+def test_the_status_of_an_unknown_study_names_the_nearest(runs):
     with pytest.raises(SpecError, match=r"no study 'sizes' was started in .*; start one with: cohort study run"):
         study_status("sizes", runs)
     a_queue(a_study(), runs)
@@ -270,7 +264,7 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 # The queue, without processes -----------------------------------------------------------------------------------------
 
 
-def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path: Path):
+def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path):
     queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), tmp_path)
     first, second, third = (claimed(queue) for _ in range(3))
     queue.finish(second, Outcome("stopped"))
@@ -288,7 +282,7 @@ def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after
     assert order == [second.key, *queue.plan.keys[3:], third.key, first.key]
 
 
-def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs: Path):
+def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs):
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
     queue = a_queue(study, runs)
     directory = queue.plan.directory(queue.plan.keys[0])
@@ -302,7 +296,7 @@ def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_work
     assert completions(queue) == {("group_size=2", 0): 1}
 
 
-def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
+def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
     queue = a_queue(a_study(), runs)
     with (queue.plan.folder / "optuna.journal").open("a") as file:
         file.write('{"op_code": 6, "trial_')
@@ -311,7 +305,7 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
     assert completions(open_queue(a_study(), runs)) == {claim.key: 1}
 
 
-def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "usable_cores", lambda: 8)
     monkeypatch.setattr(local, "usable_gpus", lambda: tuple("01234"))
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
@@ -337,7 +331,7 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))
-def test_a_shipped_study_is_valid_and_opens_with_its_question(name: str):
+def test_a_shipped_study_is_valid_and_opens_with_its_question(name):
     text = shipped_studies()[name].read_text("utf-8")
     assert text.startswith("# "), "a study file opens with a comment"
     keys = [line.partition(":")[0] for line in text.splitlines() if line and line[0] not in "# "]
