@@ -53,7 +53,7 @@ EXAMPLES = [
     line.replace("\\[", "[") for c in COMMANDS.values() for line in c.epilog.splitlines() if line.startswith("cohort ")
 ]
 CALLED = sorted({*EXAMPLES, *(line for page in PAGES for line in shell_lines(page) if line.startswith("cohort "))})
-NAMED = sorted({line for page in PAGES if page != "docs/lab-notes.md" for line in in_text(page)})
+NAMED = sorted({line for page in PAGES for line in in_text(page)})
 # Run, and not parsed alone: they need no model, no data and no second.
 CHEAP = [
     line for line in CALLED if re.match(r"cohort (list|study list|study show \w+( |$)|task show arithmetic)", line)
