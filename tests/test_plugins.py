@@ -16,7 +16,7 @@ from cohort.harness.settings.load import load_run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
     "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "sampler": "harness/samplers",
-    "engine": "harness/engines", "mirror": "harness/mirrors",
+    "engine": "harness/engines", "mirror": "no folder but those of extras",
 }  # fmt: skip
 
 THIRD_PARTY = """
@@ -49,7 +49,11 @@ def python_of_the_readme(number: int) -> str:
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind: plugins.Kind):
-    folders = [ROOT / FOLDERS[kind], *([ROOT / "tests/engines"] if kind == "engine" else [])]  # as conftest adds it
+    folders = [
+        ROOT / FOLDERS[kind],
+        *(ROOT / "harness/extras").glob(f"*/{kind}s"),
+        *([ROOT / "tests/engines"] if kind == "engine" else []),
+    ]  # as conftest adds it
     files = {f.stem for folder in folders for f in folder.glob("*.py") if not f.stem.startswith("_")}
     assert set(plugins.names(kind)) == files
     assert plugins.names(kind) == sorted(files)

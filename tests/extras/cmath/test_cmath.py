@@ -6,8 +6,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+from cohort.harness.extras.cmath.tasks.cmath import CMATH
 from cohort.tasks._data import BadRow
-from cohort.tasks.cmath import CMATH
 from cohort.tasks.gsm8k import GSM8K
 
 FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
@@ -38,7 +38,7 @@ def test_other_tasks_know_no_development_part(tmp_path):
     with pytest.raises(ValueError, match="no folder with one, is called train"):
         GSM8K(path=str(tmp_path)).prompts("train")
     with pytest.raises(ValueError, match="no folder with one, is called train or dev or validation"):
-        task(FIXTURE.parent / "math_answers").prompts("train")
+        task(tmp_path).prompts("train")
 
 
 def test_the_hub_calls_the_training_source_validation(monkeypatch):
