@@ -21,7 +21,8 @@ class Section:
 
     @property
     def drawings(self) -> list[Drawing]:
-        return [one for kind, content in self.parts if kind == "figures" for one in content if isinstance(one, Drawing)]
+        groups = [content for _, content in self.parts if not isinstance(content, Table | str)]
+        return [one for group in groups for one in group]
 
 
 def sections(analysis: Analysis) -> list[Section]:
