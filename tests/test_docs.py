@@ -1,4 +1,5 @@
-"""The README, the pages of docs/ and the help texts: every command is one that exists, every link leads somewhere."""
+"""The README, the pages of docs/ and the help texts: every command, setting, gate, metric and file is one that exists,
+every link leads somewhere."""
 
 import ast
 import re
@@ -13,8 +14,9 @@ import typer
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.mirror.address import TRACKING_URI
+from cohort.harness.run.evaluate import metric_names
 from cohort.harness.settings import paths
-from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.run import Evaluation, Gates, RunSpec
 from cohort.harness.settings.study import StudySpec
 
 import cohort
@@ -22,6 +24,14 @@ import cohort
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+DEEPER_KEYS = {
+    *["first", "half_width", "at_most", "ratio", "trend", "value", "restart", "soft", "held_out", "teacher", "order"]
+}  # of no path
+AREAS = (
+    "train", "validation", "test", "policy", "completion", "critic", "kl", "reward", "mismatch", "staleness", "seconds",
+    "vote", "verifier", "flops", "memory", "rejection", "reward_model", "optimizer",
+)  # fmt: skip
+NEW_FILES = {"algorithms/positive_grpo.py", "tasks/my_problems.py"}  # that a page prints
 SHELL = ("console", "shell", "bash", "sh", "")
 
 
@@ -38,6 +48,11 @@ def in_text(page: str) -> list[str]:
         " ".join(line.split())
         for line in re.findall(r"`(cohort [a-z][^`]*)`", BLOCK.sub("", (ROOT / page).read_text()))
     ]
+
+
+def words_in_code(text: str) -> list[str]:
+    """What the sentences of a page set as code."""
+    return [" ".join(word.split()) for word in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
 
 
 def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -120,6 +135,63 @@ def test_every_command_that_only_shows_something_runs(line, tmp_path, monkeypatc
     with pytest.raises(SystemExit) as ended:
         app.main(shlex.split(line)[1:])
     assert ended.value.code in (0, None)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_that_a_sentence_names_exists(page: str):
+    """`section.key`, also with a value, and `key: value`, of which the section may be left out."""
+    known = known_settings()
+    heads = {path.partition(".")[0] for path in known if "." in path}
+    keys = {path.rpartition(".")[2] for path in known} | heads | DEEPER_KEYS
+    for word in words_in_code((ROOT / page).read_text()):
+        found = re.fullmatch(r"([a-z_]+)(\.[a-z_]+)*(: \S.*|=\S+)?", word)
+        if found and ((found[2] and found[1] in heads) or (found[3] or "").startswith(": ")):
+            path = re.match(r"(stages\.\w+\.|factors\.|search\.spaces?\.)?([\w.]+)", word)
+            is_file = re.search(r"\.(json|csv|txt|py)$", word)
+            assert is_file or (path and path[2] in known | keys), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_gate_that_a_sentence_names_exists(page: str):
+    known = {*Gates.model_fields, *known_settings(), *(path.partition(".")[0] for path in known_settings())}
+    for sentence in re.split(r"(?<=[.;])\s", BLOCK.sub("", (ROOT / page).read_text())):
+        if re.search(r"\bgates?\b", sentence):
+            words = {word for word in words_in_code(sentence) if re.fullmatch(r"[a-z_]+", word)}
+            assert words <= known, f"{page}: {sentence}"
+
+
+@cache
+def source() -> str:
+    """The code of all that is shipped."""
+    folders = ("harness", "algorithms", "tasks", "reports")
+    return "\n".join(file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def is_logged(metric: str) -> bool:
+    """Whether the code logs it: as "area/quantity", f"area/{...}" or f"{...}/quantity"."""
+    area, _, quantity = re.sub(r"_(low|high)$", "", metric).partition("/")
+    return f"{area}/{quantity}" in source() or (
+        (f'"{area}/{{' in source() and re.search(rf"\b{quantity}\b", source()) is not None)
+        or (f'}}/{quantity}"' in source() and f'"{area}"' in source())
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_metric_that_a_sentence_names_is_logged(page: str):
+    known = {f"{split}/{name}" for split in ("validation", "test") for name in metric_names(Evaluation(), True)}
+    for word in words_in_code((ROOT / page).read_text()):
+        if re.fullmatch(r"[a-z_]+/[A-Za-z_]+", word) and word.partition("/")[0] in AREAS:
+            assert word in known or is_logged(word), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_repository_that_a_sentence_names_exists(page: str):
+    """From the top, or from `harness/`, as pages abbreviate."""
+    for word in words_in_code((ROOT / page).read_text()):
+        folder = word.partition("/")[0]
+        places = [place for place in (ROOT, ROOT / "harness", ROOT / "tests") if (place / folder).is_dir()]
+        if re.fullmatch(r"[\w/]+\.(py|yaml|md)", word) and "/" in word and places and word not in NEW_FILES:
+            assert any((place / word).exists() for place in places), f"{page}: {word}"
 
 
 @pytest.mark.parametrize("page", PAGES)

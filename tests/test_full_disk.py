@@ -24,7 +24,7 @@ from cohort.harness.study.launchers.slurm import Slurm
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
-from test_chaos import needs_ray
+from test_ray import needs_ray
 from test_schedulers import cluster, needs_submitit  # noqa: F401
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB

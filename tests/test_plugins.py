@@ -43,8 +43,9 @@ def install(
     importlib.invalidate_caches()
 
 
-def python_of_the_readme(number: int) -> str:
-    return list(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[number][1]
+def printed(page: str, language: str, number: int = 0) -> str:
+    """A block of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)[number]
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -79,20 +80,20 @@ def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(
 
 
 def test_a_plugin_without_a_method_that_all_need_is_told_which(tmp_path, monkeypatch):
-    source = python_of_the_readme(2).replace("def score(", "def scores(")
-    install(tmp_path, monkeypatch, "unfinished", source, "Brevity", kind="reward")
+    source = printed("docs/extending.md", "python", 3).replace("def score(", "def scores(")
+    install(tmp_path, monkeypatch, "unfinished", source, "StatesOnce", kind="reward")
     message = (
-        r"reward 'unfinished' of .*: Brevity must define score, as each Reward does; add it in .*plugin_unfinished"
+        r"reward 'unfinished' of .*: StatesOnce must define score, as each Reward does; add it in .*plugin_unfinished"
     )
     with pytest.raises(ValueError, match=message):
         load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.unfinished=0.5"])
 
 
-def test_the_readmes_algorithm_works_as_printed(tmp_path, monkeypatch):
+def test_the_algorithm_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     import torch
     from fakes import batch_of
 
-    source = python_of_the_readme(1)
+    source = printed("docs/extending.md", "python")
     install(tmp_path, monkeypatch, "positive_grpo", source, "PositiveGRPO")
     settings = ["algorithm=positive_grpo", "algorithm.negative_scale=0.5", "algorithm.std_floor=1e-9"]
     algorithm = load_run(None, ["task=arithmetic", *settings]).algorithm
@@ -102,23 +103,24 @@ def test_the_readmes_algorithm_works_as_printed(tmp_path, monkeypatch):
     assert torch.allclose(advantages[:, 0], torch.tensor([0.70711, -0.35355]), atol=1e-5)
 
 
-def test_the_readmes_reward_works_as_printed(tmp_path, monkeypatch):
+def test_the_reward_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     from fakes import graded_group
 
-    install(tmp_path, monkeypatch, "brevity", python_of_the_readme(2), "Brevity", kind="reward")
-    spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.brevity=0.5"])
-    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "brevity": 0.5}
-    group = graded_group([0, 1], num_tokens=(10, 20), max_tokens=40)
-    assert spec.rewards["brevity"].score(group) == [-0.25, -0.5]
+    source = printed("docs/extending.md", "python", 3)
+    install(tmp_path, monkeypatch, "states_once", source, "StatesOnce", kind="reward")
+    spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.states_once=0.5"])
+    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "states_once": 0.5}
+    group = graded_group([0, 1], completions=("#### 1", "#### 1 #### 2"))
+    assert spec.rewards["states_once"].score(group) == [1.0, 0.0]
 
 
-def test_the_readmes_study_is_valid(tmp_path):
+def test_the_study_of_the_tutorial_is_valid(tmp_path):
     from cohort.harness.settings.load import load_study
 
     file = tmp_path / "my_study.yaml"
-    file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])
+    file.write_text(printed("docs/tutorial.md", "yaml"))
     labels = [arm.label for arm in load_study(str(file)).design_arms()]
-    assert labels == ["group_size=4", "group_size=8", "group_size=16"]
+    assert labels == ["group_size=4", "group_size=16"]
 
 
 @pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights", "token_weights", "total"])

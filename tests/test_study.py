@@ -1,11 +1,10 @@
-"""Every (arm, seed) of a study is run exactly once, whoever is killed; what was said of it can be believed."""
+"""Every (arm, seed) of a study is run exactly once; what was said of it can be believed."""
 
+import dataclasses
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 from cohort.harness.base import machine
-from cohort.harness.base.files import read_json, write_json
+from cohort.harness.base.files import write_json
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.base.stop import StopRequest
 from cohort.harness.record.status import StudyStatus
@@ -25,15 +24,14 @@ from cohort.harness.study import worker
 from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import Outcome, Queue, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
-from cohort.harness.study.worker import worker_main
+from cohort.harness.study.worker import Unfit, worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.notes import notes
+from fake_study import fake_study, with_trials
 from fake_trials import a_study
 from queues import (
     METRIC,
     a_queue,
-    at_work,
-    check_as_undisturbed,
     claimed,
     completions,
     die,
@@ -44,54 +42,6 @@ from queues import (
 )
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-KILLED = """
-import sys
-from pathlib import Path
-import queues
-queues.run(queues.fake_trials.a_study(), Path(sys.argv[1]))
-"""
-
-
-def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs):
-    (runs / "hold").touch()
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(runs)])
-    deadline = time.monotonic() + 600
-    while len(list((runs / "studies/sizes/trials").glob("*/progress.json"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children()
-    process.kill()
-    process.wait()
-    assert len(workers) == 2
-    assert not psutil.wait_procs(workers, timeout=600)[1]  # orphans end after their step
-    assert study_status("sizes", runs).counts()["stopped"] == 2
-    (runs / "hold").unlink()
-    assert run(a_study(), runs).counts() == {"complete": 4}
-    check_as_undisturbed(a_study(), runs)
-
-
-def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs, capsys):
-    (runs / "hold").touch()
-    interrupts: list[int] = []
-
-    def interrupt_once(status: StudyStatus) -> None:
-        if not interrupts and at_work(status) == 2:
-            interrupts.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    status = run(a_study(), runs, interrupt_once)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again" in capsys.readouterr().err
-    assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
-    stopped = next(trial for trial in status.trials if trial.state == "stopped")
-    assert read_json(stopped.directory / "checkpoint.json")["step"] == 1
-    assert {t.state for t in read_study(runs, "sizes").trials} == {"stopped"}
-    (runs / "hold").unlink()
-    assert run(a_study(), runs).counts() == {"complete": 4}
-    assert len(executions(runs)) == 6  # four trials, two of them in two parts
-    check_as_undisturbed(a_study(), runs)
 
 
 def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs, monkeypatch):
@@ -220,6 +170,27 @@ def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(run
     assert sorted(labels) == arms
     assert reason == "mismatch.bound has an effect only with a mismatch.correction"
     assert f"arms '{arms[0]}' and '{arms[1]}' are identical by construction: {reason}" in caplog.text
+
+
+@pytest.mark.attack("A worker of another version that joins a study")
+def test_a_worker_whose_version_reads_the_settings_otherwise_takes_no_trial(tmp_path):
+    queue = a_queue(a_study(), tmp_path)
+    document = queue.storage.read_document()
+    assert document is not None
+    queue.storage.write_document({**document, "digest": "of another version"})
+    with pytest.raises(Unfit, match=r"^study 'sizes' was started by another version of Cohort[^\n]*; install the same"):
+        worker_main("sizes", tmp_path, execute=fake_trials.EXECUTE)
+    assert open_queue(a_study(), tmp_path).num_claims() == 0
+
+
+@pytest.mark.attack("A worker of another version that joins a study")
+def test_a_report_says_which_versions_of_packages_its_trials_had():
+    record = with_trials(fake_study(), lambda trial: {"versions": {"torch": "2.13.0", "numpy": "2.2"}})
+    assert "different versions" not in str(notes(analysed(record)))
+    other = with_trials(record, lambda trial: {"versions": {"torch": f"2.{12 + trial.seed % 2}.0", "numpy": "2.2"}})
+    texts = dict(notes(analysed(dataclasses.replace(other, strange={"x": "'x' must hold its own run"}))))
+    assert texts["Trials ran with different versions, or on different processors"] == "torch 2.12.0 or 2.13.0."
+    assert texts["Trials whose files were changed or moved are left out"] == "'x' must hold its own run."
 
 
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
