@@ -152,11 +152,8 @@ def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_se
 
 def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
     assert sampling_metrics(make_spec(1), Rollouts()) == {}
-    assert [*sampling_metrics(make_spec(2), Rollouts())] == [
-        "sampling/batches",
-        "sampling/kept_groups",
-        "sampling/filled_groups",
-    ]
+    names = ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
+    assert [*sampling_metrics(make_spec(2), Rollouts())] == names
 
 
 def test_groups_of_one_cannot_differ():
