@@ -60,6 +60,9 @@ HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.
 
 
 @dataclasses.dataclass
+pytestmark = pytest.mark.slow
+
+
 class Served:
     """The served studies."""
 
