@@ -59,10 +59,10 @@ ACTIVE = [
 HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.example/x.png)"
 
 
-@dataclasses.dataclass
 pytestmark = pytest.mark.slow
 
 
+@dataclasses.dataclass
 class Served:
     """The served studies."""
 
