@@ -59,6 +59,9 @@ ACTIVE = [
 HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.example/x.png)"
 
 
+pytestmark = pytest.mark.slow
+
+
 @dataclasses.dataclass
 class Served:
     """The served studies."""

@@ -92,6 +92,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "broken-plugins"
 
 
+@pytest.mark.slow
 def test_each_broken_rule_is_named_and_what_holds_passes(package):
     failed = {(one.name, one.rule) for one in check_package(package) if one.found}
     assert failed == {
@@ -113,6 +114,7 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package):
     }
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_change_and_ends_with_1(package, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", package])

@@ -338,6 +338,7 @@ def test_claims_of_shipped_studies_are_on_metrics_that_runs_log():
         check_claimed(study, [arm.spec for arm in study.checked_arms()])
 
 
+@pytest.mark.slow
 def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path):
     arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.8))]
     record = with_claims(

@@ -508,6 +508,7 @@ def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch):
     assert "[b]arm" in out.getvalue() and "for the shared cold start " in out.getvalue() and "0/0" not in out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Output that is no file or cannot hold the text")
 def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path):
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")

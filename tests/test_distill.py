@@ -47,6 +47,7 @@ def ran(spec: RunSpec, folder: Path, until: int | None = None) -> RunResult:
     return ended
 
 
+@pytest.mark.slow
 def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(runs, teacher):
     spec = distilled(teacher, **{"steps": 30, "optimizer.learning_rate": 3e-3, "evaluation.every": 99})
     ended = ran(spec, runs / "one")
@@ -76,6 +77,7 @@ def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher):
             assert math.isclose(float(credit[row, column]), expected, abs_tol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_an_undisturbed_one(runs, teacher):
     spec = distilled(teacher, **{"steps": 4, "checkpoints.every": 2})
     whole = ran(spec, runs / "whole")

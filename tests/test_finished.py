@@ -132,6 +132,7 @@ def test_a_trial_that_can_still_go_on_keeps_all_of_it(runs):
     assert completions(queue) == {} and files(folder) == before
 
 
+@pytest.mark.slow
 def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs):
     few = {"every": 9, "num_prompts": 2, "num_test_prompts": 2, "num_samples": 1}
     spec = parse_run({**RUN, "steps": 2, "evaluation": few, "checkpoints": {"every": 1}}, "test")

@@ -120,6 +120,7 @@ def registered(run: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub):
     done = registered(ended)
     assert (done.returncode, done.stdout) == (0, f"me/policy: {hub.address}/me/policy\n"), done.stderr
@@ -142,6 +143,7 @@ def test_a_name_that_is_none_is_refused(ended, words, said, capsys):
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_sentence_that_says_how_to_log_in(ended, hub):
     hub.refuse = True
     done = registered(ended)

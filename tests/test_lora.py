@@ -204,6 +204,7 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(tmp_path):
     changes = {"algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.02}, "lora": LORA, "steps": 3}
     spec = make_spec(**{**FEW, **changes, "optimizer": {"learning_rate": 1e-2}})

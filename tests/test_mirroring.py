@@ -298,6 +298,7 @@ def wandb_records(folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_has_the_metrics_settings_and_end_of_a_run(runs, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -114,6 +114,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(w
     assert asked["workers"] == count  # named because it is used
 
 
+@pytest.mark.slow
 @needs_postgres
 @pytest.mark.attack("A password in processes, logs and files of a study")
 def test_no_process_log_or_file_of_a_study_has_the_password(server, runs, capfd, caplog):

@@ -137,6 +137,7 @@ def test_unprintable_characters_are_written_as_escapes():
     assert visible("a\x00b\x1b[31m\u202ec\ud800\td\n") == "a\\x00b\\x1b[31m\\u202ec\\ud800\td\n"
 
 
+@pytest.mark.slow
 def test_the_same_record_gives_the_same_bytes(hostile, tmp_path):
     first, second = hostile.html.parent, write_report(hostile_study(), tmp_path, formats=("svg", "pdf")).html.parent
     names = sorted(file.relative_to(second) for file in second.rglob("*") if file.is_file())
@@ -236,6 +237,7 @@ def test_the_answer_begins_with_the_arms_that_have_learnt():
         assert "above its start" not in text and "above the start" not in text
 
 
+@pytest.mark.slow
 def test_a_gain_counts_after_the_correction_for_the_number_of_arms():
     arms = [FakeArm(f"arm {number}", "grpo", 0.4, {}, {}) for number in range(6)]
     shown = 0
@@ -307,6 +309,7 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(basel
     assert interval.estimate == arm - baseline
 
 
+@pytest.mark.slow
 def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path):
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("b", 3): "invalid"})
     broken = dataclasses.replace(record.trials[-1], summary={"test_accuracy": 0.0}, per_problem={"p": 0.0})
@@ -540,6 +543,7 @@ def by_depth(depths: Sequence[int]) -> Analysis:
     return analysed(with_trials(fake_study(num_steps=10), lambda t: {"history": {**t.history, **tagged}}))
 
 
+@pytest.mark.slow
 def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across():
     analysis = by_depth([10, 2])
     drawing = next(one for one in outcome.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
@@ -742,6 +746,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
     assert "Difference to baseline" not in markdown and "best of the search" in markdown
 
 
+@pytest.mark.slow
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path):
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
@@ -914,6 +919,7 @@ def with_ledger(record: StudyRecord, limit: float | None = None) -> StudyRecord:
     return with_trials(record, spent)
 
 
+@pytest.mark.slow
 def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operations(hostile, tmp_path):
     files = write_report(with_ledger(fake_study()), tmp_path, formats=())
     table = files.markdown.read_text().partition("## Cost")[2].partition("## ")[0]

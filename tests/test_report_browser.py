@@ -16,7 +16,7 @@ from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_claims, with_t
 from test_report import hostile_study as hostile_arms
 from test_report import search_of
 
-pytestmark = pytest.mark.every_figure
+pytestmark = [pytest.mark.every_figure, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

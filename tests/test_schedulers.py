@@ -273,6 +273,7 @@ def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless_disk")
 @pytest.mark.parametrize("name", factories.SHAPES)
 def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
@@ -299,6 +300,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
                 preflight.check_machine(specs, specs)
 
 
+@pytest.mark.slow
 @needs_submitit
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path, cluster):

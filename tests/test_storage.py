@@ -165,6 +165,7 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_
     assert claimed(queue).key == claim.key
 
 
+@pytest.mark.slow
 @postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):

@@ -250,6 +250,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield uri
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Tracking server that takes calls and never answers")
 def test_a_silent_server_is_refused_and_a_run_that_has_begun_goes_on_says_so_once_and_loses_nothing(
     silent, tmp_path, new_runs, caplog, monkeypatch

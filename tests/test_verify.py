@@ -226,6 +226,7 @@ def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folde
 # One digit ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A digit altered in a finished study")
 def test_one_altered_digit_in_any_of_many_places_is_found(folder, record_property):
     draw, tried = random.Random(17), 0
@@ -256,6 +257,7 @@ def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written
     record_property("tried", 10)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A digit altered in a finished study")
 def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder):
     file = events_files(folder)[0]
@@ -406,6 +408,7 @@ def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(capsule
     assert sorted(capsule.parent.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A hostile or damaged capsule")
 def test_an_altered_file_of_a_capsule_is_named(capsule, capsys):
     def change(files: dict[str, bytes]) -> None:
@@ -460,6 +463,7 @@ def name_file(folder: Path, name: str) -> None:
     reseal(folder, lambda document: document["files"].update({name: "0"}))
 
 
+@pytest.mark.slow
 def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not_run(made, tmp_path):
     capsule = tmp_path / "sizes.zip"
     export_capsule(made / "studies" / "sizes", capsule)
