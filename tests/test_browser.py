@@ -108,7 +108,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], 
         trace = write_study(runs)
         port = fake_trials.free_port()
         process = cohort_process("ui", "--port", str(port), "--runs", str(runs))
-        assert process.stdout is not None
         try:
             assert f"http://127.0.0.1:{port}" in process.stdout.readline()
             yield Served(f"http://127.0.0.1:{port}", process.pid, runs, hostile, *trace)

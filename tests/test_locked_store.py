@@ -29,7 +29,6 @@ def held(store: Path, lock: str) -> Iterator[None]:
     """Meanwhile another process has locked the store."""
     command = [sys.executable, "-c", HOLD, str(store), lock]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield
         process.kill()
