@@ -26,7 +26,7 @@ DISTILL = {"name": "distill", "group_size": 4}
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher(tmp_path_factory) -> str:
     """A model that always answers with the same character: its head has one large bias-like direction."""
     folder = tmp_path_factory.mktemp("teacher") / "policy"
     model = tiny_model(3)

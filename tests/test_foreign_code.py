@@ -27,13 +27,13 @@ class Payload:
 
 
 @pytest.fixture
-def mark(tmp_path: Path) -> Path:
+def mark(tmp_path) -> Path:
     """A place that foreign code would make."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     save_model(tmp_path / "model", tiny_model(0), tiny_tokenizer())
     return tmp_path / "model"
 

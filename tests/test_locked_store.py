@@ -35,7 +35,7 @@ def held(store: Path, lock: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path, tmp_path_factory) -> Path:
     return Path(shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db"))
 
 

@@ -46,7 +46,7 @@ def hostile_study() -> StudyRecord:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+def hostile(tmp_path_factory) -> ReportFiles:
     return write_report(hostile_study(), tmp_path_factory.mktemp("hostile"))
 
 

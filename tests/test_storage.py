@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def database(server: postgres_server.Server) -> str:
+def database(server) -> str:
     return server.new_database()
 
 

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+def runs(tmp_path, new_runs) -> Path:
     """A runs folder with an empty store; its name has a space, as users' folders do."""
     return new_runs(tmp_path / "my runs")
 

@@ -57,7 +57,7 @@ def a_study() -> StudySpec:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     """A runs folder that all of pytest's workers read: the first that asks for it makes it."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
@@ -83,7 +83,7 @@ def made_study(runs: Path, seeds: list[int]) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made, tmp_path) -> Path:
     """A copy of the study's folder alone, elsewhere: no store, no runs folder."""
     return Path(shutil.copytree(made / "studies" / "sizes", tmp_path / "copied"))
 
@@ -338,7 +338,7 @@ def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(folder, br
 
 
 @pytest.fixture
-def capsule(made: Path, tmp_path: Path) -> Path:
+def capsule(made, tmp_path) -> Path:
     file = tmp_path / "out.zip"
     assert cohort("study", "export", "sizes", str(file), "--runs", str(made)) == 0
     return file
