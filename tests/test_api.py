@@ -41,7 +41,7 @@ def hostile_study() -> StudyRecord:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A study's folder alone, with its report, but without a store: what is copied from another machine."""
     folder = tmp_path_factory.mktemp("copied") / "fake"
     record = hostile_study()
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> cohort.Result:
+def result(folder) -> cohort.Result:
     return cohort.Result(hostile_study(), folder, None)
 
 

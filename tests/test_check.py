@@ -1,7 +1,6 @@
 """`cohort check` names each broken rule of a package's plugins, and goes on after a plugin that fails."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from cohort.harness.cli.app import main
@@ -80,7 +79,7 @@ POINTS = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def package(tmp_path, monkeypatch) -> str:
     (tmp_path / "broken_plugins.py").write_text(BROKEN)
     info = tmp_path / "broken_plugins-1.dist-info"
     info.mkdir()

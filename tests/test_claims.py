@@ -62,7 +62,6 @@ def test_a_verdict_is_on_which_side_of_the_margin_the_interval_lies(predicts, ma
 
 def test_the_p_of_a_region_is_that_of_two_one_sided_tests():
     interval = statistics.t_interval(NEAR)
-    assert interval is not None
     error = np.std(NEAR, ddof=1) / 2
     inside, outside = statistics.region_test([interval], -0.03, 0.03)
     # the nearer end, 1 point away, decides: p is twice the tail, as for a difference
@@ -122,7 +121,6 @@ def test_p_values_are_corrected_over_the_claims_of_a_study():
     # a contrast of the outcome has the p and the interval of the comparison
     comparison = analysed(record).comparisons[0]
     assert single[0] == pytest.approx(comparison.p)
-    assert comparison.interval is not None
     assert f"{100 * comparison.interval.low:+.1f}" in checked(record, **pair[0]).measured
 
 

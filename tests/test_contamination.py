@@ -172,7 +172,7 @@ PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
 
 
 @pytest.fixture
-def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
+def cohort(capsys) -> Shell:
     return Shell(capsys)
 
 

@@ -45,7 +45,7 @@ def spec_of(**changes: Any) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Runs:
+def runs(tmp_path_factory, cache) -> Runs:
     """A step of one run without a control and with each."""
     found = {}
     for control in (None, *CONTROLS):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def parsed(monkeypatch) -> Counter[str]:
     """How often this process has parsed the settings of each run, apart from its seed."""
     counts: Counter[str] = Counter()
     parse_run = cohort.harness.settings.run.parse_run

@@ -68,7 +68,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hub(monkeypatch) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.created, server.refuse = {}, [], False
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -81,7 +81,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tmp_path_factory) -> Path:
     """The folder of a run that has ended, with another test and an objective that is hostile text."""
     runs = tmp_path_factory.mktemp("runs")
     tests = [{"name": "aime24", "path": str(Path(__file__).parent / "fixtures" / "aime24")}]

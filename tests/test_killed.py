@@ -373,7 +373,7 @@ class Fire:
 
 
 @pytest.fixture
-def zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zygote]:
+def zygote(monkeypatch) -> Iterator[Zygote]:
     """Of the workers of all studies here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")

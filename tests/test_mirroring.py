@@ -39,12 +39,12 @@ COLUMN = "validation/accuracy"
 
 
 @pytest.fixture(autouse=True)
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fakes(tmp_path, monkeypatch):
     fake_mirrors.install(tmp_path / "mirror plugins", monkeypatch)
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path) -> Path:
     return tmp_path / "runs"
 
 

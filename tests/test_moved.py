@@ -22,12 +22,12 @@ A, B = "group_size=4-seed0", "group_size=8-seed0"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     return made_study(tmp_path_factory.mktemp("moved") / "runs", seeds=[0, 1])
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made, tmp_path) -> Path:
     return Path(shutil.copytree(made / "studies" / "sizes", tmp_path / "copied"))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import fake_trials
@@ -38,7 +37,7 @@ needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reaso
 
 
 @pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugins(tmp_path, monkeypatch):
     fake_trials.install(tmp_path / "plugins", monkeypatch)
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
 

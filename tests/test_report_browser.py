@@ -59,7 +59,7 @@ CONTRASTS = """
 
 
 @pytest.fixture(scope="module", params=["hostile", "grid"])
-def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(request, tmp_path_factory) -> Path:
     levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
     record = hostile_study() if request.param == "hostile" else fake_study(factor_grid(levels), num_steps=20)
     claim = {"sentence": "Claims <script>alert(9)</script>", "contrast": dict(zip(record.arms, (1, -1), strict=False))}

@@ -121,7 +121,7 @@ def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(runs,
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cluster(tmp_path, monkeypatch) -> Path:
     """A SLURM of this machine, whose own temporary files are elsewhere."""
     (tmp_path / "own").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
@@ -269,7 +269,7 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(runs, cluster, 
 
 
 @pytest.fixture
-def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def endless_disk(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
 
 

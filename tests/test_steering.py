@@ -169,7 +169,7 @@ def train_and_stop(spec: Any, directory: Path, log: Any, *, cache: Path, should_
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> tuple[Path, Path]:
+def steered(tmp_path_factory, new_runs) -> tuple[Path, Path]:
     """Runs folders: of an undisturbed trial, and of one that was stopped after step 2, cloned twice, resumed."""
     folders = [new_runs(tmp_path_factory.mktemp("steered") / name) for name in ("undisturbed", "steered")]
     for runs in folders:

@@ -57,7 +57,7 @@ def a_study() -> StudySpec:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     """A runs folder that all of pytest's workers read: the first that asks for it makes it."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
@@ -83,7 +83,7 @@ def made_study(runs: Path, seeds: list[int]) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made, tmp_path) -> Path:
     """A copy of the study's folder alone, elsewhere: no store, no runs folder."""
     return Path(shutil.copytree(made / "studies" / "sizes", tmp_path / "copied"))
 
@@ -262,7 +262,6 @@ def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written
 def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder):
     file = events_files(folder)[0]
     loss = re.search(rb'"policy/loss":-?\d\.\d', file.read_bytes())
-    assert loss is not None
     alter_digit(file, loss.end() - 1)
     found = [one for one in verified(folder).mismatches if one.place.startswith("line ")]
     assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
@@ -339,7 +338,7 @@ def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(folder, br
 
 
 @pytest.fixture
-def capsule(made: Path, tmp_path: Path) -> Path:
+def capsule(made, tmp_path) -> Path:
     file = tmp_path / "out.zip"
     assert cohort("study", "export", "sizes", str(file), "--runs", str(made)) == 0
     return file
