@@ -109,13 +109,13 @@ def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(
     runs: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SLOW_DISK", str(seconds))
-    study = a_study(seeds=[0], interleave=2)
+    study = a_study(seeds=[0])
     run(study, runs, execute="test_odd_hosts:train_slowly", workers=1)
     queue = open_queue(study, runs)
     for key in queue.plan.keys:
         times = [e["time"] for e in read_events(queue.plan.directory(key) / EVENTS) if e["type"] == "metrics"]
         waits = [b - a for a, b in itertools.pairwise(times) if b - a > 900 * seconds]
-        assert len(waits) <= 2, times  # at most one for `is_held`, one for `gives_way`, of the seven steps
+        assert len(waits) <= 2, times  # `is_held` at some of the seven steps
     check_as_undisturbed(study, runs)
 
 

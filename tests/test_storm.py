@@ -40,14 +40,12 @@ LORA = {**RUN, "lora": {"rank": 4, "alpha": 8.0}}
 STAGES = {"first": 3, "half_width": 0.02, "at_most": 4}
 TWO, FOUR = {"algorithm.kl_beta": [0.0, 0.1]}, {"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3]}
 MIXED: dict[str, tuple[StudySpec, dict[str, Any]]] = {
-    "clones, turns": (make_study(name="storm", run=RUN, factors=FOUR, seeds=[0], interleave=2), {}),
-    "two stages, turns": (make_study(name="storm", run=RUN, factors=TWO, seeds=STAGES, interleave=3), {}),
+    "clones": (make_study(name="storm", run=RUN, factors=FOUR, seeds=[0]), {}),
+    "two stages": (make_study(name="storm", run=RUN, factors=TWO, seeds=STAGES), {}),
     "together, two stages": (make_study(name="storm", run=LORA, factors=TWO, seeds=STAGES), {"together": True}),
-    "together, clones, turns": (
-        make_study(name="storm", run=LORA, factors=FOUR, seeds=[0], interleave=4), {"together": True},
-    ),
-    "two devices, turns": (
-        make_study(name="storm", run={**RUN, "devices": 2, "device": "cpu"}, factors=TWO, seeds=[0, 1], interleave=4),
+    "together, clones": (make_study(name="storm", run=LORA, factors=FOUR, seeds=[0]), {"together": True}),
+    "two devices": (
+        make_study(name="storm", run={**RUN, "devices": 2, "device": "cpu"}, factors=TWO, seeds=[0, 1]),
         {"workers": 1},
     ),
 }  # fmt: skip
@@ -201,7 +199,7 @@ def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
 
 
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
-@pytest.mark.parametrize("kind", ["clones, turns", "together, clones, turns"])
+@pytest.mark.parametrize("kind", ["clones", "together, clones"])
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_neither_shared_models_nor_warm_clones(
     tmp_path: Path, kind: str, zygote: Zygote, record_property: Callable[[str, object], None]

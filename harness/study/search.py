@@ -35,7 +35,7 @@ from .attempts import Attempts
 from .plan import Key
 
 GENERATION = 8  # arms of one generation of nsga2
-LIVE = ("waiting", "running", "stopped", "paused", "lost")
+LIVE = ("waiting", "running", "stopped", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
 MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 REPEATED = "the same run as arm"  # how the reason for refusing a repeated point begins
