@@ -8,7 +8,8 @@ loads the changed file. It is killed once a test fails, hangs, or takes three ti
 Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with its reason: they
 count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
 
-mutmut 3 and cosmic-ray 8 do not fit: docs/lab-notes.md, "Which tool makes the mutants".
+mutmut 3 and cosmic-ray 8 do not fit: the first names a mutant by another module path than the package's, the second
+rewrites files of the checkout.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def parsed(path: str) -> ast.Module:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_shipped_file_keeps(rule: str):
+def test_every_shipped_file_keeps(rule):
     found = [violation for path in PYTHON for violation in RULES[rule](path, parsed(path))]
     assert not found, "\n".join(found)
 
@@ -258,7 +258,7 @@ def test_every_shipped_file_keeps(rule: str):
     ],
 )
 @pytest.mark.attack("Code that would run text, as a change to Cohort")
-def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
+def test_a_planted_violation_is_seen(rule, path, source):
     assert list(RULES[rule](path, ast.parse(source)))
 
 
@@ -279,7 +279,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
         ("harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
     ],
 )
-def test_honest_code_passes_every_rule(path: str, source: str):
+def test_honest_code_passes_every_rule(path, source):
     assert [v for rule in RULES.values() for v in rule(path, ast.parse(source))] == []
 
 
@@ -343,7 +343,7 @@ def test_a_folder_with_code_is_a_package():
         ("import cohort.reports.render", {"torch", "transformers", "datasets", "optuna", "scipy.stats"}),
     ],
 )
-def test_what_must_start_quickly_loads_nothing_heavy(statement: str, absent: set[str]):
+def test_what_must_start_quickly_loads_nothing_heavy(statement, absent):
     code = f"import sys; {statement}; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     names = loaded.stdout.split()

@@ -4,7 +4,6 @@ import math
 import re
 import time
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +192,7 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
         ),
     ],
 )
-def test_rates_that_a_verifier_cannot_have_are_refused(changes: dict[str, Any], words: str):
+def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**changes)
 
@@ -336,7 +335,7 @@ BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", None, np.flo
     [[1.0, 0.0, 0.5], [0.0] * 5, {0: 1.0}, "1234", None, iter([]), *([0.0, 1.0, 0.0, bad] for bad in BAD_NUMBERS)],
     ids=lambda values: repr(values).split(" at ")[0][:30],  # the same in each process
 )
-def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_with_step_and_problem(values: Any):
+def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_with_step_and_problem(values):
     class Half(Reward):
         def score(self, group):
             return values
@@ -353,7 +352,7 @@ def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_wit
      *([[], [(0, bad)]] for bad in BAD_NUMBERS)],
     ids=lambda rows: f"{rows!r:.30}",
 )  # fmt: skip
-def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_step_and_problem(rows: Any):
+def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_step_and_problem(rows):
     class Steps(StepReward):
         def steps(self, group):
             return rows
@@ -367,7 +366,7 @@ def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_
     [([1.0, 0.5], "2 values"), ("12", "'12'"), ([math.nan], "nan"), (["1.0"], "'1.0'"),
      ([10**5000], "a number of too many digits")],
 )  # fmt: skip
-def test_the_value_that_a_reward_must_not_give_is_told(values: Any, told: str):
+def test_the_value_that_a_reward_must_not_give_is_told(values, told):
     class Odd(Reward):
         def score(self, group):
             return values

@@ -8,7 +8,8 @@ the checkpoints in its folder.
 
 An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
 FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
-started again), "stopped" (asked to stop) or "lost" (its worker died); the last two are repeated at once. `search.py` decides the arms of a search, `steering.py` handles users' requests.
+started again), "stopped" (asked to stop) or "lost" (its worker died); the last two are repeated at once. `search.py`
+decides the arms of a search, `steering.py` handles users' requests.
 """
 
 import logging
