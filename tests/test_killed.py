@@ -253,10 +253,9 @@ MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
     "two stages": {"run": RUN, "factors": TWO, "seeds": LATER},
     "together, two stages": {"run": LORA, "factors": TWO, "seeds": LATER, "options": {"together": True}},
-    "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0],
-                                "options": {"together": True}},
+    "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0], "options": {"together": True}},
     "two devices": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
-                           "interleave": 4, "options": {"workers": 1}},
+                    "options": {"workers": 1}},
 }  # fmt: skip
 COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
 START_WORKER = local.start_worker

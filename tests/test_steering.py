@@ -1,4 +1,4 @@
-"""Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
+"""Arms stop, go on and are cloned while their study runs; none of it changes a result."""
 
 import dataclasses
 import functools
