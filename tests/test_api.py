@@ -15,6 +15,7 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
+from cohort.harness import extras
 from cohort.harness.api.result import intervals
 from cohort.harness.base.files import write_json
 from cohort.harness.data import EvaluationResult, SampleRow
@@ -65,8 +66,8 @@ def as_csv(frame: pd.DataFrame) -> list[list[str]]:
 def test_these_names_are_public_and_no_others():
     names = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study"]
     names += ["open_result", "report", "run", "train", "verify"]
-    assert cohort.__all__ == names == dir(cohort)
-    assert all(getattr(cohort, name).__doc__ for name in names)
+    assert cohort.__all__ == [*names, *sorted(extras.public())] == dir(cohort)
+    assert all(getattr(cohort, name).__doc__ for name in cohort.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'plan'"):
         cohort.plan  # noqa: B018
 

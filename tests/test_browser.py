@@ -110,7 +110,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], 
             assert f"http://127.0.0.1:{port}" in process.stdout.readline()
             yield Served(f"http://127.0.0.1:{port}", process.pid, runs, hostile, *trace)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=240)
             assert process.returncode == 0, err
         finally:
             process.kill()

@@ -167,7 +167,7 @@ def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
     assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: no problem")
 
 
-PROBE = ["probe", "contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
+PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
 
 
 @pytest.fixture

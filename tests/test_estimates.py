@@ -16,10 +16,12 @@ from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
 from cohort.harness.console import progress
 from cohort.harness.data import Prompt
+from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import RunSpec
 from cohort.harness.settings.study import StudySpec
+from cohort.harness.study import estimates
 from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue, study_status
@@ -154,11 +156,20 @@ def test_a_cold_start_counts_once_until_it_is_there(tmp_path):
     assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 15)
 
 
-def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path):
-    found = budgeted(a_study(), tmp_path)
-    assert found["measured"] == 0 and 10 < found["seconds"] < 600
+def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path, monkeypatch):
+    weights = sum(p.numel() for p in tiny_model(0).parameters())
+    monkeypatch.setattr(estimates, "_by_arithmetic", estimates._by_arithmetic.__wrapped__)
+    monkeypatch.setattr(estimates, "_operation_seconds", lambda *_: 1e-5 * estimates.EFFICIENCY / (2 * weights))
+    found = budgeted(a_study(), tmp_path, workers=2)
+    assert found["measured"] == 0
+    # 10 us a pass: two trials on each of two workers, a second to load each, the start and the report
+    assert found["seconds"] == pytest.approx(2 * (0.9984 + 1.0) + 15)
     unknown = budgeted(a_study(run=fake_trials.run_settings(model="nobody/none")), tmp_path)
     assert math.isnan(unknown["seconds"]) and math.isnan(unknown["arms"][0]["seconds"])
+
+
+def test_the_speed_of_this_machine_is_a_positive_number():
+    assert 0 < estimates._operation_seconds(32, "cpu", 1) < math.inf
 
 
 def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path):

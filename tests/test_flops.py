@@ -16,7 +16,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.build import Run
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.step import collate
+from cohort.harness.run.rollout import collate
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import make_spec

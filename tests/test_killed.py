@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_trials
@@ -26,6 +27,7 @@ import postgres_server
 import psutil
 import pytest
 from cohort.harness.base.files import read_json
+from cohort.harness.base.stop import StopRequest
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import CHECKPOINTS, read_progress
@@ -38,7 +40,7 @@ from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
-from queues import at_work, check_as_undisturbed, check_once_each, completions, open_queue, run
+from queues import a_queue, at_work, check_as_undisturbed, check_once_each, completions, open_queue, run
 from zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -177,16 +179,34 @@ def test_a_clock_that_jumps_back_changes_nothing(runs):
     assert all(min(b - a for a, b in itertools.pairwise(times)) < -3_000_000 for times in clocks(study, runs))
 
 
+@pytest.mark.long
 @pytest.mark.attack("A queue on a disk that answers after seconds")
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(5.0, marks=pytest.mark.long)])
-def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(runs, seconds, monkeypatch):
-    monkeypatch.setenv("SLOW_DISK", str(seconds))
+def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(runs, monkeypatch):
+    monkeypatch.setenv("SLOW_DISK", "5")
     study = a_study(seeds=[0])
     run(study, runs, execute="test_killed:train_slowly", workers=1)
     for times in clocks(study, runs):
-        waits = [b - a for a, b in itertools.pairwise(times) if b - a > 900 * seconds]
+        waits = [b - a for a, b in itertools.pairwise(times) if b - a > 4500]
         assert len(waits) <= 2, times  # `is_held` asks at some of the seven steps
     check_as_undisturbed(study, runs)
+
+
+@pytest.mark.attack("A queue on a disk that answers after seconds")
+def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs, monkeypatch):
+    log = worker._TrialLog(a_queue(a_study(), runs), ("group_size=2", 0), StopRequest())
+    now = [0.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def answers(after: float) -> int:
+        """How often it is asked in 200 steps of a second, where an answer takes so many seconds."""
+        asked = []
+        for _ in range(200):
+            now[0] += 1.0
+            assert not log._asks(lambda: bool(asked.append(now.__setitem__(0, now[0] + after))))
+        return len(asked)
+
+    assert answers(0.01) == 200
+    assert answers(0.5) == 200 // 10 and answers(5.0) == 200 // 95 + 1  # 19 times as long passes between two
 
 
 @pytest.mark.long

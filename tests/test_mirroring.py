@@ -64,7 +64,7 @@ def log_run(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

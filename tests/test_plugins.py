@@ -16,7 +16,7 @@ from cohort.harness.settings.load import load_run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
     "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "sampler": "harness/samplers",
-    "engine": "harness/engines", "mirror": "harness/mirrors",
+    "engine": "harness/engines", "mirror": "no folder but those of extras",
 }  # fmt: skip
 
 THIRD_PARTY = """
@@ -50,7 +50,8 @@ def printed(page: str, language: str, number: int = 0) -> str:
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind):
-    folders = [ROOT / FOLDERS[kind], *([ROOT / "tests/engines"] if kind == "engine" else [])]  # as conftest adds it
+    folders = [ROOT / FOLDERS[kind], *(ROOT / "harness/extras").glob(f"*/{kind}s")]
+    folders += [ROOT / "tests/engines"] if kind == "engine" else []  # as conftest adds it
     files = {f.stem for folder in folders for f in folder.glob("*.py") if not f.stem.startswith("_")}
     assert set(plugins.names(kind)) == files
     assert plugins.names(kind) == sorted(files)

@@ -147,7 +147,7 @@ def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser, tmp_p
     bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
     browser.get_log("browser"), browser.get_log("performance")
     opened(browser, bad, 390)
-    until, seen = time.monotonic() + 30, []  # the refused image is logged some time after the page has loaded
+    until, seen = time.monotonic() + 240, []  # the refused image is logged some time after the page has loaded
     while not seen and time.monotonic() < until:
         seen = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert seen

@@ -86,7 +86,7 @@ def test_a_worker_does_not_wait_for_trials_that_others_run(runs):
     assert queue.claim() is not None and queue.claim() is not None
     before = time.monotonic()
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE, patience=0.1) == 0
-    assert time.monotonic() - before < 60  # it would wait for ever
+    assert time.monotonic() - before < 240  # it would wait for ever
     assert not (runs / "executions.log").exists()
 
 

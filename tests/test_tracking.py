@@ -92,7 +92,7 @@ def log_steps(log: RunLog, first: int, last: int, scale: float = 1.0) -> None:
         log.metrics(step, {COLUMN: scale * step / 100, "seconds/step": 0.5 + step})
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 90) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cohort.harness.extras.scaling import fits as scaling
+from cohort.harness.extras.scaling.fits import Scaling, Scalings, curve, fit_curve, scalings
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports import scaling, statistics
+from cohort.reports import statistics
 from cohort.reports.render import analysed, write_report
-from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study, with_trials
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
 from scipy import stats
