@@ -126,7 +126,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         (interrupted, None),
         *(pytest.param(kernel_ended, number, marks=[
             pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
-            *([pytest.mark.long] if number == signal.SIGINT else []),
+            pytest.mark.long if number == signal.SIGINT else pytest.mark.slow,
         ]) for number in (signal.SIGKILL, signal.SIGINT)),
     ],
 )  # fmt: skip
@@ -171,6 +171,7 @@ def clocks(study: StudySpec, runs: Path) -> list[list[int]]:
     return [[event["time"] for event in read_events(file) if event["type"] == "metrics"] for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A clock that jumps back an hour")
 def test_a_clock_that_jumps_back_changes_nothing(runs):
     study = a_study(seeds=[0])
@@ -371,7 +372,7 @@ class Fire:
 
 
 @pytest.fixture
-def zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zygote]:
+def zygote(monkeypatch) -> Iterator[Zygote]:
     """Of the workers of all studies here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")

@@ -108,6 +108,7 @@ def a_run(*stages, **changes):
     return parse_run({**FEW, "stages": [*stages], "steps": sum(s["steps"] for s in stages), **changes}, "f.yaml")
 
 
+@pytest.mark.slow
 def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_the_one_before(spec, undisturbed):
     folder, log, result = undisturbed
     assert (result.state, spec.steps) == ("complete", 11)
@@ -157,6 +158,7 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     check_claimed(SimpleNamespace(claim=[SimpleNamespace(metric=one) for one in names]), [spec])  # pyright: ignore
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in every stage of a run")
 def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     spec, undisturbed, tmp_path, cache, record_property
@@ -296,6 +298,7 @@ def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
 # Records and settings -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
     findings = Findings()
     trial = SimpleNamespace(arm="r1", seed=0, spec={})

@@ -137,7 +137,7 @@ def restore(image: Image, folder: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugins(tmp_path, monkeypatch):
     fake_trials.install(tmp_path / "plugins", monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on: `Disk` says what would be left
 

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+def runs(tmp_path, new_runs) -> Path:
     """A runs folder with an empty store; its name has a space, as users' folders do."""
     return new_runs(tmp_path / "my runs")
 
@@ -183,6 +183,7 @@ def test_the_store_has_all_of_a_run_and_is_asked_no_more_for_one_that_was_copied
     assert in_mlflow(runs, log.directory) == run_id
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in the middle of a run")
 def test_a_run_and_its_copy_that_are_killed_continue_as_the_same_run_and_nothing_is_there_twice(runs):
     code = """
@@ -366,6 +367,7 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path, monkeypa
         read_study(runs, "size")
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A lost or locked MLflow store")
 def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs, new_runs):
     folder = begin_study(runs, a_study())
@@ -421,6 +423,7 @@ def kept_policy(directory: Path) -> Path:
     return policy
 
 
+@pytest.mark.slow
 def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy_and_mlflow_loads_it(
     runs, capsys, caplog, monkeypatch
 ):
@@ -477,9 +480,7 @@ def test_the_first_view_leaves_out_clones_and_stopped_trials(runs):
     catch_up(runs)
     client = MlflowClient(tracking_uri(runs))
     experiment = client.get_experiment_by_name("sizes")
-    assert experiment is not None
     found = read_view(experiment.tags)
-    assert found is not None
     every, shown = (client.search_runs([experiment.experiment_id], text) for text in ("", found[0]["searchFilter"]))
     assert len(every) == 4
     assert {run.data.tags.get("cohort.arm", "study") for run in shown} == {"study", "group_size=2"}

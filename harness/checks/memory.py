@@ -43,8 +43,8 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
-            "each vLLM must have a GPU for itself, because it measures what its start takes there, got several workers "
-            "on a GPU; use fewer --workers, whole gpus or engine=transformers"
+            "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer --workers, whole gpus or "
+            "engine=transformers"
         )
     spec = decided(spec, alone=copies == together == 1)
     found, _ = estimate_run(spec, together)

@@ -83,8 +83,8 @@ def worker_main(
         try:
             queue = _patiently(lambda: open_queue(name, runs, storage), stop)
             if (_patiently(queue.storage.read_document, stop) or {}).get("digest") != queue.plan.study.digest():
-                raise Unfit(f"study '{name}' was started by another version of Cohort, which reads its settings "
-                            "otherwise than the one here; install the same on all hosts")  # fmt: skip
+                raise Unfit(f"study '{name}' was started by another version of Cohort, and the versions differ in "
+                            "its settings; install the same on all hosts")  # fmt: skip
             run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
             if run_trial is not None and execute == EXECUTE and not checked:
                 together = _checked(queue, together)
