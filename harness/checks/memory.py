@@ -25,7 +25,8 @@ from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbat
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
 from ..settings.errors import SpecError
-from ..settings.run import RunSpec, Stage
+from ..settings.run import RunSpec
+from ..settings.stages import Stage
 from .memory_count import Counts, Shape, count
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
-from ..settings.run import RunSpec, Stage
+from ..settings.run import RunSpec
+from ..settings.stages import Stage
 from .checkpoint import Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .guards.gates import GateState
