@@ -376,7 +376,7 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("{hook}/silent", "notices are left that what COHORT_NOTIFY names has not taken"),
+        ("{hook}/silent", "COHORT_NOTIFY did not accept all notices"),
         ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
         ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
         ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),

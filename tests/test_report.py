@@ -479,7 +479,7 @@ PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7
          "Each batch is sampled by older weights or", "The clip range has no effect"),
         (fake_study(changed(CLIPS, {}, {"staleness": 4})), "Clipping in some arms only",
          "'clip_epsilon=0.1' gives", ""),
-        (fake_study(), "One starting point", "cold_start.seed 0", "Budgets differ"),
+        (fake_study(), "One starting point", "one cold start (400 steps)", "Budgets differ"),
         (fake_study(), "Equal budgets", "All arms draw 128 rollouts per step for 100 steps.", "Equal operations"),
         (fake_study(), "Rewards that are not accuracy", "'grpo_self_consistency' is rewarded for agreement", ""),
         (fake_study(changed(PLAIN, *PAID)), "Different rewards", "'b': 1 accuracy, 0.1 format)", ""),

@@ -19,7 +19,8 @@ from cohort.harness.run.checkpoint import fork_run
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run
-from cohort.harness.settings.run import RewardFit, parse_run
+from cohort.harness.settings.run import parse_run
+from cohort.harness.settings.stages import RewardFit
 from cohort.harness.study.estimates import passes
 from factories import FEW, make_spec
 from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec

@@ -1,4 +1,4 @@
-"""Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
+"""Arms stop, go on and are cloned while their study runs; none of it changes a result."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ from factories import FEW, make_study
 from fake_study import fake_study
 from fake_trials import a_study
 from filelock import FileLock
-from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, open_queue, run
+from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, open_queue, run
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
@@ -57,33 +57,6 @@ def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to resume changed anything."""
     return "nothing changed" not in steer("resume", name, runs, arm, storage=storage)
-
-
-# Turns ----------------------------------------------------------------------------------------------------------------
-
-
-def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path, url):
-    queue = a_queue(a_study(interleave=2), tmp_path, url)
-    a, b, c, d = queue.plan.keys
-    claims = [claimed(queue) for _ in range(4)]
-    assert [claim.key for claim in claims] == [a, b, c, d]
-    for claim, step in zip(claims, (4, 2, 2, 4), strict=True):
-        queue.finish(claim, Outcome("paused", summary={"step": step}))
-    assert [trial.state for trial in queue.status().trials] == ["paused"] * 4
-    assert queue.unfinished()
-    assert queue.gives_way(a, 4)
-    assert not queue.gives_way(a, 2)  # nobody has come less far
-    assert [claimed(queue).key for _ in range(4)] == [b, c, a, d]
-
-
-@pytest.mark.slow
-def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs):
-    study = a_study(seeds=[0], interleave=4)
-    assert run(study, runs, workers=1).counts() == {"complete": 2}
-    # Seven steps each: the second trial finds nobody behind it at its fourth step, and goes on.
-    begun = [name.rpartition("-")[0] for name in executions(runs)]
-    assert begun == ["group_size=2-seed0", "group_size=4-seed0", "group_size=2-seed0"]
-    check_as_undisturbed(study, runs)
 
 
 # Stop and resume ------------------------------------------------------------------------------------------------------

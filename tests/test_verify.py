@@ -50,7 +50,7 @@ def a_study() -> StudySpec:
     claim = {
         "sentence": "Larger groups help.",
         "source": "a paper",
-        "trend": "algorithm.group_size",
+        "contrast": {"group_size=8": 1.0, "group_size=4": -1.0},
         "predicts": "above",
     }
     return make_study(name="sizes", run=run, factors={"algorithm.group_size": [4, 8]}, seeds=[0], claim=claim)
