@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
+.PHONY: quickstart test test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,12 +31,17 @@ $(BIN)/.gym: $(BIN)/.installed
 quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
 
-# Three processes for two cores, because many tests wait.
+# The tests of at most two seconds, and slower ones that alone guard what they guard. Three processes for two cores,
+# because many tests wait.
 test: $(BIN)/.gym
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist worksteal
+
+# The others, without those that `make chaos` alone runs.
+test-slow: $(BIN)/.gym
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 3 --dist worksteal
 
 # All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; and all tests that are too long for
-# `make test`. Writes docs/attacks.md. `.ci/chaos` calls it.
+# CI. Writes docs/attacks.md. `.ci/chaos` calls it.
 chaos: $(BIN)/.gym
 	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "attack or long" -n 2 --dist worksteal --timeout 3600
 

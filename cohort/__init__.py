@@ -38,12 +38,14 @@ if (_CHECKOUT / "harness" / "api").is_dir():  # in a wheel they lie in this fold
 
 __all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study",
            "open_result", "report", "run", "train", "verify"]  # fmt: skip
+_extras = importlib.import_module("cohort.harness.extras")
+__all__ += sorted(_extras.public())  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'cohort' has no attribute '{name}'; it has: {', '.join(__all__)}")
-    return getattr(importlib.import_module("cohort.harness.api"), name)
+    return getattr(importlib.import_module(_extras.public().get(name, "cohort.harness.api")), name)
 
 
 def __dir__() -> list[str]:

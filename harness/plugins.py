@@ -1,9 +1,9 @@
 """Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
-`algorithms/x.py`, `tasks/x.py` and the `x.py` of `rewards`, `samplers`, `engines` and `mirrors` in `harness/` each hold
-one public class; a third party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`,
-`cohort.rewards`, `cohort.samplers`, `cohort.engines` and `cohort.mirrors`. Two classes of one name are an error,
-because a study would not say which of them it ran.
+`algorithms/x.py`, `tasks/x.py` and the `x.py` of `rewards`, `samplers` and `engines` in `harness/` each hold one public
+class, and so do the files of such folders, and of `mirrors`, in an extra. A third party declares the same under the
+entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards`, `cohort.samplers`, `cohort.engines` and
+`cohort.mirrors`. Two classes of one name are an error, because a study would not say which of them it ran.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, e
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
-from . import interfaces
+from . import extras, interfaces
 from .base.words import did_you_mean
 from .data import Section
 from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, Task
@@ -56,7 +56,7 @@ def load(kind: Kind, name: str) -> type:
         cls, words = _installed_plugin(points[0], kind), f"{kind} '{name}' of {_package(points[0])}"
     else:
         words = f"{kind} '{name}'"
-        module = _loaded(lambda: importlib.import_module(f"{_folder(kind)}.{name}"), words, "mend it")
+        module = _loaded(lambda: importlib.import_module(_files(kind)[name]), words, "mend it")
         cls = _only_plugin(module, kind)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
@@ -101,13 +101,12 @@ def settings_class(kind: Kind, name: str) -> type[Section]:
     return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
 
 
-def _folder(kind: Kind) -> str:
-    return f"cohort.{kind}s" if kind in ("algorithm", "task") else f"cohort.harness.{kind}s"
-
-
-def _files(kind: Kind) -> list[str]:
-    package = importlib.import_module(_folder(kind))
-    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+def _files(kind: Kind) -> dict[str, str]:
+    """Name of each plugin that is a file -> its module."""
+    own = [] if kind == "mirror" else [f"cohort.{'' if kind in ('algorithm', 'task') else 'harness.'}{kind}s"]
+    folders = {folder: importlib.import_module(folder).__path__ for folder in (*own, *extras.packages(f"{kind}s"))}
+    found = ((f"{folder}.{m.name}", m.name) for folder, path in folders.items() for m in pkgutil.iter_modules(path))
+    return {name: module for module, name in found if not name.startswith("_")}
 
 
 def _external(kind: Kind) -> list[EntryPoint]:

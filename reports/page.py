@@ -17,7 +17,7 @@ from .prose import wording
 from .prose.answer import answer, progress
 from .prose.methods import methods
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
-from .scaling import Scalings
+from .section import Section
 from .suites import suite, suite_table
 from .trials import setting
 
@@ -26,7 +26,7 @@ _TABLES = ("comparison", "effects", "search", "components", "controls", "gaps", 
 
 
 def page_drawings(
-    analysis: Analysis, capable: Capabilities | None, scaled: Scalings | None
+    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section]
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
@@ -37,16 +37,19 @@ def page_drawings(
         "outcome": outcomes[num_top:] + outcome.difficulty_maps(analysis),
         "curves": curves.learning_curves(analysis),
         "capability": curves.capability_curves(analysis, capable),
-        "scaling": curves.scaling_curves(analysis, scaled),
         "slices": outcome.slices(analysis),
         "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
         "claims": outcome.claims(check_claims(analysis)),
+        **{one.id: one.drawings for one in extra},
     }
 
 
 def page_values(
-    analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]], capable: Capabilities | None, scaled: Scalings | None
+    analysis: Analysis,
+    drawings: Mapping[str, Sequence[Drawing]],
+    capable: Capabilities | None,
+    extra: Sequence[Section],
 ) -> dict[str, Any]:
     """The values that the templates read."""
     record, found = analysis.record, check_claims(analysis)
@@ -73,7 +76,7 @@ def page_values(
         "suite": suite_table(suite(analysis), analysis),
         "capability": capable,
         "capabilities": tables.capability(capable),
-        "scaling": tables.scaling(analysis, scaled),
+        "sections": extra,
         "claims": found,
         "claims_table": tables.claims(found),
         "probes": [

@@ -33,7 +33,7 @@ from .join import JoinedStudy
 from .page import page_drawings, page_values, sampled_rollouts
 from .prose.answer import answer
 from .prose.wording import shorten
-from .scaling import scalings
+from .section import sections
 from .statistics import Interval, t_interval
 from .tables import FLOPS, comparison, table
 from .trials import score, setting, wanted_pairs
@@ -78,11 +78,11 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     """
     record = visible(record)
     analysis = analysed(record)
-    capable, scaled = capabilities(analysis), scalings(analysis)
-    drawings = page_drawings(analysis, capable, scaled)
+    capable, extra = capabilities(analysis), sections(analysis)
+    drawings = page_drawings(analysis, capable, extra)
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {
-        **page_values(analysis, drawings, capable, scaled),
+        **page_values(analysis, drawings, capable, extra),
         "bootstrap_seed": BOOTSTRAP_SEED,
         "comparison_csv": b64encode(csv_text(*comparison_table(analysis)).encode()).decode(),
         "files": ["results.csv", *([CAPABILITY] if capable is not None else [])],
@@ -112,7 +112,7 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
     values = {**values, "contents": {}}  # id -> title of each section, in order, as they are written
     macros = vars(environment.get_template(parts).make_module(values)).items()
     own = {name: lambda *a, m=m, **named: kind(m(*a, **named)) for name, m in macros if not name.startswith("_")}
-    return environment.get_template("report.jinja").render({**values, **own})
+    return environment.get_template("report.jinja").render({**values, **own, "own": own})
 
 
 @cache

@@ -13,7 +13,6 @@ from .claims import Claim
 from .figures.style import color_of
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
-from .scaling import Scalings
 from .statistics import SIMULATED_COVERAGE, Interval
 from .trials import is_imported, score, search_of, tuning_of, wanted_pairs
 
@@ -22,7 +21,7 @@ FLOPS = {  # part of a run's operations -> its column
     "evaluation": "Evaluation", "cold_start": "Cold start",
 }  # fmt: skip
 _ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
-_LIMITS = ",\n95 % interval"  # at the end of a column's name
+LIMITS = ",\n95 % interval"  # at the end of a column's name
 _HOLM = "p, Holm-adjusted"
 Part = tuple[str, str]  # a text and its limits: 81.2 and [79.0, 83.4]
 
@@ -54,7 +53,7 @@ class Table:
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str | int | Part | list[Part] | Cell]]) -> Table:
     """A table; one without rows counts as false. A name that begins with `<` is that of a column of words."""
-    labels = [name.removeprefix("<").removesuffix(_LIMITS).replace("\n", " ") for name in names]
+    labels = [name.removeprefix("<").removesuffix(LIMITS).replace("\n", " ") for name in names]
     columns = [Column(n.removeprefix("<"), n.startswith("<"), label) for n, label in zip(names, labels, strict=True)]
     return Table(columns, [[_cell(value) for value in row] for row in rows])
 
@@ -69,12 +68,12 @@ def _pair(estimate: float | None, interval: Interval | None, metric: str, signed
     return wording.number(estimate, metric, signed), wording.limits(interval, metric, signed)
 
 
-def _texts(interval: Interval | None, metric: str, signed: bool = False) -> Part:
+def interval_texts(interval: Interval | None, metric: str, signed: bool = False) -> Part:
     """An estimate and its limits; `n/a` without one."""
     return _pair(None if interval is None else interval.estimate, interval, metric, signed)
 
 
-def _range(interval: Interval, write: Callable[[float], str]) -> Part:
+def range_texts(interval: Interval, write: Callable[[float], str]) -> Part:
     return write(interval.estimate), f"[{write(interval.low)}, {write(interval.high)}]"
 
 
@@ -90,9 +89,9 @@ def comparison(analysis: Analysis, costs: bool = True) -> Table:
     """The main table: every arm with its comparison, and with its start and its costs."""
     metric, record, is_run = analysis.outcome.name, analysis.record, costs and not is_imported(analysis.record)
     names = ["Arm", "Seeds", *(["Validation accuracy,\nstart to end (%)"] if is_run else ())]
-    names += [f"{_outcome(analysis)}{_LIMITS}"]
+    names += [f"{_outcome(analysis)}{LIMITS}"]
     if analysis.comparisons:
-        names += [f"Difference{'' if record.references else ' to baseline'}{_LIMITS}", _HOLM]
+        names += [f"Difference{'' if record.references else ' to baseline'}{LIMITS}", _HOLM]
     names += ["Tokens\nper run", "Time\nper run", "Peak\nmemory"] if is_run else []
     best, wanted, rows = (search_of(record) or {}).get("best"), [label for label, _ in wanted_pairs(record)], []
     for arm in analysis.arms:
@@ -142,7 +141,7 @@ def capability(capable: Capabilities | None) -> tuple[list[Table], Table | None]
         ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
         ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
     ):
-        rows = [[label, *(_texts(read(one, x), "accuracy") for x in names.values())] for label, one in curves]
+        rows = [[label, *(interval_texts(read(one, x), "accuracy") for x in names.values())] for label, one in curves]
         tables.append(table(["Arm", *(f"{name} (%)" for name in names)], rows))
     crossings = []
     for one in capable.crossovers:
@@ -153,32 +152,7 @@ def capability(capable: Capabilities | None) -> tuple[list[Table], Table | None]
             chance = f"not shown: it may be chance that leads {' and of '.join(unsure)}"
             reading = chance if unsure else "both leads are shown"
         crossings.append([one.leader, one.other, k, reading])
-    return tables, table(["Leads at k = 1", "<Overtakes it", f"First at k{_LIMITS}", "<Reading"], crossings)
-
-
-def scaling(analysis: Analysis, scaled: Scalings | None) -> tuple[Table | None, Table | None]:
-    """The fitted curves with their differences from the baseline's, and the arms without a curve."""
-    if scaled is None:
-        return None, None
-    metric, shifts, rows = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}, []
-    for one in scaled.fits:
-        shift, check = shifts.get(one.arm), ("the first half identifies no curve", "")
-        if (error := one.prediction) is not None:
-            number, limits = _texts(error, metric, signed=True)
-            check = f"{'holds' if error.low <= 0 <= error.high else 'fails'}: {number}", limits
-        higher = _texts(shift.ceiling, metric, signed=True) if shift and shift.ceiling else ""
-        later = _range(shift.midpoint, "{:.2f}".format) if shift and shift.midpoint else ""
-        curve = [_texts(one.ceiling, metric), _range(one.midpoint, wording.quantity)]
-        curve += [_range(one.exponent, "{:.2g}".format), (f"{100 * one.reached:.0f} %", "")]
-        rows.append([one.arm, *curve, *([higher, later] if shifts else ()), check])
-    names = ["Arm", f"Ceiling (%){_LIMITS}", "Half of the gain at,\ngenerated tokens", "Exponent"]
-    names += ["Gain reached\nat the end", *(["Ceiling minus\nbaseline's", "Compute to half of the\ngain / baseline's"]
-                                            if shifts else ()), "<First half predicts\nsecond half"]  # fmt: skip
-    reasons: dict[str, list[str]] = {}
-    for arm, reason in scaled.refused.items():
-        reasons.setdefault(reason, []).append(arm)
-    refused = [[wording.quoted(arms, len(arms)), reason] for reason, arms in reasons.items()]
-    return table(names, rows), table(["Arms without a curve", "<Reason"], refused)
+    return tables, table(["Leads at k = 1", "<Overtakes it", f"First at k{LIMITS}", "<Reading"], crossings)
 
 
 def effects(analysis: Analysis) -> Table:
@@ -217,7 +191,7 @@ def components(analysis: Analysis) -> Table:
         look = "strong" if one.comparison.is_detected else ""
         effect = _pair(one.effect, one.interval, analysis.outcome.name, signed=True)
         rows.append([one.name, Cell([effect], look), Cell([(wording.p_value(one.comparison.p_adjusted), "")], look)])
-    return table(["Component", f"Adds{_unit(analysis)}{_LIMITS}", _HOLM], rows)
+    return table(["Component", f"Adds{_unit(analysis)}{LIMITS}", _HOLM], rows)
 
 
 def controls(analysis: Analysis) -> tuple[Table, Table]:
@@ -236,8 +210,8 @@ def controls(analysis: Analysis) -> tuple[Table, Table]:
         reading = Cell([(": ".join(filter(None, [one.reading, one.reason])), "")], "strong" if one.reason else "")
         difference = _pair(one.comparison.estimate, one.comparison.interval, metric, signed=True)
         judged.append([one.arm, one.control, difference, wording.p_value(one.comparison.p), reading])
-    names = ["Arm", "<Reward", "Complete\nseeds", f"{_outcome(analysis)}{_LIMITS}", f"Gain from the start{_LIMITS}"]
-    minus = f"Arm minus control{_unit(analysis)}{_LIMITS}"
+    names = ["Arm", "<Reward", "Complete\nseeds", f"{_outcome(analysis)}{LIMITS}", f"Gain from the start{LIMITS}"]
+    minus = f"Arm minus control{_unit(analysis)}{LIMITS}"
     return table(names, rows), table(["Arm", "<Control", minus, "p", "<The arm's effect"], judged)
 
 
@@ -306,7 +280,7 @@ def statistics(analysis: Analysis) -> Mapping[str, Table]:
          ", ".join(wording.number(value, metric, True) for value in one.values)]
         for one in pairs
     ]  # fmt: skip
-    higher = [[one.name, *_range(one.improvement, lambda share: f"{100 * share:.0f}")] for one in pairs]
+    higher = [[one.name, *range_texts(one.improvement, lambda share: f"{100 * share:.0f}")] for one in pairs]
     plans = []
     for one in pairs:
         detectable = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)

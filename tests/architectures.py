@@ -9,7 +9,7 @@ from cohort.harness.policy.library import import_generation
 from cohort.harness.run.build import Run
 from cohort.harness.run.guards.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.step import collate
+from cohort.harness.run.rollout import collate
 from cohort.harness.settings.run import parse_run
 from fakes import tiny_codec
 

@@ -32,8 +32,8 @@ def real(*args: Any, **kwargs: Any) -> Any:
 
 
 def steered(*args: Any, **kwargs: Any) -> Any:
-    """As `test_storm.train`."""
-    from test_storm import train
+    """As `test_killed.train`."""
+    from test_killed import train
 
     return _deadly_run(train, *args, **kwargs)
 

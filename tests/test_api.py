@@ -10,12 +10,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
+from cohort.harness import extras
 from cohort.harness.api.result import intervals
 from cohort.harness.base.files import write_json
 from cohort.harness.data import EvaluationResult, SampleRow
@@ -66,13 +66,13 @@ def as_csv(frame: pd.DataFrame) -> list[list[str]]:
 def test_these_names_are_public_and_no_others():
     names = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study"]
     names += ["open_result", "report", "run", "train", "verify"]
-    assert cohort.__all__ == names == dir(cohort)
-    assert all(getattr(cohort, name).__doc__ for name in names)
+    assert cohort.__all__ == [*names, *sorted(extras.public())] == dir(cohort)
+    assert all(getattr(cohort, name).__doc__ for name in cohort.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'plan'"):
         cohort.plan  # noqa: B018
 
 
-def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path: Path):
+def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path):
     (tmp_path / "tasks.py").write_text("raise SystemExit('a tasks.py of the user')")
     for name in ("reports", "studies", "algorithms", "harness"):
         (tmp_path / name).mkdir()
@@ -121,14 +121,14 @@ def test_settings_mean_what_they_mean_on_the_command_line():
         (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
     ],
 )
-def test_bad_input_is_one_sentence_with_a_fix(call: Any, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_bad_input_is_one_sentence_with_a_fix(call, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_started(tmp_path: Path):
+def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_started(tmp_path):
     started = {"name": "mine", "run": {"task": "arithmetic", "algorithm": "grpo", "device": "cuda:77"}, "seeds": [0]}
     started |= {"question": "Why?", "factors": {"algorithm.kl_beta": [0, 0.1]}}
     (tmp_path / "studies" / "mine").mkdir(parents=True)
@@ -140,21 +140,21 @@ def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_starte
 # Results ---------------------------------------------------------------------------------------------------------
 
 
-def test_trials_are_the_reports_results_to_the_last_digit(result: cohort.Result, folder: Path):
+def test_trials_are_the_reports_results_to_the_last_digit(result, folder):
     written = list(csv.reader((folder / "report" / "results.csv").read_text().splitlines()))
     assert as_csv(result.trials) == written
     assert len(written) == 1 + 9
     assert result.trials["test_accuracy"].isna().sum() == 1  # of the invalid trial
 
 
-def test_the_comparison_is_the_reports_table_to_the_last_digit(result: cohort.Result, folder: Path):
+def test_the_comparison_is_the_reports_table_to_the_last_digit(result, folder):
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
     (table,) = re.findall(r"data:text/csv;charset=utf-8;base64,([\w+/=]+)", page)
     assert as_csv(result.compare()) == list(csv.reader(base64.b64decode(table).decode().splitlines()))
     assert result.answer.split(":")[0] in (folder / "report" / "report.md").read_text().replace("\\", "")
 
 
-def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result: cohort.Result, tmp_path: Path):
+def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result, tmp_path):
     record = dataclasses.replace(hostile_study(), baseline="grpo")
     other = cohort.Result(record, tmp_path, None)
     pd.testing.assert_frame_equal(result.compare("grpo"), other.compare())
@@ -163,7 +163,7 @@ def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result: 
         result.compare("grpoo")
 
 
-def test_frames_are_tidy(result: cohort.Result):
+def test_frames_are_tidy(result):
     record = hostile_study()
     curves = result.curves
     assert list(curves.columns) == ["arm", "seed", "metric", "step", "value"]
@@ -182,13 +182,13 @@ def test_frames_are_tidy(result: cohort.Result):
 
 
 @pytest.mark.parametrize("frame", ["trials", "curves", "problems", "rollouts"])
-def test_every_column_is_documented(result: cohort.Result, frame: str):
+def test_every_column_is_documented(result, frame):
     text = re.sub(r"_K\b", "_4", str(getattr(cohort.Result, frame).__doc__))
     columns = [c for c in getattr(result, frame).columns if not c.startswith(("algorithm.", "reward/"))]
     assert [column for column in columns if not re.search(rf"(^|[\s,]){re.escape(column)}([\s,]|$)", text)] == []
 
 
-def test_the_rewards_of_a_rollout_are_columns(tmp_path: Path):
+def test_the_rewards_of_a_rollout_are_columns(tmp_path):
     record = fake_study(seeds=[0], num_problems=4)
     paid = dataclasses.replace(record.trials[0].samples[0], rewards={"accuracy": 1.0, "format": 0.5})
     trials = [dataclasses.replace(record.trials[0], samples=[paid]), *record.trials[1:]]
@@ -196,14 +196,14 @@ def test_the_rewards_of_a_rollout_are_columns(tmp_path: Path):
     assert rollouts["reward/format"].tolist()[:2] == pytest.approx([0.5, float("nan")], nan_ok=True)
 
 
-def test_a_study_without_any_trial_has_empty_frames(tmp_path: Path):
+def test_a_study_without_any_trial_has_empty_frames(tmp_path):
     result = cohort.Result(dataclasses.replace(fake_study(), trials=[]), tmp_path, None)
     assert [len(frame) for frame in (result.trials, result.curves, result.problems, result.rollouts)] == [0] * 4
     assert result.compare()["complete_seeds"].tolist() == [0, 0, 0]
     assert repr(result) == "<Result of study 'fake': 0 of 9 trials complete>"
 
 
-def test_an_evaluation_has_frames_too(tmp_path: Path):
+def test_an_evaluation_has_frames_too(tmp_path):
     row = SampleRow(0, "test", "p1", "1+1=", "2#### 2\x1b[2J", "2", None, False, None, 3, "stop")
     metrics = {"accuracy": 0.75, "greedy_accuracy": 0.5, "num_prompts": 2.0, "num_samples": 4.0}
     found = EvaluationResult("test", metrics, {"p1": 4, "p2": 2}, [row])
@@ -237,7 +237,7 @@ def test_problems_of_one_family_count_as_one_in_the_intervals_of_an_evaluation()
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort.Result, folder: Path):
+def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result, folder):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     report = result.report()
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
@@ -248,7 +248,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort
     assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
 
 
-def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_path: Path):
+def test_a_figure_is_the_reports_and_is_saved_as_pdf(result, tmp_path):
     backend = matplotlib.rcParams["backend"]
     matplotlib.rcParams["backend"] = "svg"
     try:
@@ -268,7 +268,7 @@ def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_
         result.figure("finale")
 
 
-def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path: Path):
+def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path):
     result = cohort.Result(fake_study(factor_grid({"algorithm.group_size": [2, 8]}), num_problems=16), tmp_path, None)
     lines = result.to_latex().splitlines()
     one = result.compare().set_index("arm").loc["group_size=8"]
@@ -281,7 +281,7 @@ def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path: Path):
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_no_text_of_a_user_is_a_command_of_latex(result: cohort.Result):
+def test_no_text_of_a_user_is_a_command_of_latex(result):
     assert r"$<$script$>$alert(4)$<$/script$>$$|$\$x\textasciicircum{}\{\$=1 & " in result.to_latex()
     assert latex("\\input{/etc/passwd}\n%~#_&-1") == (
         r"\textbackslash{}input\{/etc/passwd\} \%\textasciitilde{}\#\_\&$-$1"
@@ -293,7 +293,7 @@ def test_no_text_of_a_user_is_a_command_of_latex(result: cohort.Result):
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_is_kept_without_outputs_and_calls_what_is_public(file: Path):
+def test_a_notebook_is_kept_without_outputs_and_calls_what_is_public(file):
     cells = json.loads(file.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert [cell["outputs"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"]] == []

@@ -27,7 +27,7 @@ def test_every_row_of_the_table_survived():
 
 
 @pytest.mark.parametrize(("file", "test"), re.findall(NAMED, (ROOT / "docs/threat-model.md").read_text()))
-def test_the_threat_model_names_tests_that_exist(file: str, test: str):
+def test_the_threat_model_names_tests_that_exist(file, test):
     assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text()
 
 

@@ -57,9 +57,7 @@ def cohort(*words: object) -> tuple[int, str]:
 
 @pytest.mark.long
 @pytest.mark.attack("A damaged file in a trial's folder")
-def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are_reported(
-    runs: Path, record_property: Any
-):
+def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are_reported(runs, record_property):
     plan = Plan(a_grid(), runs)
     for key, (name, content) in BAD_FILES.items():
         plan.directory(key).mkdir(parents=True)
@@ -87,9 +85,7 @@ def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are
 
 
 @pytest.mark.attack("A damaged file in a trial's folder")
-def test_a_bad_file_of_a_trial_that_has_ended_is_named_once_and_changes_nothing(
-    runs: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_bad_file_of_a_trial_that_has_ended_is_named_once_and_changes_nothing(runs, caplog):
     study = a_study(seeds=[0])
     first, second = (Plan(study, runs).directory(key) for key in Plan(study, runs).keys)
     arguments: dict[str, Any] = {"workers": 1, "command": "", "execute": fake_trials.EXECUTE}
@@ -107,7 +103,7 @@ def test_a_bad_file_of_a_trial_that_has_ended_is_named_once_and_changes_nothing(
     assert [sum(str(file) in words for words in said) for file in bad] == [1, 1]
 
 
-def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_better(runs: Path):
+def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_better(runs):
     """As after the death of all its workers."""
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
     plan, folder = Plan(study, runs), begin_study(runs, study)
@@ -131,7 +127,7 @@ def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_be
     ids=range(9),
 )  # fmt: skip
 @pytest.mark.attack("A damaged file in a trial's folder")
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes):
+def test_a_line_that_is_no_event_is_named(tmp_path, line):
     file = tmp_path / "events.jsonl"
     file.write_bytes(START + START + line + b"\n" + START)
     with pytest.raises(ValueError, match=r"events.jsonl has no event of a run in line 3 \(.*move its folder away"):
@@ -144,9 +140,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes):
     ids=range(5),
 )
 @pytest.mark.attack("A damaged file in a trial's folder")
-def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(
-    runs: Path, end: bytes, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(runs, end, caplog):
     (key, *_) = (plan := Plan(a_grid(), runs)).keys
     folder = plan.directory(key)
     folder.mkdir(parents=True)
@@ -170,9 +164,7 @@ def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(
         for changes in ({"summary": None}, {"metrics": {"a": "b"}}, {"summary": [1]}, {"state": None, "metrics": 3})
     ],
 )  # fmt: skip
-def test_a_result_of_another_version_or_shape_or_half_of_one_is_refused(
-    tmp_path: Path, text: str | dict[str, Any], words: str
-):
+def test_a_result_of_another_version_or_shape_or_half_of_one_is_refused(tmp_path, text, words):
     file = tmp_path / "result.json"
     file.write_text(text) if isinstance(text, str) else write_json(file, text)
     with pytest.raises(ValueError, match=words):
@@ -180,7 +172,7 @@ def test_a_result_of_another_version_or_shape_or_half_of_one_is_refused(
 
 
 @pytest.mark.parametrize("lost", ["digest", "seeds", "inputs"])
-def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path: Path, lost: str):
+def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path, lost):
     study, folder = a_grid(), tmp_path / "sizes"
     folder.mkdir()
     whole = {"digest": study.digest(), "seeds": [0, 1], "inputs": {}}
@@ -202,7 +194,7 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
     ],
 )
 def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_study(
-    tmp_path: Path, status: int, size: int, claims: int, limit: int, kind: type[Exception], words: str
+    tmp_path, status, size, claims, limit, kind, words
 ):
     pool = WorkerPool({}, size, tmp_path)
     pool.collect(claims)
@@ -213,7 +205,7 @@ def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_s
 
 
 @pytest.mark.attack("Two writers of one file")
-def test_two_writers_of_one_file_leave_whole_texts_and_no_remains(tmp_path: Path):
+def test_two_writers_of_one_file_leave_whole_texts_and_no_remains(tmp_path):
     (folder := tmp_path / "report").mkdir()
     file = folder / "report.html"
     write_text(file, "a" * 200_000)

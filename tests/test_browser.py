@@ -110,7 +110,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], 
             assert f"http://127.0.0.1:{port}" in process.stdout.readline()
             yield Served(f"http://127.0.0.1:{port}", process.pid, runs, hostile, *trace)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=240)
             assert process.returncode == 0, err
         finally:
             process.kill()
@@ -124,7 +124,7 @@ def site(served: Served) -> Iterator[Site]:
 
 
 @pytest.mark.attack("Another machine that calls a server of ours")
-def test_ui_serves_this_machine_alone(served: Served):
+def test_ui_serves_this_machine_alone(served):
     ours = [served.pid, *(child.pid for child in psutil.Process(served.pid).children(recursive=True))]
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in ours]
     assert {c.laddr.ip for c in listening if c.laddr} == {"127.0.0.1"}
@@ -135,7 +135,7 @@ def test_ui_serves_this_machine_alone(served: Served):
         assert (answer.status, answer.read()[:15]) == (403, b"These pages are")
 
 
-def test_ctrl_c_ends_ui_while_it_lists_the_studies(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_ends_ui_while_it_lists_the_studies(runs, monkeypatch):
     monkeypatch.setattr(ui, "serve_ui", lambda *_: nullcontext(SimpleNamespace(poll=lambda: None)))  # runs for ever
     assert ui.browse(runs, 1, lambda pages: os.kill(os.getpid(), signal.SIGINT)) is None
 
@@ -193,7 +193,7 @@ def write_study(runs: Path) -> tuple[str, str]:
     return found.info.trace_id, experiment
 
 
-def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
+def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site):
     page = study_pages(site.runs, "")["sizes"].removeprefix("/#")
     text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2", "Group: study")
     assert "sizes" in text  # the experiment has the study's name
@@ -205,7 +205,7 @@ def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
     assert not re.search(r"(kl|completion|summary)\s+\(\d+\)", before)
 
 
-def test_the_bare_address_opens_the_newest_study(site: Site):
+def test_the_bare_address_opens_the_newest_study(site):
     site.chromium.get("about:blank")
     site.chromium.get(site.address)
     browser.wait_for(site.text_if("group_size=4 | seed 0"), "the runs of the newest study", 90)
@@ -215,7 +215,7 @@ def test_the_bare_address_opens_the_newest_study(site: Site):
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: Site):
+def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site):
     page = f"/experiments/{site.experiment}/traces?selectedEvaluationId={site.hostile_trace}"
     site.text_with(page, "Inputs", "onerror")
     site.chromium.execute_script(OPEN_ASSESSMENTS)
@@ -231,7 +231,7 @@ def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: S
     assert site.chromium.execute_script(injected) == 0
 
 
-def test_the_pages_ask_no_other_machine_for_anything(site: Site):
+def test_the_pages_ask_no_other_machine_for_anything(site):
     outside = [url for url in browser.requests(site.chromium) if url.startswith("http")]
     assert outside
     assert {url.split("/")[2] for url in outside} == {site.address.split("/")[2]}, json.dumps(outside[:5])
@@ -255,7 +255,7 @@ def acted(chromium: Any) -> list[Any]:
 
 
 @pytest.mark.attack("Active markup in every text of a study, on every page that is served")
-def test_no_text_of_a_study_acts_on_any_page_that_is_served(site: Site, record_property: Callable[[str, Any], None]):
+def test_no_text_of_a_study_acts_on_any_page_that_is_served(site, record_property):
     browser.requests(site.chromium)  # forget earlier pages
     for page, words in site.hostile.items():
         site.chromium.get(f"{site.address}{page}")
@@ -280,7 +280,7 @@ def in_frame(chromium: Any, words: str) -> bool:
 
 
 @pytest.mark.parametrize("made", ACTIVE, ids=["script", "handler", "dialog", "frame", "link"])
-def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site: Site, made: str):
+def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site, made):
     site.chromium.get("data:text/html,<title>a page</title>")
     assert acted(site.chromium) == []
     site.chromium.execute_script("document.write(arguments[0]); document.close()", made)
@@ -299,7 +299,7 @@ def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site: Site, made:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/ajax-api/2.0/mlflow/experiments/get?experiment_id=0", "/version"])
-def test_no_route_answers_a_foreign_host_or_origin(site: Site, path: str, host: str, origin: str | None, status: int):
+def test_no_route_answers_a_foreign_host_or_origin(site, path, host, origin, status):
     port = int(site.address.rpartition(":")[2])
     connection = HTTPConnection("127.0.0.1", port)
     connection.putrequest("GET", path, skip_host=True)
@@ -317,7 +317,7 @@ def test_no_route_answers_a_foreign_host_or_origin(site: Site, path: str, host: 
 
 
 @pytest.mark.attack("A page that names this machine by a foreign name")
-def test_a_browser_at_a_rebound_name_reads_nothing(site: Site):
+def test_a_browser_at_a_rebound_name_reads_nothing(site):
     port = site.address.rpartition(":")[2]
     with browser.session("--host-resolver-rules=MAP 10.evil.example 127.0.0.1") as chromium:
         chromium.get(f"http://10.evil.example:{port}/")
@@ -359,7 +359,7 @@ def said(chromium: Any, words: str) -> str:
 
 
 @pytest.mark.attack("Two browsers that ask for the same at once")
-def test_two_browsers_that_stop_and_clone_at_once_have_one_effect_each(site: Site, queue: Queue):
+def test_two_browsers_that_stop_and_clone_at_once_have_one_effect_each(site, queue):
     with browser.session() as other, ThreadPoolExecutor(2) as pool:
         both = [site.chromium, other]
         for one in both:
@@ -388,7 +388,7 @@ def test_two_browsers_that_stop_and_clone_at_once_have_one_effect_each(site: Sit
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_a_live_page_shows_what_comes_and_nothing_of_it_runs(site: Site, queue: Queue):
+def test_a_live_page_shows_what_comes_and_nothing_of_it_runs(site, queue):
     chromium = site.chromium
     chromium.get(f"{site.address}/live/sizes")
     text = browser.wait_for(site.text_if("Failures", "Sampled rollouts", "onerror"), "the rollouts and the failure")
@@ -412,7 +412,7 @@ def test_a_live_page_shows_what_comes_and_nothing_of_it_runs(site: Site, queue: 
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_live_page_fits_its_width(site: Site, queue: Queue, width: int):
+def test_a_live_page_fits_its_width(site, queue, width):
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 400}
     site.chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
@@ -441,9 +441,7 @@ def test_a_live_page_fits_its_width(site: Site, queue: Queue, width: int):
     ],
     ids=["no token", "another token", "no origin", "foreign", "null", "foreign host", "verb", "type", "long", "arm"],
 )
-def test_a_request_that_is_not_of_an_own_page_changes_nothing(
-    site: Site, queue: Queue, headers: dict[str, str | None], body: dict[str, Any], status: int, words: str
-):
+def test_a_request_that_is_not_of_an_own_page_changes_nothing(site, queue, headers, body, status, words):
     host = site.address.removeprefix("http://")
     connection = HTTPConnection(host)
     connection.request("GET", "/live/sizes")
@@ -462,7 +460,7 @@ def test_a_request_that_is_not_of_an_own_page_changes_nothing(
 @pytest.mark.parametrize(
     "path", ["/live/none", "/live/none/events", "/live/..", "/live/%2e%2e/events", "/live/..%2f.."]
 )
-def test_a_live_page_of_no_study_is_not_found(site: Site, path: str):
+def test_a_live_page_of_no_study_is_not_found(site, path):
     connection = HTTPConnection(site.address.removeprefix("http://"))
     connection.request("GET", path)
     assert connection.getresponse().status == 404

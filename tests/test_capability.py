@@ -7,7 +7,6 @@ import dataclasses
 import html
 from fractions import Fraction
 from math import comb
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,7 +143,7 @@ def test_the_seeds_that_decided_their_number_are_counted_among_the_shared_ones()
     assert crossover(Capability("a", (0, 1, 2, 3, 4), ahead, 64, first=3), two) == by_first[0]
 
 
-def test_curves_count_blocks_of_families_for_problems(tmp_path: Path):
+def test_curves_count_blocks_of_families_for_problems(tmp_path):
     # 32 pairs of equal problems are 32 blocks: their curves are those of the 32 problems seen once
     counts, pairs = np.random.default_rng(0).binomial(16, 0.4, (3, 32)), [[2 * i, 2 * i + 1] for i in range(32)]
     once = Capability("a", (0, 1, 2), counts, 16)
@@ -200,7 +199,7 @@ def covered(design: tuple, studies: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("design", DESIGNS[4:5])
-def test_intervals_of_pass_at_k_and_cover_hold_in_95_percent_of_beta_binomial_studies(design: tuple):
+def test_intervals_of_pass_at_k_and_cover_hold_in_95_percent_of_beta_binomial_studies(design):
     shares = covered(design, 150)
     assert 93 <= np.mean(list(shares.values())) <= 97.5  # the error of a single share is 1.8, of their mean about 1
     assert min(shares.values()) > 89
@@ -208,7 +207,7 @@ def test_intervals_of_pass_at_k_and_cover_hold_in_95_percent_of_beta_binomial_st
 
 @pytest.mark.long
 @pytest.mark.parametrize("design", DESIGNS)
-def test_every_interval_of_pass_at_k_and_cover_holds_in_93_to_97_percent_of_studies(design: tuple):
+def test_every_interval_of_pass_at_k_and_cover_holds_in_93_to_97_percent_of_studies(design):
     shares = covered(design, 4000)
     print(design, shares)
     assert all(93 <= share <= 97 for share in shares.values()), shares
@@ -246,7 +245,7 @@ def test_curves_that_do_not_cross_or_are_of_other_problems_have_no_crossing_and_
     assert crossover(one, Capability("b", (2,), np.ones((1, 5), int), 32)) is None
 
 
-def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_path: Path):
+def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_path):
     record = capability_study(num_problems=120, num_samples=64)
     files = write_report(record, tmp_path, formats=())
     page, rows = html.unescape(files.html.read_text()), list(csv.DictReader((tmp_path / "capability.csv").open()))
@@ -278,7 +277,7 @@ def test_the_curves_of_one_policy_have_every_k_with_its_interval():
     assert curves_of_counts([0, 1, 2], 4) == {}
 
 
-def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
+def test_few_samples_or_unequal_ones_make_no_curves(tmp_path):
     assert found_in(fake_study()) is None
     record = capability_study(num_problems=30, num_samples=32, with_start=False)
     assert found_in(record).before == []

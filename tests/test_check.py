@@ -92,7 +92,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "broken-plugins"
 
 
-def test_each_broken_rule_is_named_and_what_holds_passes(package: str):
+def test_each_broken_rule_is_named_and_what_holds_passes(package):
     failed = {(one.name, one.rule) for one in check_package(package) if one.found}
     assert failed == {
         ("upside", "A step along the gradient makes the better of two answers likelier."),
@@ -113,7 +113,7 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package: str):
     }
 
 
-def test_the_command_says_what_to_change_and_ends_with_1(package: str, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_what_to_change_and_ends_with_1(package, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", package])
     out = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_the_command_says_what_to_change_and_ends_with_1(package: str, capsys: p
     assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in out
 
 
-def test_a_package_without_plugins_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_a_package_without_plugins_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", "pip"])
     assert ended.value.code == 2

@@ -84,7 +84,7 @@ def test_a_child_that_cannot_start_is_no_answer(monkeypatch):
 
 def test_each_thread_has_a_child_of_its_own_that_ends_with_it(children):
     pids: list[int] = []
-    both = threading.Barrier(2, timeout=60.0)
+    both = threading.Barrier(2, timeout=240.0)
 
     def ask() -> None:
         children.ask("sleep", 0, threading.get_ident())
@@ -144,7 +144,7 @@ def test_a_busy_child_does_not_outlive_a_killed_parent_by_more_than_its_limits()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([child], timeout=60.0)
+    psutil.wait_procs([child], timeout=240.0)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,13 +54,13 @@ NEAR = [0.01, 0.02, 0.02, 0.03]
         ("equivalent", 0.008, "undecided"), ("not_above", 0.034, "supported"), ("not_above", 0.006, "contradicted"),
     ],
 )  # fmt: skip
-def test_a_verdict_is_on_which_side_of_the_margin_the_interval_lies(predicts: str, margin: float, verdict: str) -> None:
+def test_a_verdict_is_on_which_side_of_the_margin_the_interval_lies(predicts, margin, verdict):
     found = scored(NEAR, predicts=predicts, margin=margin)
     assert found.verdict == verdict
     assert "+2.0 [+0.7, +3.3] points (4 seeds)." in found.measured
 
 
-def test_the_p_of_a_region_is_that_of_two_one_sided_tests() -> None:
+def test_the_p_of_a_region_is_that_of_two_one_sided_tests():
     interval = statistics.t_interval(NEAR)
     assert interval is not None
     error = np.std(NEAR, ddof=1) / 2
@@ -78,7 +77,7 @@ def test_the_p_of_a_region_is_that_of_two_one_sided_tests() -> None:
     assert all(map(math.isnan, statistics.region_test([], 0.0, 1.0)))
 
 
-def test_a_contrast_of_several_arms_says_which_are_taken_from_which() -> None:
+def test_a_contrast_of_several_arms_says_which_are_taken_from_which():
     arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in "abcd"]
     record = fake_study(arms, seeds=range(3))
     for contrast, words in (
@@ -89,7 +88,7 @@ def test_a_contrast_of_several_arms_says_which_are_taken_from_which() -> None:
         assert checked(record, contrast=contrast).found[0][0] == words
 
 
-def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -> None:
+def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end():
     found = scored(NEAR, predicts="equivalent", margin=0.028)
     variance = statistics.CrossedVariance(float(np.var(NEAR, ddof=1)), 0.0, 0.0)
     needed = statistics.seeds_needed(0.008, variance, 1)  # 2.8 - 2.0 points
@@ -105,7 +104,7 @@ def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end() -
     assert flat.found[0][1].resolution == 1 / 2
 
 
-def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
+def test_p_values_are_corrected_over_the_claims_of_a_study():
     arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.64), ("c", 0.7))]
     record = fake_study(arms, seeds=range(5))
     pair = {"contrast": {"b": 1, "a": -1}}, {"contrast": {"c": 1, "a": -1}}
@@ -127,7 +126,7 @@ def test_p_values_are_corrected_over_the_claims_of_a_study() -> None:
     assert f"{100 * comparison.interval.low:+.1f}" in checked(record, **pair[0]).measured
 
 
-def test_all_contrasts_of_a_claim_must_hold_and_one_that_does_not_contradicts() -> None:
+def test_all_contrasts_of_a_claim_must_hold_and_one_that_does_not_contradicts():
     def verdict(*accuracies: float, **claim: Any) -> str:
         arms = [FakeArm(f"arm {i}", "grpo", one, {}, {}) for i, one in enumerate(accuracies)]
         return checked(fake_study(arms, seeds=range(5)), **claim).verdict
@@ -144,7 +143,7 @@ def test_all_contrasts_of_a_claim_must_hold_and_one_that_does_not_contradicts() 
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.8, "supported"), (1.3, "contradicted"), (1.7, "undecided")])
-def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio: float, verdict: str) -> None:
+def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio, verdict):
     noise = [0.99, 1.01, 1.0]
 
     def peak(trial: TrialRecord) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio: float, v
     assert f"ppo over grpo {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}]" in found.measured
 
 
-def test_what_a_single_arm_gains_may_be_claimed() -> None:
+def test_what_a_single_arm_gains_may_be_claimed():
     record = fake_study([FakeArm("a", "grpo", 0.7, {}, {})], seeds=range(3), num_steps=10)
     found = checked(record, contrast={"a": 1}, value="gain")  # from 40 to 70 %, give or take a seed's luck
     assert (found.verdict, found.predicted) == ("supported", "above 0.0 points")
@@ -178,7 +177,7 @@ def test_what_a_single_arm_gains_may_be_claimed() -> None:
         ("fall", "0.6"),
     ],  # of 0.1, 0.9, 0.2, 0.3 and 0.1 s more at the end
 )
-def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value: str, expected: str) -> None:
+def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value, expected):
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
 
     def curve(trial: TrialRecord) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value: str, expected
     assert f"b - a +{expected} [" in found.measured
 
 
-def test_the_first_step_of_a_timing_warms_up_and_is_left_out() -> None:
+def test_the_first_step_of_a_timing_warms_up_and_is_left_out():
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
 
     def steps(trial: TrialRecord) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def test_the_first_step_of_a_timing_warms_up_and_is_left_out() -> None:
     assert "b - a +1.01 [" in found.measured
 
 
-def test_a_trend_is_the_line_through_the_levels_means_from_the_lowest_to_the_highest() -> None:
+def test_a_trend_is_the_line_through_the_levels_means_from_the_lowest_to_the_highest():
     levels = {f"{size} {beta}": {"group": size, "beta": beta} for size in (2, 4, 16) for beta in (0.0, 0.1)}
     (weights,) = Registered.model_validate(
         {"sentence": "S", "source": "s", "predicts": "above", "trend": "group"}
@@ -222,20 +221,20 @@ def test_a_trend_is_the_line_through_the_levels_means_from_the_lowest_to_the_hig
         ({"states": {("b", seed): "invalid" for seed in range(3)}}, "b - a n/a (0 seeds)."),
     ],
 )
-def test_a_claim_without_a_test_is_not_tested_and_says_why(change: Any, words: str) -> None:
+def test_a_claim_without_a_test_is_not_tested_and_says_why(change, words):
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], **change)
     found = checked(record, contrast={"b": 1, "a": -1})
     assert found.verdict == "not tested" and math.isnan(found.p_adjusted)
     assert words in found.measured
 
 
-def test_differences_without_spread_test_nothing_and_invalid_trials_are_named() -> None:
+def test_differences_without_spread_test_nothing_and_invalid_trials_are_named():
     assert "without any spread over seeds" in scored([0.25, 0.25, 0.25]).measured
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), states={("b", 3): "invalid"})
     assert checked(record, contrast={"b": 1, "a": -1}).measured.endswith(" 1 invalid trial left out.")
 
 
-def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such() -> None:
+def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():
     # b gains 1 on half of the problems and loses 0.8 on the others: 10 points in every seed, but perhaps not on others
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), num_problems=16)
 
@@ -280,13 +279,13 @@ def sizes(**changes: Any) -> StudySpec:
         ({"sentence": ""}, "sentence"),
     ],
 )
-def test_a_claim_that_cannot_be_decided_is_refused(claim: dict[str, Any], words: str) -> None:
+def test_a_claim_that_cannot_be_decided_is_refused(claim, words):
     with pytest.raises(SpecError) as caught:
         sizes(claim={**CLAIM, **claim})
     assert words in str(caught.value)
 
 
-def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
     study = sizes(claim=CLAIM)
     document = study_document(study, "cohort study run sizes")
     again = study_document(study, "cohort study run sizes", known=document)
@@ -315,16 +314,14 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path: 
         ("length", "did you mean 'completion/length'?"), ("zzz", "'zzz'; others are policy/entropy, seconds/step"),
     ],
 )  # fmt: skip
-def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(
-    tmp_path: Path, metric: str, words: str
-) -> None:
+def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(tmp_path, metric, words):
     study = sizes(claim={**CLAIM, "metric": metric})
     with pytest.raises(SpecError, match="the metric of a claim must be one that runs log") as refused:
         check_study(study, tmp_path, 1, EXECUTE)
     assert words in str(refused.value)
 
 
-def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag() -> None:
+def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag():
     run = {
         "task": "arithmetic",
         "algorithm": "grpo",
@@ -335,13 +332,13 @@ def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag() 
         check_claimed(study, [arm.spec for arm in study.design_arms()])
 
 
-def test_claims_of_shipped_studies_are_on_metrics_that_runs_log() -> None:
+def test_claims_of_shipped_studies_are_on_metrics_that_runs_log():
     for name in shipped_studies():
         study = load_study(name)
         check_claimed(study, [arm.spec for arm in study.checked_arms()])
 
 
-def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path: Path) -> None:
+def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path):
     arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.8))]
     record = with_claims(
         fake_study(arms, seeds=range(5)),

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "scripts" / "claims.py"))
 
 
-def test_the_page_is_what_the_findings_and_the_studies_give() -> None:
+def test_the_page_is_what_the_findings_and_the_studies_give():
     studies, known = SCRIPT["claiming"](), SCRIPT["findings_here"]()
     assert (ROOT / "docs" / "claims.md").read_text() == SCRIPT["page"](studies, known)
     assert {*known} <= {study.name for study in studies.values()}
 
 
-def test_another_analysis_that_changes_a_verdict_is_named() -> None:
+def test_another_analysis_that_changes_a_verdict_is_named():
     """b ends 2 points below a in each seed, 20 above it at its best, and 6 above it on the mean of its steps."""
     ends = {"a": [0.50, 0.50, 0.50], "b": [0.50, 0.70, 0.48]}
     record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in ends], seeds=range(4), num_steps=20)

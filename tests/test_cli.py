@@ -93,7 +93,7 @@ def cohort_process(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_command_explains_itself_with_an_example(command: tuple[str, ...], cohort: Shell):
+def test_every_command_explains_itself_with_an_example(command, cohort):
     assert cohort(*command, "--help") == 0
     assert f"cohort {' '.join(command)}" in cohort.out.split("Examples")[1]
 
@@ -116,9 +116,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
         (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
     ],
 )
-def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
-    arguments: list[str], words: str, cohort: Shell, runs: Path
-):
+def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(arguments, words, cohort, runs):
     assert cohort(*arguments) == 2
     assert cohort.out == ""
     assert "Error: " in cohort.err
@@ -128,9 +126,7 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
 
 
 @pytest.mark.parametrize("command", [[*TRAIN], ["report", "quickstart"], ["ui"]], ids=lambda command: command[0])
-def test_the_option_names_the_store_before_the_environment_does(
-    command: list[str], cohort: Shell, runs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_option_names_the_store_before_the_environment_does(command, cohort, runs, monkeypatch):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
     assert cohort(*command) == 2
     assert "got 'ftp://environment'" in cohort.err
@@ -140,7 +136,7 @@ def test_the_option_names_the_store_before_the_environment_does(
     assert not runs.exists()
 
 
-def test_a_port_in_use_is_refused(cohort: Shell, runs: Path):
+def test_a_port_in_use_is_refused(cohort, runs):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cohort("ui", "--port", str(port)) == 2
@@ -148,16 +144,14 @@ def test_a_port_in_use_is_refused(cohort: Shell, runs: Path):
     assert not runs.exists()
 
 
-def test_a_traceback_is_shown_on_request(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
+def test_a_traceback_is_shown_on_request(cohort, monkeypatch):
     monkeypatch.setenv("COHORT_TRACEBACK", "1")
     with pytest.raises(ValueError, match="unknown key 'stepps'"):
         app.main([*TRAIN, *sets("stepps=3")])
 
 
 @pytest.mark.usefixtures("store")
-def test_a_plugin_that_raises_is_named_without_a_traceback(
-    tmp_path: Path, cohort: Shell, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_plugin_that_raises_is_named_without_a_traceback(tmp_path, cohort, monkeypatch):
     source = "from cohort.harness.interfaces import Reward\nclass Boom(Reward):\n    def score(self, group):\n"
     install(tmp_path, monkeypatch, "explodes", source + "        1 / 0\n", "Boom", kind="reward")
     assert cohort(*TRAIN, *sets(*QUICK, "rewards.explodes=1")) == 1
@@ -167,12 +161,12 @@ def test_a_plugin_that_raises_is_named_without_a_traceback(
 
 
 @pytest.mark.usefixtures("store")
-def test_an_invalid_run_says_why_and_ends_with_exit_code_1(cohort: Shell):
+def test_an_invalid_run_says_why_and_ends_with_exit_code_1(cohort):
     assert cohort(*TRAIN, *sets(*QUICK, "engine=scripted", "gates.mismatch_kl=1e-12"), "--json") == 1
     assert cohort.json()["state"] == "invalid" and "mismatch/kl was above 1e-12" in cohort.json()["reason"]
 
 
-def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]):
+def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys):
     with progress.phase_bar("tiny on arithmetic") as show:
         for done in (1, 2, 3):
             show("cold start", done, 3)
@@ -181,7 +175,7 @@ def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys: pytes
     assert capsys.readouterr().err.splitlines() == [f"tiny on arithmetic: {line}" for line in lines]
 
 
-def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
+def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}
     facts = {name: (item["needs_critic"], item["sees_gold"]) for name, item in found.items()}
@@ -201,7 +195,7 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
     assert f"cohort list takes {kinds}, got 'models'" in cohort.err
 
 
-def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
+def test_settings_are_listed_by_section_and_by_full_path(cohort):
     assert cohort("list", "settings", "optimizer", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}
     assert set(found) == {f"optimizer.{key}" for key in Optimizer.model_fields}
@@ -214,7 +208,7 @@ def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
     assert {"factors", "seeds", "metric"} <= {item["name"] for item in cohort.json()}
 
 
-def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
+def test_a_study_is_shown_with_its_budget(tmp_path, cohort):
     file = tmp_path / "sizes.yaml"
     file.write_text(
         "question: Do larger groups help?\nrun: {task: arithmetic, algorithm: grpo, rollouts_per_step: 32}\n"
@@ -231,7 +225,7 @@ def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
     assert "  num_inner_epochs: 1\n" in cohort.out  # a default
 
 
-def test_doctor_finds_this_machine_sound(cohort: Shell, runs: Path):
+def test_doctor_finds_this_machine_sound(cohort, runs):
     assert cohort("doctor", "--json") == 0
     found = {check["name"]: check for check in cohort.json()}
     assert {"torch", "transformers", "mlflow", "optuna", "device", "cores", "runs folder", "disk", "vllm"} <= set(found)
@@ -246,9 +240,7 @@ def test_doctor_finds_this_machine_sound(cohort: Shell, runs: Path):
         ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
     ],
 )
-def test_doctor_says_whether_the_vllm_engine_can_run_here(
-    code: str, state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_doctor_says_whether_the_vllm_engine_can_run_here(code, state, words, tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0'")
     (tmp_path / "vllm" / "platforms.py").write_text(f"from types import SimpleNamespace\n{code}\n")
@@ -262,7 +254,7 @@ def test_doctor_says_whether_the_vllm_engine_can_run_here(
         sys.modules.pop(name, None)
 
 
-def test_doctor_finds_what_a_gpu_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_finds_what_a_gpu_lacks(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 470.82.01\n")
     smi.chmod(0o755)
@@ -285,7 +277,7 @@ def test_doctor_finds_what_a_gpu_lacks(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("store")
-def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(cohort: Shell, runs: Path):
+def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(cohort, runs):
     command = [*TRAIN, *sets(*QUICK), "--name", "one", "--json"]
     assert cohort(*command) == 0
     first = cohort.json()
@@ -305,7 +297,7 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(co
 
 
 @pytest.mark.usefixtures("store")
-def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(cohort: Shell, runs: Path):
+def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(cohort, runs):
     from cohort.harness.mirror.store import connect
 
     quick = [item for item in QUICK if "num_test_prompts" not in item]
@@ -338,7 +330,7 @@ def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(coh
     assert all(words in cohort.out for words in ("4 problems", "mean@3", "0.0 % to 49.0 %", "operands"))
 
 
-def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort: Shell, tmp_path: Path):
+def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort, tmp_path):
     from chats import chat_folder
 
     assert cohort("task", "show", "arithmetic", "-n", "2", "--json") == 0
@@ -362,7 +354,7 @@ def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort: Shell, t
     assert "need a chat template, which the tokenizer of 'tiny' lacks" in cohort.err
 
 
-def test_stored_completions_are_graded_again(cohort: Shell, tmp_path: Path):
+def test_stored_completions_are_graded_again(cohort, tmp_path):
     file = tmp_path / "cases.jsonl"
     rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
     file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
@@ -389,9 +381,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 @pytest.mark.usefixtures("store")
-def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(
-    cohort: Shell, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(cohort, tmp_path, runs, capsys):
     file = tmp_path / "rates.yaml"
     file.write_text(
         "question: Which learning rate?\nrun: {task: arithmetic, algorithm: grpo, cold_start: {steps: 3}}\n"
@@ -435,14 +425,14 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
 
 
-def test_an_interrupted_study_ends_with_exit_code_130(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_study_ends_with_exit_code_130(cohort, monkeypatch):
     monkeypatch.setattr("cohort.harness.study.runner.run_study", lambda *_, **__: status(trial("a", "stopped")))
     assert cohort("compare", "--algorithms", "grpo", "--task", "arithmetic", "--workers", "1") == 130
     assert (cohort.out, cohort.err) == ("", "Interrupted. The same command continues where it stopped.\n")
 
 
 @pytest.mark.attack("Hostile text in a terminal")
-def test_foreign_text_reaches_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
+def test_foreign_text_reaches_the_terminal_harmless(capsys):
     hostile = terminal.plain("[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end")
     assert (hostile.plain, hostile.spans) == ("[bold red]x[/][31m a btxt 2J end", [])
     terminal.show_table("", ["completion"], [["[link=http://x]4[/link]\x1b]0;owned\x07"]])
@@ -452,7 +442,7 @@ def test_foreign_text_reaches_the_terminal_harmless(capsys: pytest.CaptureFixtur
     assert err == "Error: first [red]\n  second [2J\n"
 
 
-def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]):
+def test_json_holds_no_number_that_json_lacks(capsys):
     terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "c": "x", "3": None}
 
@@ -462,7 +452,7 @@ def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]
     [(None, "-"), (float("inf"), "-"), (0.0, "0 s"), (4.12, "4.1 s"), (9.98, "10 s"), (59.4, "59 s"),
      (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")],
 )  # fmt: skip
-def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
+def test_durations_read_as_a_person_says_them(seconds, text):
     assert terminal.duration(seconds) == text
 
 
@@ -473,7 +463,7 @@ class Clock:
         return self.now
 
 
-def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys: pytest.CaptureFixture[str]):
+def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys):
     clock = Clock()
     view = progress.LineView(clock)
 
@@ -507,7 +497,7 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys: p
     ]
 
 
-def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch):
     out = StringIO()
     screen = Console(file=out, force_terminal=True, width=140, color_system=None)
     monkeypatch.setattr(progress, "console", lambda stderr: screen)
@@ -519,7 +509,7 @@ def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch: p
 
 
 @pytest.mark.attack("Output that is no file or cannot hold the text")
-def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path: Path):
+def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path):
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
     code = "from cohort.harness.cli.app import main; main()"
     command = [sys.executable, "-c", code, "study", "show", str(tmp_path / "greek.yaml")]
@@ -533,7 +523,7 @@ def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said
         assert ended.stderr.startswith("Error: a disk is full")
 
 
-def test_retries_of_the_hub_are_told_once(caplog: pytest.LogCaptureFixture):
+def test_retries_of_the_hub_are_told_once(caplog):
     hub = logging.getLogger("huggingface_hub.utils._http")
     hub.addFilter(once := terminal.HubOutage())
     try:

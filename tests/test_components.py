@@ -1,7 +1,6 @@
 """Designs over components: n + 1 arms, none that cannot matter, and a rank by what each component adds."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ LEVELS = {
          {"rloo, arithmetic": "grpo, arithmetic", "rloo, word_problems": "grpo, word_problems"}),
     ],
 )  # fmt: skip
-def test_a_level_is_the_baseline_within_each_level_of_the_others(changes: dict[str, Any], references: dict[str, str]):
+def test_a_level_is_the_baseline_within_each_level_of_the_others(changes, references):
     assert parse_study({**LEVELS, **changes}, "toy.yaml").references() == references
 
 
@@ -100,7 +99,7 @@ def test_a_baseline_that_is_neither_an_arm_nor_a_level_is_refused():
         parse_study({**LEVELS, "baseline": "kl_beta=0.2"}, "toy.yaml")
 
 
-def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path: Path):
+def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path):
     ladder = study("ladder")
     folder = tmp_path / "study"
     keep_document(folder, study_document(ladder, "cohort study run toy"))
@@ -147,9 +146,7 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
         ({}, {}, "must have a section 'components', got none"),
     ],
 )  # fmt: skip
-def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(
-    design: str, components: Any, run: dict[str, Any], words: str
-):
+def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(design, components, run, words):
     if not words:
         assert len(study(design, components, run={**RUN, **run}).design_arms()) == 2
         return
@@ -168,7 +165,7 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
         ({"components": {"\0": {"steps": 5}}}, "labels of components must be 1 to 100 printable"),
     ],
 )
-def test_a_design_over_components_takes_nothing_else(changes: dict[str, Any], words: str):
+def test_a_design_over_components_takes_nothing_else(changes, words):
     with pytest.raises(SpecError) as caught:
         study(**{"design": "leave_one_out", **changes})
     assert words in str(caught.value)
@@ -191,7 +188,7 @@ def record_of(design: str, accuracies: dict[str, float]) -> StudyRecord:
     return StudyRecord(**{**vars(record), "spec": spec})
 
 
-def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_comparison(tmp_path: Path):
+def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_comparison(tmp_path):
     out = {"all": 0.8, "without small": 0.77, "without large": 0.6, "without harmful": 0.9}
     found = analysed(record_of("leave_one_out", out))
     ranked = ranked_components(found)

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,7 +167,7 @@ def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
     assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: no problem")
 
 
-PROBE = ["probe", "contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
+PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
 
 
 @pytest.fixture
@@ -176,7 +175,7 @@ def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
 
 
-def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Shell, runs: Path):
+def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort, runs):
     assert cohort(*PROBE, "--runs", str(runs), "--name", "one", "--json") == 0
     found = cohort.json()
     assert [one["probe"] for one in found["findings"]] == ["completion", "renumbered"]
@@ -211,7 +210,7 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
         (["--task", "arithmetics"], "arithmetic"),
     ],
 )
-def test_bad_input_is_one_sentence_and_writes_nothing(changes: list[str], message: str, cohort: Shell, tmp_path: Path):
+def test_bad_input_is_one_sentence_and_writes_nothing(changes, message, cohort, tmp_path):
     runs = tmp_path / "new"
     assert cohort(*PROBE, "--runs", str(runs), *changes) == 2
     *_, error = cohort.err.strip().splitlines()
@@ -219,7 +218,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(changes: list[str], messag
     assert not runs.exists()
 
 
-def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path, runs: Path):
+def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path, runs):
     rows = [
         {"question": f"Ann has {n} eggs and buys {n + 3}. How many?", "answer": f"#### {2 * n + 3}"} for n in range(24)
     ]
@@ -233,7 +232,7 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path, runs: P
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_probed_text_and_names_are_harmless_on_the_page(tmp_path: Path):
+def test_probed_text_and_names_are_harmless_on_the_page(tmp_path):
     example = {"start": HOSTILE, "held_back": HOSTILE, "continuation": HOSTILE}
     probe = {
         "name": HOSTILE, "model": HOSTILE, "task": "arithmetic", "split": "test", "reference": HOSTILE,

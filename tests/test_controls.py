@@ -62,7 +62,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(runs: Runs, control: str):
+def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(runs, control):
     (folder, log), (plain, plain_log) = runs[control], runs[None]
     assert [{**row, "reward": 0} for row in rows_of(folder)] == [{**row, "reward": 0} for row in rows_of(plain)]
     names = ("train/accuracy", "reward/accuracy", "completion/length", "mismatch/kl", "train/generated_tokens",
@@ -73,7 +73,7 @@ def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_control_pays_what_it_says(runs: Runs, control: str):
+def test_a_control_pays_what_it_says(runs, control):
     rows, log = rows_of(runs[control][0]), runs[control][1]
     paid, right = [row["reward"] for row in rows], [float(row["correct"]) for row in rows]
     formats = [spec_of().task.format_score(row["completion"]) for row in rows]
@@ -86,7 +86,7 @@ def test_a_control_pays_what_it_says(runs: Runs, control: str):
     assert log.history("reward/mean")[0] == (1, pytest.approx(np.mean(paid)))
 
 
-def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one(runs: Runs):
+def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one(runs):
     folder, log = runs["frozen"]
     start = load_file(runs[None][0] / "start" / "model.safetensors")
     assert_same_weights(final_weights(folder), start)
@@ -97,7 +97,7 @@ def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one
         assert any(bool((moved[name] != start[name]).any()) for name in start), control
 
 
-def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_path: Path, cache: Path):
+def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_path, cache):
     spec = spec_of(algorithm={"name": "remax", "group_size": 4}, control="random", rollouts_per_step=40)
     log = MemoryLog()
     train(spec, tmp_path, log, cache=cache)
@@ -182,13 +182,13 @@ def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_se
     assert golds(0, split=2) == [1, 0]  # of two problems each has the other's
 
 
-def test_a_split_of_one_problem_cannot_be_shuffled(tmp_path: Path):
+def test_a_split_of_one_problem_cannot_be_shuffled(tmp_path):
     task = {**BASE["task"], "num_train": 1}
     with pytest.raises(ValueError, match="shuffled_gold needs at least 2 train problems, got 1"):
         train(spec_of(task=task, control="shuffled_gold"), tmp_path, MemoryLog(), cache=tmp_path)
 
 
-def test_no_gate_ends_a_control_for_what_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_gate_ends_a_control_for_what_it_learns(tmp_path, monkeypatch):
     monkeypatch.setitem(gates.STEPS, "stuck_groups", 2)  # without a control this ends a run: see test_gates.py
     for control, bounds, state in (("frozen", {}, "complete"), ("random", {"mismatch_kl": 1e-12}, "invalid")):
         spec = stuck_spec(bounds, control=control, steps=3)
@@ -225,7 +225,7 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
          "a study that searches must have no control"),
     ],
 )  # fmt: skip
-def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make: Any, words: str):
+def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make, words):
     with pytest.raises(ValueError) as caught:
         make()
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -252,7 +252,7 @@ def with_controls(**accuracies: float) -> StudyRecord:
     return fake_study([*arms, *(arm(c, a, control=c) for c, a in accuracies.items())], seeds=range(5))
 
 
-def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_best_arm(tmp_path: Path):
+def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_best_arm(tmp_path):
     record = with_controls(frozen=0.4, inverted=0.95)
     main = [one for one in record.trials if one.arm in ("plain", "better")]
     alone = dataclasses.replace(record, arms=["plain", "better"], trials=main, expected=10)

@@ -28,7 +28,7 @@ def of_files(plugin: tuple[plugins.Kind, str]) -> str:
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=of_files)
-def test_defaults_and_ranges_are_those_that_were_released(plugin: tuple[plugins.Kind, str]) -> None:
+def test_defaults_and_ranges_are_those_that_were_released(plugin):
     kind, name = plugin
     known = [row for row in GOLDEN.read_text(encoding="utf-8").splitlines() if row.startswith(f"{kind} {name} ")]
     assert rows(kind, name) == known, "if that is meant, run `python tests/test_defaults.py`"

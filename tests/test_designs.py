@@ -109,7 +109,7 @@ def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
         ({**tuned(), "baseline": "gpro"}, "did you mean 'grpo'?"),
     ],
 )  # fmt: skip
-def test_a_design_that_cannot_be_run_is_refused(raw: dict[str, Any], words: str):
+def test_a_design_that_cannot_be_run_is_refused(raw, words):
     assert words in error_of(parse_study, raw, "toy.yaml")
 
 
@@ -130,7 +130,7 @@ def test_a_study_that_was_written_down_is_read_back_as_the_same():
         assert parse_study(parsed.model_dump(mode="json"), "study.json").digest() == parsed.digest()
 
 
-def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path: Path):
+def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path):
     file = tmp_path / "toy.yaml"
     file.write_text(yaml.safe_dump(search()))
     changed = load_study(str(file), ["search.trials=7", "search.space.optimizer.learning_rate={choices: [1, 2, 3, 4]}"])
@@ -140,7 +140,7 @@ def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path: Path):
         load_study(str(file), ["optimizer.learning_rate=0.1"])
 
 
-def test_every_example_of_the_documentation_is_a_valid_study(tmp_path: Path):
+def test_every_example_of_the_documentation_is_a_valid_study(tmp_path):
     text = (Path(__file__).resolve().parents[1] / "docs" / "studies.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     for number, example in enumerate(examples):

@@ -4,7 +4,6 @@ import json
 import multiprocessing.connection
 import os
 import signal
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ MORE = {
 }
 
 
-def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path: Path):
+def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path):
     cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
     side_by_side(tmp_path, cases)
     for name in cases:
@@ -89,9 +88,7 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 4), (2, 1), (4, 2), (4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("algorithm", [case("ppo"), case(lora={"rank": 4})], ids=["ppo", "lora"])
-def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_and_moments(
-    tmp_path: Path, algorithm: dict[str, Any], sizes: tuple[int, int]
-):
+def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_and_moments(tmp_path, algorithm, sizes):
     changes = {**algorithm, "steps": 3}
     (tmp_path / "cache").mkdir()
     for name, parts in (("whole", [(1, None)]), ("moved", [(sizes[0], 1), (sizes[1], None)])):
@@ -113,9 +110,7 @@ def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_an
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
-def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-):
+def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(tmp_path, record_property):
     own = [begun(attempt, rank, 2, tmp_path, "whole", EVERY_STEP) for rank in range(2)]
     assert ends(*own) == [0, 0]
     for rank in range(2):
@@ -142,7 +137,7 @@ def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(
         assert one == two
 
 
-def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path: Path):
+def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path):
     torch.manual_seed(1)
     assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
     whole, half, layers, different = json.loads((tmp_path / "gathers.json").read_text())
@@ -158,9 +153,7 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
         pytest.param(4, [5 + 7 + 3, 5 + 6 + 3, 5 + 5 + 2, 5 + 4 + 1], marks=pytest.mark.long),
     ],
 )
-def test_ranks_read_shared_prompts_once_with_the_gradients_of_one_that_reads_rows_whole(
-    tmp_path: Path, size: int, tokens: list[int]
-):
+def test_ranks_read_shared_prompts_once_with_the_gradients_of_one_that_reads_rows_whole(tmp_path, size, tokens):
     for number in (1, size):
         assert ends(*[begun(gradients, rank, number, tmp_path) for rank in range(number)]) == [0] * number
     alone, shared = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in (1, size))
@@ -217,7 +210,7 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
-def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
+def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path):
     changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
     (tmp_path / "run.yaml").write_text(json.dumps(changes))
     train_two = ["train", str(tmp_path / "run.yaml"), "--set", "devices=2", "--name", "one", "--runs", str(tmp_path)]
@@ -240,7 +233,7 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
     assert log.resumed_at[0] >= 1
 
 
-def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path: Path):
+def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path):
     """Of `group_of_two`, whose trials end in several ways, one after another."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
     leader, _ = both = [begun(group_of_two, rank, tmp_path, store.port) for rank in range(2)]
@@ -260,12 +253,12 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
     ]  # fmt: skip
 
 
-def test_a_run_on_several_devices_needs_a_group(tmp_path: Path):
+def test_a_run_on_several_devices_needs_a_group(tmp_path):
     with pytest.raises(SpecError, match=r"devices=2 needs a group of as many processes.*`cohort train`"):
         group.train(train, parse_run({**RUN, "devices": 2}, "alone"), tmp_path, MemoryLog(), cache=tmp_path)
 
 
-def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch, tmp_path):
     with pytest.raises(SpecError, match=r"devices must divide rollouts of a minibatch \(16\), got 3; use 2 or 4"):
         parse_run({**RUN, "devices": 3}, "bad")
     monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
@@ -276,9 +269,7 @@ def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(monkeypatch, tmp_path):
     def run(devices: int, size: int):
         engine = {"name": "vllm", "tensor_parallel_size": size}
         return parse_run({**RUN, "devices": devices, "device": "cpu", "engine": engine}, "bad")
@@ -296,9 +287,7 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
         preflight.check_devices([run(8, 1)])
 
 
-def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(monkeypatch, caplog):
     run = {device: parse_run({**RUN, "devices": 2, "device": device}, "run") for device in ("auto", "cpu", "cuda")}
     monkeypatch.setattr(preflight, "usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
@@ -314,7 +303,7 @@ def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(
 
 
 @pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])
-def test_ranks_that_share_an_engine_get_the_same_items(monkeypatch: pytest.MonkeyPatch, together: int, parts: Any):
+def test_ranks_that_share_an_engine_get_the_same_items(monkeypatch, together, parts):
     def everywhere(own: Any) -> list[Any]:
         found = [[item * 10 for item in part] for part in parts for _ in range(together)]
         assert found[rank_messages.rank()] == own
@@ -350,7 +339,7 @@ def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whol
             memory.check_fits(memory.estimate(alone, config, 300, gpu), gpu, alone)
 
 
-def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_spread_takes_its_share_on_each_device(monkeypatch):
     spec = parse_run({**RUN, **case("ppo")}, "one")
     counts = [
         memory.estimate(spec.model_copy(update={"devices": devices}), tiny_config(), 30, torch.device("cpu"))

@@ -47,7 +47,7 @@ def ran(spec: RunSpec, folder: Path, until: int | None = None) -> RunResult:
     return ended
 
 
-def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(runs: Path, teacher: str):
+def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(runs, teacher):
     spec = distilled(teacher, **{"steps": 30, "optimizer.learning_rate": 3e-3, "evaluation.every": 99})
     ended = ran(spec, runs / "one")
     events = [json.loads(line) for line in (runs / "one/events.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(ru
     assert {e["values"]["train/stuck_groups"] for e in events if "train/stuck_groups" in e.get("values", {})} == {0.0}
 
 
-def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher: str):
+def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher):
     policy, other = tiny_model(0), tiny_model(3)
     learner = Learner(distilled(teacher), policy, other)
     assert learner.reference is other and not any(p.requires_grad for p in other.parameters())
@@ -76,7 +76,7 @@ def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher: str):
             assert math.isclose(float(credit[row, column]), expected, abs_tol=2e-5)
 
 
-def test_a_resumed_run_ends_as_an_undisturbed_one(runs: Path, teacher: str):
+def test_a_resumed_run_ends_as_an_undisturbed_one(runs, teacher):
     spec = distilled(teacher, **{"steps": 4, "checkpoints.every": 2})
     whole = ran(spec, runs / "whole")
     assert ran(spec, runs / "parts", until=2).state == "stopped"
@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(runs: Path, teacher: str):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path: Path, teacher: str):
+def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path, teacher):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = model_config("tiny").to_dict()
@@ -115,7 +115,7 @@ def altered(folder: Path, teacher: str) -> str:
     return str(folder)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs: Path, tmp_path: Path, teacher: str):
+def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs, tmp_path, teacher):
     (tmp_path / "other").mkdir()
     spec = distilled(altered(tmp_path / "other", teacher))
     with pytest.raises(SpecError, match=r"kl.reference must have the tokenizer .* has 2 not at all or elsewhere"):
@@ -135,12 +135,12 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs: 
         ({"algorithm": {"name": "grpo", "kl_beta": 0.0}}, "kl.reference belongs to algorithm.kl_beta above 0"),
     ],
 )
-def test_settings_that_contradict_a_teacher_are_refused(teacher: str, changes: dict[str, Any], words: str):
+def test_settings_that_contradict_a_teacher_are_refused(teacher, changes, words):
     with pytest.raises(SpecError, match=words):
         distilled(teacher, **changes)
 
 
-def test_a_missing_teacher_is_refused(runs: Path, tmp_path: Path):
+def test_a_missing_teacher_is_refused(runs, tmp_path):
     for reference, words in (
         (None, "must name the teacher of distill"),
         (str(tmp_path / "none"), "which is no folder"),

@@ -1,4 +1,5 @@
-"""The README, the pages of docs/ and the help texts: every command is one that exists, every link leads somewhere."""
+"""The README, the pages of docs/ and the help texts: every command, setting, gate, metric and file is one that exists,
+every link leads somewhere."""
 
 import ast
 import re
@@ -13,8 +14,9 @@ import typer
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.mirror.address import TRACKING_URI
+from cohort.harness.run.evaluate import metric_names
 from cohort.harness.settings import paths
-from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.run import Evaluation, Gates, RunSpec
 from cohort.harness.settings.study import StudySpec
 
 import cohort
@@ -22,6 +24,15 @@ import cohort
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+DEEPER_KEYS = {  # of no path
+    "first", "half_width", "at_most", "ratio", "trend", "value", "restart", "soft", "held_out", "teacher", "order",
+}  # fmt: skip
+AREAS = (
+    "train", "validation", "test", "policy", "completion", "critic", "kl", "reward", "mismatch", "staleness", "seconds",
+    "vote", "verifier", "flops", "memory", "rejection", "reward_model", "optimizer",
+)  # fmt: skip
+ROOMS = ("harness", "algorithms", "tasks", "reports")
+NEW_FILES = {"algorithms/positive_grpo.py", "tasks/my_problems.py"}  # that a page prints
 SHELL = ("console", "shell", "bash", "sh", "")
 
 
@@ -40,6 +51,11 @@ def in_text(page: str) -> list[str]:
     ]
 
 
+def words_in_code(text: str) -> list[str]:
+    """What the sentences of a page set as code."""
+    return [" ".join(word.split()) for word in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+
+
 def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every command below a group, with what calls it."""
     if not hasattr(command, "commands"):
@@ -53,7 +69,7 @@ EXAMPLES = [
     line.replace("\\[", "[") for c in COMMANDS.values() for line in c.epilog.splitlines() if line.startswith("cohort ")
 ]
 CALLED = sorted({*EXAMPLES, *(line for page in PAGES for line in shell_lines(page) if line.startswith("cohort "))})
-NAMED = sorted({line for page in PAGES if page != "docs/lab-notes.md" for line in in_text(page)})
+NAMED = sorted({line for page in PAGES for line in in_text(page)})
 # Run, and not parsed alone: they need no model, no data and no second.
 CHEAP = [
     line for line in CALLED if re.match(r"cohort (list|study list|study show \w+( |$)|task show arithmetic)", line)
@@ -93,9 +109,7 @@ def test_the_pages_hold_commands():
 
 
 @pytest.mark.parametrize("line", CALLED)
-def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(
-    line: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(line, monkeypatch):
     monkeypatch.setenv(TRACKING_URI, "")  # which an option sets
     command, words = command_of(line)
     given = command.make_context("cohort", words).params  # a wrong option, number or choice raises
@@ -110,14 +124,14 @@ def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(
 
 
 @pytest.mark.parametrize("line", NAMED)
-def test_every_command_that_a_sentence_names_has_its_options(line: str):
+def test_every_command_that_a_sentence_names_has_its_options(line):
     command, words = command_of(line.replace("...", ""))
     options = {spelling for parameter in command.params for spelling in parameter.opts}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}
 
 
 @pytest.mark.parametrize("line", CHEAP)
-def test_every_command_that_only_shows_something_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_command_that_only_shows_something_runs(line, tmp_path, monkeypatch):
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     with pytest.raises(SystemExit) as ended:
         app.main(shlex.split(line)[1:])
@@ -125,7 +139,65 @@ def test_every_command_that_only_shows_something_runs(line: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_to_a_file_and_its_heading(page: str):
+def test_every_setting_that_a_sentence_names_exists(page: str):
+    """`section.key`, also with a value, and `key: value`, of which the section may be left out."""
+    known = known_settings()
+    heads = {path.partition(".")[0] for path in known if "." in path}
+    keys = {path.rpartition(".")[2] for path in known} | heads | DEEPER_KEYS
+    for word in words_in_code((ROOT / page).read_text()):
+        found = re.fullmatch(r"([a-z_]+)(\.[a-z_]+)*(: \S.*|=\S+)?", word)
+        if found and ((found[2] and found[1] in heads) or (found[3] or "").startswith(": ")):
+            path = re.match(r"(stages\.\w+\.|factors\.|search\.spaces?\.)?([\w.]+)", word)
+            is_file = re.search(r"\.(json|csv|txt|py)$", word)
+            assert is_file or (path and path[2] in known | keys), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_gate_that_a_sentence_names_exists(page: str):
+    known = {*Gates.model_fields, *known_settings(), *(path.partition(".")[0] for path in known_settings())}
+    for sentence in re.split(r"(?<=[.;])\s", BLOCK.sub("", (ROOT / page).read_text())):
+        if re.search(r"\bgates?\b", sentence):
+            words = {word for word in words_in_code(sentence) if re.fullmatch(r"[a-z_]+", word)}
+            assert words <= known, f"{page}: {sentence}"
+
+
+@cache
+def texts_in_code() -> set[str]:
+    """The strings of all that is shipped, parts of f-strings and the words of lists of names among them."""
+    trees = [ast.parse(file.read_text()) for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    found = {
+        n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
+    return found | {word for text in found if re.fullmatch(r"[\w ]+", text) for word in text.split()}
+
+
+def is_logged(metric: str) -> bool:
+    """Whether the code logs it: as "area/quantity", f"area/{...}" or f"{...}/quantity"."""
+    area, _, quantity = re.sub(r"_(low|high)$", "", metric).partition("/")
+    ways = ({f"{area}/{quantity}"}, {f"{area}/", quantity}, {area, f"/{quantity}"})
+    return any(way <= texts_in_code() for way in ways)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_metric_that_a_sentence_names_is_logged(page: str):
+    known = {f"{split}/{name}" for split in ("validation", "test") for name in metric_names(Evaluation(), True)}
+    for word in words_in_code((ROOT / page).read_text()):
+        if re.fullmatch(r"[a-z_]+/[A-Za-z_]+", word) and word.partition("/")[0] in AREAS:
+            assert word.replace("_K", f"_{Evaluation().num_samples}") in known or is_logged(word), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_repository_that_a_sentence_names_exists(page: str):
+    """From the top, or from `harness/`, as pages abbreviate."""
+    for word in words_in_code((ROOT / page).read_text()):
+        folder = word.partition("/")[0]
+        places = [place for place in (ROOT, ROOT / "harness", ROOT / "tests") if (place / folder).is_dir()]
+        if re.fullmatch(r"[\w/]+\.(py|yaml|md)", word) and "/" in word and places and word not in NEW_FILES:
+            assert any((place / word).exists() for place in places), f"{page}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_its_heading(page):
     text = BLOCK.sub("", (ROOT / page).read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -156,7 +228,7 @@ def test_every_target_of_make_in_a_page_exists():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
-def test_every_name_of_the_python_api_in_a_page_exists(page: str):
+def test_every_name_of_the_python_api_in_a_page_exists(page):
     blocks = [body for _, language, body in BLOCK.findall((ROOT / page).read_text()) if language == "python"]
     owners = {"cohort": cohort, "result": cohort.Result, "evaluation": cohort.Evaluation, "study": cohort.Study}
     used = {

@@ -1,15 +1,16 @@
 """Dynamic sampling: what is replaced, what it costs, that it ends, and that its prompts have keys."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import factories
 import pytest
+import torch
 from cohort.harness.data import Prompt, PromptDraw
 from cohort.harness.run.build import prepare
 from cohort.harness.run.loop import charge_step
-from cohort.harness.run.step import Drawn, generate, train_step
+from cohort.harness.run.rollout import Rollouts, generate
+from cohort.harness.run.step import sampling_metrics, train_step
 from cohort.harness.settings.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
@@ -115,15 +116,15 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
     limit = run.spec.max_tokens
     assert asked == [(4, 2, 1.0, limit), (4, 1, 0.0, limit)] * drawn.num_batches
     assert drawn.num_batches > 1
-    assert [g.prompt for g in drawn.greedy] == [g.prompt for g in drawn.groups]
-    assert drawn.greedy_rewards == [float(place[g.prompt.id] % 3 == 0) for g in drawn.groups]
+    assert drawn.greedy and [g.prompt for g in drawn.greedy.groups] == [g.prompt for g in drawn.groups]
+    assert drawn.greedy.totals == [[float(place[g.prompt.id] % 3 == 0)] for g in drawn.groups]
     chosen = drawn.trained_on(4)
-    assert chosen.greedy_rewards == [1.0] * 4
-    assert [g.prompt for g in chosen.greedy] == [g.prompt for g in chosen.groups]
-    every = [r for g in (*drawn.groups, *drawn.greedy) for r in g.rollouts]
+    assert chosen.greedy and chosen.greedy.totals == [[1.0]] * 4
+    assert [g.prompt for g in chosen.greedy.groups] == [g.prompt for g in chosen.groups]
+    every = [r for g in (*drawn.groups, *drawn.greedy.groups) for r in g.rollouts]
     assert costs["train/rollouts"] == run.totals.rollouts == 12 * drawn.num_batches == len(every)
     assert costs["train/generated_tokens"] == sum(len(r.token_ids) for r in every)
-    assert metrics["reward/greedy"] == pytest.approx(sum(drawn.greedy_rewards) / len(drawn.groups))
+    assert metrics["reward/greedy"] == pytest.approx(sum(map(sum, drawn.greedy.totals)) / len(drawn.groups))
     assert metrics["train/accuracy"] == pytest.approx(metrics["reward/greedy"] / 2)  # of the samples alone
 
 
@@ -131,10 +132,11 @@ def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
     spec = make_spec(1, engine="transformers", algorithm="remax", sampling={"max_tokens": 8})
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     prompts = spec.task.prompts("train")
-    groups = generate(run, prompts, 0, Drawn())
+    drawn = generate(run, prompts, 0, Rollouts())
     greedy = spec.sampling_with_limit().model_copy(update={"temperature": 0.0})
-    again = run.engine.generate([g.prompt for g in groups[0]], 1, greedy, seed=7, step=99)
-    assert [g.rollouts[0].token_ids for g in groups[1]] == [g.rollouts[0].token_ids for g in again]
+    assert drawn.greedy
+    again = run.engine.generate([g.prompt for g in drawn.groups], 1, greedy, seed=7, step=99)
+    assert [g.rollouts[0].token_ids for g in drawn.greedy.groups] == [g.rollouts[0].token_ids for g in again]
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "success_band"])
@@ -149,8 +151,9 @@ def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_se
 
 
 def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
-    assert Drawn().metrics(make_spec(1)) == {}
-    assert [*Drawn().metrics(make_spec(2))] == ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
+    assert sampling_metrics(make_spec(1), Rollouts()) == {}
+    names = ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
+    assert [*sampling_metrics(make_spec(2), Rollouts())] == names
 
 
 def test_groups_of_one_cannot_differ():
@@ -162,10 +165,11 @@ def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():
     told: list[Any] = []
     sampler = SimpleNamespace(order=lambda prompts, draw: told.append(draw) or range(9))
     spec = make_spec(1, steps=8).model_copy(update={"sampler": sampler})
-    engine = SimpleNamespace(sample=lambda prompts, **_: [told.append("sample")])
+    policy = torch.nn.Linear(1, 1)
+    engine = SimpleNamespace(sample=lambda prompts, **_: told.append(policy.bias.item()) or [])
+    learner = SimpleNamespace(policy=policy, older=[{"bias": torch.ones(1)}])
     run: Any = SimpleNamespace(
-        spec=spec, stage=SimpleNamespace(start=4), engine=engine, pass_rates={},
-        learner=SimpleNamespace(older_weights=lambda: nullcontext(told.append("older"))),
-    )  # fmt: skip
-    generate(run, [Prompt(str(i), "", "") for i in range(9)], 6, Drawn(num_batches=3))
-    assert told == [PromptDraw(4, 0, 6, 3, 0.25, {}), "older", "sample"]  # (6 - 4) / 8 of the stage
+        spec=spec, stage=SimpleNamespace(start=4), engine=engine, pass_rates={}, learner=learner, max_tokens=8
+    )
+    generate(run, [Prompt(str(i), "", "") for i in range(9)], 6, Rollouts(num_batches=3))
+    assert told == [PromptDraw(4, 0, 6, 3, 0.25, {}), 1.0] and policy.bias.item() < 1  # (6 - 4) / 8 of the stage

@@ -11,7 +11,7 @@ STUDIES = 24
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design: str) -> None:
+def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design):
     # a true rate of 5 % exceeds these counts in 1 of 1000 tests: 5 of 24 studies, 13 of 96
     counts = [round(error_rate(design, num_seeds, STUDIES) * STUDIES) for num_seeds in SEEDS]
     assert max(counts) <= stats.binom.ppf(0.999, STUDIES, 0.05), dict(zip(SEEDS, counts, strict=True))
@@ -22,7 +22,7 @@ def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design: 
     "design",
     [name for name in READINGS if name.endswith(("stages, collapses", "7, usual", "planned, usual", "3 evaluations"))],
 )
-def test_studies_that_choose_their_number_of_seeds_or_are_read_before_the_end_do_so_too(design: str) -> None:
+def test_studies_that_choose_their_number_of_seeds_or_are_read_before_the_end_do_so_too(design):
     numbers = READINGS[design][0]
     rates = [reading_rates(design, number, STUDIES) for number in numbers]
     count, most = STUDIES * len(rates), stats.binom.ppf(0.999, STUDIES * len(rates), 0.05)
@@ -31,7 +31,7 @@ def test_studies_that_choose_their_number_of_seeds_or_are_read_before_the_end_do
     assert sum(held for _, held in rates) * STUDIES >= stats.binom.ppf(0.001, count, 0.95)
 
 
-def test_a_difference_that_is_there_is_read_in_the_answer() -> None:
+def test_a_difference_that_is_there_is_read_in_the_answer():
     assert claims_a_difference(answer(analysed(fake_study(seeds=range(5)))))
     with pytest.raises(ValueError, match="must state a p"):
         claims_a_difference("grpo is better.")

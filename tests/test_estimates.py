@@ -16,10 +16,12 @@ from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
 from cohort.harness.console import progress
 from cohort.harness.data import Prompt
+from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import RunSpec
 from cohort.harness.settings.study import StudySpec
+from cohort.harness.study import estimates
 from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue, study_status
@@ -121,12 +123,12 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     assert "1 of 4 trials have ended; 16 s left with 1 worker" in page
 
 
-def test_a_file_that_was_removed_since_it_was_listed_has_no_time(tmp_path: Path):
+def test_a_file_that_was_removed_since_it_was_listed_has_no_time(tmp_path):
     (there := tmp_path / "there").touch()
     assert [file for _, file in _stamped([tmp_path / "removed", there])] == [there]
 
 
-def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing(tmp_path: Path):
+def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing(tmp_path):
     study = a_study()
     spec = study.design_arms()[0].spec
     for seconds, besides in ((0.9984, 3.0), (1.9968, 2.0), (2.9952, 5.0)):
@@ -144,7 +146,7 @@ def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing
     assert (here.measured, here.left) == (2, pytest.approx(0.9984 + 2 + 9 + 6))  # 10 us: 5 s of passes, but at least 6
 
 
-def test_a_cold_start_counts_once_until_it_is_there(tmp_path: Path):
+def test_a_cold_start_counts_once_until_it_is_there(tmp_path):
     study = a_study(run=fake_trials.run_settings(cold_start={"steps": 100}))
     spec = study.design_arms()[0].spec
     past_run(tmp_path, a_study().design_arms()[0].spec, 0.9984, 0.0)
@@ -154,14 +156,23 @@ def test_a_cold_start_counts_once_until_it_is_there(tmp_path: Path):
     assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 15)
 
 
-def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path: Path):
-    found = budgeted(a_study(), tmp_path)
-    assert found["measured"] == 0 and 10 < found["seconds"] < 600
+def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path, monkeypatch):
+    weights = sum(p.numel() for p in tiny_model(0).parameters())
+    monkeypatch.setattr(estimates, "_by_arithmetic", estimates._by_arithmetic.__wrapped__)
+    monkeypatch.setattr(estimates, "_operation_seconds", lambda *_: 1e-5 * estimates.EFFICIENCY / (2 * weights))
+    found = budgeted(a_study(), tmp_path, workers=2)
+    assert found["measured"] == 0
+    # 10 us a pass: two trials on each of two workers, a second to load each, the start and the report
+    assert found["seconds"] == pytest.approx(2 * (0.9984 + 1.0) + 15)
     unknown = budgeted(a_study(run=fake_trials.run_settings(model="nobody/none")), tmp_path)
     assert math.isnan(unknown["seconds"]) and math.isnan(unknown["arms"][0]["seconds"])
 
 
-def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path: Path):
+def test_the_speed_of_this_machine_is_a_positive_number():
+    assert 0 < estimates._operation_seconds(32, "cpu", 1) < math.inf
+
+
+def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path):
     study = a_study()
     fake_trials.begin_study(tmp_path, study)
     Queue(Plan(study, tmp_path)).drop("group_size=4")
@@ -169,21 +180,21 @@ def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path: Path):
     assert ([arm["arm"] for arm in found["arms"]], found["trials"], found["steps"]) == (["group_size=2"], 2, 14)
 
 
-def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):
+def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path):
     found = budgeted(a_study(), tmp_path)
     # 2 arms x 2 seeds = 4 trials of 7 steps of 64 rollouts of at most 8 tokens
     assert (found["trials"], found["steps"], found["rollouts"]) == (4, 28, 1792)
     assert found["generated_tokens_bound"] == 14336
 
 
-def test_greedy_answers_are_budgeted(tmp_path: Path):
+def test_greedy_answers_are_budgeted(tmp_path):
     run = {**a_study().model_dump()["run"], "algorithm": {"name": "remax", "group_size": 8}, "rollouts_per_step": 64}
     found = budgeted(a_study(run=run, factors={}), tmp_path)
     # 1 arm x 2 seeds = 2 trials of 7 steps of 64 rollouts and 8 prompts
     assert (found["trials"], found["rollouts"]) == (2, 2 * 7 * 72)
 
 
-def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path: Path):
+def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path):
     space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
     changes = {"design": "search", "factors": {}, "search": {"space": space, "trials": 5}}
     found = budgeted(a_study(**changes), tmp_path)
@@ -192,7 +203,7 @@ def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path: Path):
     assert [arm["arm"] for arm in found["arms"]] == ["search of 5 arms"]
 
 
-def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path):
+def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path):
     found = dry_run(a_study(), tmp_path / "new", workers=2, execute=fake_trials.EXECUTE)
     assert (found["trials"], found["not_checked"], found["workers"]) == (4, [], 2)
     assert not (tmp_path / "new").exists()
@@ -204,7 +215,7 @@ def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path)
             dry_run(load_study("quickstart", [f"metric={metric}"]), tmp_path / "new", workers=1)
 
 
-def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path, monkeypatch):
+def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path, monkeypatch):
     def refuse(*arguments, **keywords):
         raise ConnectionError("no route")
 
@@ -224,7 +235,7 @@ def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path, monkeypat
         (["test.jsonl"], "", r"there is no train split \(no .* called train; '.*' has notes\.txt, test\.jsonl\)"),
     ],
 )
-def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_path: Path, model, there, path, message):
+def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_path, model, there, path, message):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("notes.txt", *there):
@@ -238,7 +249,7 @@ def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path):
+def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path):
     run = CliRunner().invoke
     shown = run(app, ["study", "run", "quickstart", "--dry-run", "--json", "--runs", str(tmp_path / "new")])
     assert shown.exit_code == 0, shown.output
@@ -259,7 +270,7 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
         assert "s3cret" not in refused.output
 
 
-def test_splits_that_share_a_problem_are_refused_by_its_id(tmp_path: Path):
+def test_splits_that_share_a_problem_are_refused_by_its_id(tmp_path):
     class Overlapping(Arithmetic):
         def prompts(self, split):
             return (

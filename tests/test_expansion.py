@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import cohort.harness.settings.run
@@ -50,9 +49,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_each_process_of_a_study_parses_an_arm_once(
-    design: str, tmp_path: Path, empty_store: Path, parsed: Counter[str]
-):
+def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_store, parsed):
     file, runs = tmp_path / "toy.yaml", tmp_path / "runs"
     raw = {"question": "?", "run": fake_trials.run_settings(), "seeds": [0, 1], **DESIGNS[design]}
     file.write_text(yaml.safe_dump(raw))
@@ -86,7 +83,7 @@ def test_each_process_of_a_study_parses_an_arm_once(
 
 
 @pytest.mark.parametrize("name", shipped_studies())
-def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name: str):
+def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name):
     study = load_study(name)
     for arm in study.checked_arms():
         for seed in study.seeds:

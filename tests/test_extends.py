@@ -27,7 +27,7 @@ def write(folder: Path, name: str, content: Any) -> str:
     return str(file)
 
 
-def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out(tmp_path: Path):
+def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out(tmp_path):
     write(tmp_path, "base.yaml", BASE)
     own = {
         "extends": "base.yaml", "question": "And larger?",
@@ -46,13 +46,13 @@ def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out
     assert len(runs_of(str(tmp_path / "least.yaml"))) == 2
 
 
-def test_a_plugin_of_another_name_has_nothing_of_the_one_in_its_place(tmp_path: Path):
+def test_a_plugin_of_another_name_has_nothing_of_the_one_in_its_place(tmp_path):
     write(tmp_path, "base.yaml", BASE)
     file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"task": {"name": "word_problems"}}})
     assert load_study(file).run["task"] == {"name": "word_problems"}
 
 
-def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path, monkeypatch):
     file = write(tmp_path, "own.yaml", {"extends": "group_size", "run": {"steps": 3}})
     monkeypatch.chdir("/")
     found, shipped = load_study(file), load_study("group_size")
@@ -72,14 +72,14 @@ def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path: Path,
         ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
     ],
 )  # fmt: skip
-def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path: Path, files: dict[str, Any], words: str):
+def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path, files, words):
     for name, content in files.items():
         write(tmp_path, f"{name}.yaml", content)
     with pytest.raises(SpecError, match=words):
         load_study(str(tmp_path / "own.yaml"))
 
 
-def test_show_prints_what_a_file_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_show_prints_what_a_file_changes(tmp_path, capsys):
     write(tmp_path, "base.yaml", BASE)
     file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"steps": 7}, "seeds": None})
     with pytest.raises(SystemExit, match="0"):
@@ -91,7 +91,7 @@ def test_show_prints_what_a_file_changes(tmp_path: Path, capsys: pytest.CaptureF
     assert "extends none" in capsys.readouterr().err
 
 
-def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_ones_win(tmp_path: Path):
+def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_ones_win(tmp_path):
     file = write(
         tmp_path, "a100.yaml", {"dtype": "bfloat16", "optimizer": {"beta2": 0.95}, "evaluation.num_samples": 2}
     )
@@ -105,7 +105,7 @@ def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_one
     ("content", "words"), [("- 1\n", "must hold settings, such as engine: vllm, got list"), (None, "cannot be read"),
                            ("dtyp: bfloat16\n", "unknown key 'dtyp'; did you mean 'dtype'")],
 )  # fmt: skip
-def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, content: str | None, words: str):
+def test_a_file_that_holds_no_settings_is_refused(tmp_path, content, words):
     if content is not None:
         (tmp_path / "a.yaml").write_text(content)
     with pytest.raises(SpecError, match=words):

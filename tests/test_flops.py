@@ -1,7 +1,6 @@
 """The formula of operations against PyTorch's own counter, and what a run writes of its costs."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.build import Run
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.step import collate
+from cohort.harness.run.rollout import collate
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import make_spec
@@ -107,7 +106,7 @@ def a_step(spec: RunSpec, policy):
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_step_takes_the_operations_that_pytorch_counts(case: str):
+def test_a_step_takes_the_operations_that_pytorch_counts(case):
     model, changes = STEPS[case]
     formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())
     tolerance = {"minibatches": 0.03, "fitted head": 0.01}.get(case, 0.002)  # prompts meet by chance; its regression
@@ -136,7 +135,7 @@ def a_run(**changes) -> RunSpec:
     return a_spec(**{**more, **changes})
 
 
-def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(tmp_path: Path):
+def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(tmp_path):
     whole, parts, short = MemoryLog(), MemoryLog(), MemoryLog()
     result = train(a_run(), tmp_path / "whole", whole, cache=tmp_path)
     train(a_run(), tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(2))
@@ -160,7 +159,7 @@ def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(
     assert again.summary["flops_train"] == second
 
 
-def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_path: Path):
+def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_path):
     for reference in ("tiny", None):
         spec = a_run(kl={"reference": reference})
         engine: Any = SimpleNamespace(exact_logprobs=True)
@@ -189,7 +188,7 @@ def test_a_reference_of_its_own_is_counted_as_such_and_time_on_every_thread(tmp_
             assert run.is_spent == is_spent
 
 
-def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):
+def test_operations_end_no_run_whose_model_is_not_counted(tmp_path):
     config = {"model_type": "mixtral", "num_local_experts": 4, **GROUPED}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=r"max_flops must be left out for model .* mixtral .*; use steps"):

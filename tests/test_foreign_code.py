@@ -43,7 +43,7 @@ def change(file: Path, **values: Any) -> None:
 
 
 @pytest.mark.attack("Code in a model folder")
-def test_python_that_a_model_folder_names_does_not_run(model: Path, mark: Path):
+def test_python_that_a_model_folder_names_does_not_run(model, mark):
     (model / "foreign.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
     names = {"AutoConfig": "foreign.C", "AutoModelForCausalLM": "foreign.M", "AutoTokenizer": ["foreign.T", None]}
     change(model / "config.json", auto_map=names)
@@ -54,7 +54,7 @@ def test_python_that_a_model_folder_names_does_not_run(model: Path, mark: Path):
 
 
 @pytest.mark.attack("Code in a model folder")
-def test_pickled_weights_are_refused(model: Path, mark: Path):
+def test_pickled_weights_are_refused(model, mark):
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
     with pytest.raises(ValueError, match=r"has no \*\.safetensors weights; save it there"):
@@ -65,7 +65,7 @@ def test_pickled_weights_are_refused(model: Path, mark: Path):
 
 
 @pytest.mark.attack("Code in a model folder")
-def test_a_chat_template_reaches_nothing_but_its_messages(model: Path, mark: Path):
+def test_a_chat_template_reaches_nothing_but_its_messages(model, mark):
     tokenizer = load_tokenizer(str(model))
     for words in (
         "{{ cycler.__init__.__globals__.os.mkdir(%r) }}",
@@ -79,7 +79,7 @@ def test_a_chat_template_reaches_nothing_but_its_messages(model: Path, mark: Pat
 
 
 @pytest.mark.attack("Code in a data folder")
-def test_a_loading_script_beside_the_data_does_not_run(tmp_path: Path, mark: Path):
+def test_a_loading_script_beside_the_data_does_not_run(tmp_path, mark):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "data.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
@@ -90,7 +90,7 @@ def test_a_loading_script_beside_the_data_does_not_run(tmp_path: Path, mark: Pat
 
 
 @pytest.mark.attack("Code in a checkpoint")
-def test_a_checkpoint_with_an_object_in_it_does_not_build_it(tmp_path: Path, mark: Path):
+def test_a_checkpoint_with_an_object_in_it_does_not_build_it(tmp_path, mark):
     """Its hashes fit: they tell damage, not intent."""
     state = {"weights": Payload(mark)}
     save_checkpoint(

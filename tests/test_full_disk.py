@@ -24,7 +24,7 @@ from cohort.harness.study.launchers.slurm import Slurm
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
-from test_chaos import needs_ray
+from test_ray import needs_ray
 from test_schedulers import cluster, needs_submitit  # noqa: F401
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
@@ -64,9 +64,7 @@ def fill(disk: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.attack("Disk full in the middle of a study")
-def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
-    disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(disk, tmp_path_factory, monkeypatch):
     runs, study = disk / "runs", a_study(seeds=[0])
     runs.mkdir()
     shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
@@ -155,9 +153,7 @@ ERRORS = [
 
 @pytest.mark.attack("Disk full at any write of a command")
 @pytest.mark.parametrize("error", ERRORS, ids=range(len(ERRORS)))
-def test_every_words_for_a_full_disk_become_one_sentence(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_every_words_for_a_full_disk_become_one_sentence(error, tmp_path, monkeypatch, capsys):
     def refuse(*_: object, **__: object) -> None:
         raise error
 
@@ -171,13 +167,13 @@ def test_every_words_for_a_full_disk_become_one_sentence(
     assert "bytes free" in said
 
 
-def test_other_errors_do_not_tell_of_a_full_disk(tmp_path: Path):
+def test_other_errors_do_not_tell_of_a_full_disk(tmp_path):
     assert disk_full(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
     assert disk_full(ValueError("28"), tmp_path) is None
 
 
 @pytest.mark.attack("A full disk")
-def test_a_limit_of_a_files_size_is_named(tmp_path: Path):
+def test_a_limit_of_a_files_size_is_named(tmp_path):
     """In a process of its own, whose limit of 10,000 bytes ends with it."""
     code = """if True:
         import resource, sys

@@ -43,16 +43,14 @@ def check_store(runs: Path) -> None:
 
 
 @pytest.mark.attack("NUL and broken Unicode in a reason")
-def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_replaced(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-):
+def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_replaced(tmp_path, tmp_path_factory):
     shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db")
     check_store(tmp_path)
 
 
 @pytest.mark.attack("NUL and broken Unicode in a reason")
 @pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
-def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path):
+def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path):
     with postgres_server.server() as server:
         queue = a_queue(a_queued_study(), tmp_path, server.new_database())
         queue.finish(claimed(queue), Outcome("failed", HOSTILE + "x" * 1_000_000))
@@ -62,7 +60,7 @@ def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path):
 
 @pytest.mark.attack("NUL and broken Unicode in a label")
 @pytest.mark.parametrize("label", ["a\0b", "a\ud800", "a\u202eb", "a\nb", "a  b", " a", "", "a" * 101])
-def test_an_arm_whose_label_would_not_look_the_same_everywhere_is_refused(label: str):
+def test_an_arm_whose_label_would_not_look_the_same_everywhere_is_refused(label):
     run = {"task": "arithmetic", "algorithm": "grpo"}
     with pytest.raises(SpecError, match="labels of arms must be 1 to 100 printable characters"):
         parse_study({"name": "s", "question": "?", "run": run, "arms": {label: {"steps": 3}}}, "s.yaml")

@@ -64,7 +64,7 @@ def listens(port: int) -> bool:
 
 @pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
 @pytest.mark.timeout(300)
-def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(tmp_path: Path):
+def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(tmp_path):
     runs = tmp_path / "runs"
     start(runs)
     port, logs = free_port(), [tmp_path / name for name in ("first.log", "second.log", "third.log")]
@@ -139,7 +139,7 @@ def test_a_trial_that_someone_without_the_secret_tells_is_not_run():
     assert other._heard("trial-1") is None  # pyright: ignore[reportPrivateUsage]
 
 
-def test_hosts_with_other_versions_are_told_so(monkeypatch: pytest.MonkeyPatch):
+def test_hosts_with_other_versions_are_told_so(monkeypatch):
     answers = iter([{"torch": "2.0"}, {"torch": "1.0"}])
     lock = threading.Lock()
 
@@ -153,7 +153,7 @@ def test_hosts_with_other_versions_are_told_so(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.attack("A host without the secret of a group")
-def test_hosts_without_one_secret_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hosts_without_one_secret_end_with_a_sentence(tmp_path, monkeypatch):
     runs, port, logs = tmp_path / "runs", free_port(), [tmp_path / "first.log", tmp_path / "second.log"]
     start(runs)
     with host(port, runs, logs[0], COHORT_SECRET="a") as one, host(port, runs, logs[1], COHORT_SECRET="b") as other:

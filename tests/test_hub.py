@@ -94,7 +94,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended: Path):
+def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
     _, head, body = model_card(ended).split("---\n", 2)
     data = yaml.safe_load(head)
     assert data["tags"] == ["cohort", "rlvr", "grpo"] and data["library_name"] == "transformers"
@@ -120,7 +120,7 @@ def registered(run: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended: Path, hub: Any):
+def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub):
     done = registered(ended)
     assert (done.returncode, done.stdout) == (0, f"me/policy: {hub.address}/me/policy\n"), done.stderr
     assert (hub.created[0]["visibility"], hub.created[0]["name"]) == ("private", "policy")
@@ -136,13 +136,13 @@ def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended: Pat
         ([], "give --name, --hub or both"),
     ],
 )
-def test_a_name_that_is_none_is_refused(ended: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_a_name_that_is_none_is_refused(ended, words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         app.main(["register", str(ended), *words])
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
-def test_what_the_hub_refuses_is_one_sentence_that_says_how_to_log_in(ended: Path, hub: Any):
+def test_what_the_hub_refuses_is_one_sentence_that_says_how_to_log_in(ended, hub):
     hub.refuse = True
     done = registered(ended)
     error = done.stderr

@@ -5,7 +5,7 @@ import json
 import math
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def lm_eval_line(doc_id: int, question: str, target: str, response: str, score: 
     }  # fmt: skip
 
 
-def test_a_log_of_lm_eval_and_our_evaluation_of_the_same_completions_give_the_same_intervals(tmp_path: Path):
+def test_a_log_of_lm_eval_and_our_evaluation_of_the_same_completions_give_the_same_intervals(tmp_path):
     task = make_spec().task
     prompts, rng, files = task.prompts("test")[:30], np.random.default_rng(1), {}
     graded: dict[tuple[str, int], dict[str, float]] = {}
@@ -177,7 +177,7 @@ def verl(run: Path) -> None:
         *((write, [0.5, 1.0]) for write in (trl, verl)),  # x is right in one of two completions, y in both
     ],
 )
-def test_the_logs_of_other_programs_are_read(write: Callable[[Path], None], means: list[float], tmp_path: Path):
+def test_the_logs_of_other_programs_are_read(write, means, tmp_path):
     for arm in ("a", "b"):
         (run := tmp_path / "logs" / arm / "seed1").mkdir(parents=True)
         write(run)
@@ -187,7 +187,7 @@ def test_the_logs_of_other_programs_are_read(write: Callable[[Path], None], mean
         cohort.import_scores(tmp_path / "logs", "x", score="mach", runs=tmp_path)
 
 
-def test_steps_with_other_problems_are_training_and_those_with_the_same_are_tests(tmp_path: Path):
+def test_steps_with_other_problems_are_training_and_those_with_the_same_are_tests(tmp_path):
     rows = [("p", 0.0, 1), ("q", 1.0, 1), ("z", 0.5, 2), ("p", 1.0, 3), ("q", 1.0, 3)]
     frame = pd.DataFrame(rows, columns=["problem", "score", "step"]).assign(
         arm="a", seed=0, tokens=[10, 10, 20, 30, 30]
@@ -199,7 +199,7 @@ def test_steps_with_other_problems_are_training_and_those_with_the_same_are_test
     assert trial.summary == {"test_accuracy": 1.0, "generated_tokens": 30.0}
 
 
-def test_all_forms_of_a_table_are_the_same_study(tmp_path: Path):
+def test_all_forms_of_a_table_are_the_same_study(tmp_path):
     frame = table().assign(family=[f"f{i % 8}" for i in range(240)])
     frame.to_csv(tmp_path / "scores.csv", index=False)
     frame.to_json(tmp_path / "scores.jsonl", orient="records", lines=True)
@@ -219,7 +219,7 @@ def test_all_forms_of_a_table_are_the_same_study(tmp_path: Path):
         assert problems(cohort.import_scores(ours, f"ours-{number}", runs=tmp_path)) == problems(first)
 
 
-def test_the_same_scores_again_change_nothing_and_others_need_another_name(tmp_path: Path):
+def test_the_same_scores_again_change_nothing_and_others_need_another_name(tmp_path):
     first = cohort.import_scores(table(), "mine", runs=tmp_path)
     before = {file: file.read_bytes() for file in first.folder.rglob("*") if file.is_file()}
     cohort.import_scores(table(), "mine", runs=tmp_path)
@@ -231,7 +231,7 @@ def test_the_same_scores_again_change_nothing_and_others_need_another_name(tmp_p
         cohort.run("mine", runs=tmp_path)
 
 
-def test_a_run_without_scores_is_invalid_and_the_others_are_tested(tmp_path: Path):
+def test_a_run_without_scores_is_invalid_and_the_others_are_tested(tmp_path):
     frame = table()
     result = cohort.import_scores(frame[(frame.arm != "b") | (frame.seed != 2)], "x", runs=tmp_path)
     assert "(2 seeds, Holm-adjusted p" in result.answer and "1 invalid trial is left out" in result.answer
@@ -266,7 +266,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("frame", "words", "fix"), REFUSED)
-def test_a_bad_table_is_refused_in_one_sentence(frame: pd.DataFrame, words: str, fix: str, tmp_path: Path):
+def test_a_bad_table_is_refused_in_one_sentence(frame, words, fix, tmp_path):
     with pytest.raises(ValueError) as caught:
         cohort.import_scores(frame, "bad", runs=tmp_path)
     assert words in str(caught.value) and fix in str(caught.value) and "\n" not in str(caught.value)
@@ -275,7 +275,7 @@ def test_a_bad_table_is_refused_in_one_sentence(frame: pd.DataFrame, words: str,
 
 @pytest.mark.parametrize("name", ["../up", "", "a/b", "a" * 81, "..", "-x", "a\n"])
 @pytest.mark.attack("Names of imported studies that lead out of the runs folder")
-def test_no_name_of_an_import_leaves_the_runs_folder(name: str, tmp_path: Path):
+def test_no_name_of_an_import_leaves_the_runs_folder(name, tmp_path):
     with pytest.raises(ValueError, match="--as must be letters"):
         cohort.import_scores(table(), name, runs=tmp_path)
 
@@ -296,7 +296,7 @@ def test_no_name_of_an_import_leaves_the_runs_folder(name: str, tmp_path: Path):
     ],
 )
 @pytest.mark.attack("Files of scores that are none")
-def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name: str, content: bytes, words: str, tmp_path: Path):
+def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as caught:
         cohort.import_scores(tmp_path / name, "bad", runs=tmp_path)
@@ -304,7 +304,7 @@ def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name: str, conte
 
 
 @pytest.mark.attack("A log that unpacks to far more than its size")
-def test_nothing_is_unpacked_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_unpacked_that_is_too_large(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "x.eval", "w", zipfile.ZIP_DEFLATED) as log:
         log.writestr("header.json", "{}")
         log.writestr("summaries.json", b" " * (imports.MOST_JSON + 1))
@@ -322,7 +322,7 @@ def test_nothing_is_unpacked_that_is_too_large(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.attack("Markup in the names of imported arms, problems and families")
-def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name(tmp_path: Path):
+def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name(tmp_path):
     evil = "<script>alert(1)</script>"
     frame = table(arms={evil: 0.3, "b": 0.6}).assign(family=evil)
     frame.loc[frame.problem == "p0", "problem"] = evil
@@ -336,7 +336,7 @@ def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name
     assert "model unknown" in page
 
 
-def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_graded(tmp_path: Path):
+def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_graded(tmp_path):
     result = cohort.import_scores(table(), "mine", runs=tmp_path)
     record = record_of(result)
     write_report(record, result.folder / "report")
@@ -346,7 +346,7 @@ def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_grade
     assert len(findings.lacks) == 6 and all("imported, so nothing can be graded" in words for words in findings.lacks)
 
 
-def test_imported_scores_are_not_joined_with_a_study(tmp_path: Path):
+def test_imported_scores_are_not_joined_with_a_study(tmp_path):
     result = cohort.import_scores(table(), "mine", runs=tmp_path)
     with pytest.raises(ValueError, match="must be measured here to be compared, got the imported 'mine'"):
         join([record_of(result), fake_study()])
@@ -384,7 +384,7 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
         ({}, "left out", "Left out: no run."),
     ],
 )
-def test_what_a_reviewer_asks_is_answered_from_the_record(change: dict[str, Any], question: str, words: str):
+def test_what_a_reviewer_asks_is_answered_from_the_record(change, question, words):
     record = dataclasses.replace(fake_study(seeds=range(3)), **change)
     (answer,) = [text for asked, text in methods(analysed(record)) if question in asked]
     assert words in answer
@@ -403,7 +403,7 @@ def test_compute_is_the_sum_over_runs_on_named_hardware():
     )
 
 
-def test_a_run_records_its_processor(tmp_path: Path):
+def test_a_run_records_its_processor(tmp_path):
     RunLog(tmp_path, tmp_path / "run", make_spec(), experiment="train", run_name="run")
     info = RunInfo.load(tmp_path / "run")
     assert info is not None and info.versions["processor"]

@@ -25,7 +25,7 @@ def respecified(record: StudyRecord, section: str, **values: Any) -> StudyRecord
     return with_trials(record, lambda t: {"spec": {**t.spec, section: {**t.spec[section], **values}}})
 
 
-def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline() -> None:
+def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline():
     asked = join([study("a", range(2)), study("b", range(3))])  # each study for its own seeds only
     assert not analysed(asked).gaps
     joined = join([study("a"), study("b")])
@@ -54,14 +54,12 @@ OTHER_PROBLEMS = with_trials(study("b"), lambda t: {"per_problem": {f"new-{k}": 
         ([], "got a"),
     ],
 )  # fmt: skip
-def test_studies_that_measure_something_else_are_refused_with_the_difference(
-    others: list[StudyRecord], message: str
-) -> None:
+def test_studies_that_measure_something_else_are_refused_with_the_difference(others, message):
     with pytest.raises(ValueError, match=message):
         join([study("a"), *others])
 
 
-def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_varies() -> None:
+def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_varies():
     other = study("b", steps=50, **{"rollouts_per_step": 64, "algorithm.kl_beta": 0.3})
     joined = join([study("a"), dataclasses.replace(other, versions={**other.versions, "torch": "2.0"})])
     assert joined.warnings == {
@@ -77,7 +75,7 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
     assert "Claims are judged in the report of their study: b." in str(notes(analysed(join([study("a"), claiming]))))
 
 
-def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None:
+def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path):
     joined = join([study("a"), study("b")])
     rows = list(csv.DictReader(results_csv(joined).splitlines()))
     assert [row["study"] for row in rows] == ["a"] * 6 + ["b"] * 6

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +61,7 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
 
 @pytest.mark.attack("A kill in the middle of an evaluation")
 @pytest.mark.parametrize("die_at", [0, 1, 2, 5, 7])
-def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int, tmp_path: Path):
+def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp_path):
     spec = make_spec(200, num_samples=2)  # 64 problems at a time: 4 parts of two calls each
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, num_shown=10_000)
     assert len(whole.drawn) == 2 * 200
@@ -80,7 +79,7 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int
 
 
 @pytest.mark.attack("A kill in the middle of an evaluation")
-def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path: Path, record_property):
+def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path, record_property):
     spec = make_spec(num_samples=2)
     kept = tmp_path / "validation.jsonl"
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, kept=kept)
@@ -93,14 +92,14 @@ def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path: Path, rec
     record_property("tried", len(cuts))
 
 
-def test_a_line_that_no_evaluation_wrote_is_named(tmp_path: Path):
+def test_a_line_that_no_evaluation_wrote_is_named(tmp_path):
     kept = tmp_path / "test.jsonl"
     kept.write_text('{"score": {}, "samples": [{}]}\n')
     with pytest.raises(ValueError, match="no problem of an evaluation in line 1"):
         list(kept_problems(kept))
 
 
-def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path, monkeypatch):
     kept, told, spec = tmp_path / "test.jsonl", [], make_spec(2, num_samples=1)
     monkeypatch.setattr(evaluate, "PROMPTS_AT_ONCE", 1)
     monkeypatch.setattr(os, "fsync", lambda file: told.append(os.fstat(file).st_size))
@@ -118,7 +117,7 @@ def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path: Path, monkeypatc
     assert engine.asked == [(5, 1), (5, 1)]
 
 
-def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
+def test_every_completion_is_in_the_folder_of_an_evaluation(runs):
     spec = make_spec(3, num_samples=4)
     first = evaluate_once(spec, "test", runs, "kept")["test"]
     lines = [json.loads(line) for line in (runs / "evaluate/kept/test.jsonl").read_text().splitlines()]
@@ -127,9 +126,7 @@ def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
     assert evaluate_once(spec, "test", runs, "kept")["test"] == first
 
 
-def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(runs, monkeypatch):
     seen: list[object] = []
 
     class Recording(ScriptedEngine):

@@ -9,8 +9,8 @@ from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote, winners
 from cohort.harness.run.build import prepare
-from cohort.harness.run.grading import begin_grading
-from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
+from cohort.harness.run.rollout import Rollouts, earned, generate
+from cohort.harness.run.step import train_step
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
@@ -102,12 +102,9 @@ def confident_run(tmp_path, rewards, **changes):
 @pytest.mark.parametrize("changes", [{}, {"sampling": {"temperature": 0.7}}, {"engine": "scripted"}])
 def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_pass_gives(tmp_path, changes):
     run, prompts = confident_run(tmp_path, {"self_certainty": 1, "token_entropy": 1, "majority_vote": 0}, **changes)
-    (groups,) = generate(run, prompts, 0, Drawn())
-    marked = grade_rollouts(run, groups, begin_grading(run.spec.task, groups, run.spec.max_tokens))
+    drawn = earned(run, prompts, generate(run, prompts, 0, Rollouts()), 0)
     temperature = run.spec.sampling.temperature
-    for group, graded, score in zip(
-        groups, marked, score_rollouts(run.spec, prompts, groups, marked, 0, 0), strict=True
-    ):
+    for group, graded, score in zip(drawn.groups, drawn.graded, drawn.scores, strict=True):
         rows = [score.parts[name] for name in ("self_certainty", "token_entropy")]
         for i, rollout in enumerate(group.rollouts):
             tokens = torch.tensor([*group.prompt_token_ids, *rollout.token_ids])

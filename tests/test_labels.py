@@ -68,7 +68,7 @@ GRID = factor_grid({
 
 
 @pytest.mark.parametrize("labels", [*LABELS.values(), []], ids=[*LABELS, "grid"])
-def test_no_text_leaves_its_figure_and_no_label_is_cut(labels: list[str]) -> None:
+def test_no_text_leaves_its_figure_and_no_label_is_cut(labels):
     record = labelled(labels) if labels else fake_study(GRID, num_steps=20)
     drawings = figures(record)
     expected = {"final", "differences", "learning_steps", "difficulty_0"}
@@ -87,7 +87,7 @@ def test_no_text_leaves_its_figure_and_no_label_is_cut(labels: list[str]) -> Non
             assert {re.sub(r"\s", "", label) for label in record.arms} <= whole, drawing.name
 
 
-def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it() -> None:
+def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it():
     drawing = drawn("x", "W" * 90, "", lambda figure: figure.add_subplot().set_axis_off(), 3.7, 2.6)
     (title,) = (text for text in texts(drawing) if text.get_text())
     assert title.get_window_extent().x1 <= drawing.figure.bbox.width
@@ -97,7 +97,7 @@ def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it() -
     ]  # fmt: skip
 
 
-def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path: Path) -> None:
+def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path):
     labels = LABELS["hostile"]
     record = labelled(labels)
     files = write_report(record, tmp_path, formats=())
@@ -111,7 +111,7 @@ def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
-def test_a_screen_of_80_columns_shows_whole_labels(labels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_screen_of_80_columns_shows_whole_labels(labels, monkeypatch):
     screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
     monkeypatch.setattr(terminal, "console", lambda **_: screen)
     trials = tuple(
@@ -141,7 +141,7 @@ def a_study(**changes: Any) -> StudySpec:
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
-def test_mlflow_groups_names_and_colours_runs_by_the_same_labels(labels: list[str], tmp_path: Path) -> None:
+def test_mlflow_groups_names_and_colours_runs_by_the_same_labels(labels, tmp_path):
     study = a_study(arms={label: {"steps": 3 + i} for i, label in enumerate(labels)}, seeds=[0])
     plan = Plan(study, tmp_path)
     assert study.arm_labels() == labels
@@ -150,7 +150,7 @@ def test_mlflow_groups_names_and_colours_runs_by_the_same_labels(labels: list[st
     assert list(study_document(study, "")["shown"]["colors"]) == labels
 
 
-def test_an_unknown_arm_is_answered_with_the_labels_in_quotes() -> None:
+def test_an_unknown_arm_is_answered_with_the_labels_in_quotes():
     factors = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.04]}
     with pytest.raises(SpecError, match=r"arms: 'group_size=2, kl_beta=0', .* and 'group_size=4, kl_beta=0.04'"):
         a_study(factors=factors, baseline="group_size=8")
@@ -166,12 +166,10 @@ def test_an_unknown_arm_is_answered_with_the_labels_in_quotes() -> None:
         ({"prompt.system": "one\ntwo\u202e"}, "prompt.system=one\\ntwo\\u202e"),
     ],
 )
-def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tell_them_apart(
-    levels: dict[str, Any], label: str
-) -> None:
+def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tell_them_apart(levels, label):
     assert arm_label(levels) == label
     assert arm_label({"optimizer.learning_rate": 0.00012345}, digits=3) == "learning_rate=0.000123"
 
 
-def test_text_in_markdown_has_no_dollar_for_formulas_and_no_escape_that_mlflow_shows() -> None:
+def test_text_in_markdown_has_no_dollar_for_formulas_and_no_escape_that_mlflow_shows():
     assert in_markdown("$x_1$ <b>") == "&#36;x\\_1&#36; &lt;b&gt;"

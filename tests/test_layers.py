@@ -25,6 +25,7 @@ PYTHON = sorted(
     for files in ((ROOT / API).glob("*.py"), *((ROOT / folder).rglob("*.py") for folder in FOLDERS))
     for file in files
 )
+EXTRAS = {folder.name for folder in (ROOT / "harness" / "extras").iterdir() if (folder / "__init__.py").exists()}
 NAMED = re.compile(rf"\bcohort\.(?:{'|'.join(FOLDERS)})\.\w[\w.]*")
 NAMES_PACKAGES = ("harness/plugins.py",)  # the folders of plugins
 TEXT = (".py", ".ipynb", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".css", ".js", ".txt")
@@ -35,19 +36,21 @@ MAY_IMPORT = {
     "algorithms": ("harness.data", "harness.interfaces", "harness.base.tensors"),
     "tasks": ("harness.data", "harness.interfaces", *(f"harness.base.{n}" for n in ("inputs", "rationals", "words"))),
     "studies": (),
-    "reports": ("harness.data", "harness.record", "harness.base.files", "harness.base.words"),
-    API: ("harness.api",),
+    "reports": ("harness.data", "harness.record", "harness.extras", "harness.base.files", "harness.base.words"),
+    API: ("harness.api", "harness.extras"),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
 # `plugins` loads algorithms, tasks, rewards, samplers, engines by name; `api` alone joins studies, records and reports.
+# `extras` is the file that finds the wing; `an extra` is a folder of it, above all rooms.
 ROOMS = (
+    ("extras",),
     ("base",),
     ("data",),
     ("interfaces",),
     ("plugins",),
     ("settings",),
     ("record",),
-    ("devices", "mirror", "mirrors"),
+    ("devices", "mirror"),
     ("policy",),
     ("engines", "rewards", "samplers", "checks"),
     ("run",),
@@ -55,11 +58,12 @@ ROOMS = (
     ("console",),
     ("api",),
     ("cli",),
+    ("an extra",),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_IMPORTER = {
     "mlflow": "harness/mirror/", "optuna": "harness/study/",
-    "tensorboard": "harness/mirrors/", "wandb": "harness/mirrors/",
+    "tensorboard": "harness/extras/tensorboard/", "wandb": "harness/extras/wandb/",
 }  # fmt: skip
 NOT_IN_REPORTS = {"torch", "transformers", "datasets"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
@@ -67,6 +71,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib
 UNSAFE_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
                 "yaml.full_load", "torch.jit.load", "torch.hub.load"}  # fmt: skip
 
+FIRST, *_, LAST = sorted(EXTRAS)
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
 
@@ -104,6 +109,7 @@ def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 def one_way_imports(path: str, tree: ast.Module) -> Iterator[str]:
     folder = path.split("/")[0]
     allowed = MAY_IMPORT[folder] + (("reports",) if path.startswith("harness/api/") else ())
+    allowed += ("reports", "tasks", "algorithms") if extra_of(path) else ()
     allowed += ("harness.cli.app",) if path == f"{API}/__main__.py" else ()
     for line, module in imports(path, tree):
         first = module.split(".")[0]
@@ -114,7 +120,7 @@ def one_way_imports(path: str, tree: ast.Module) -> Iterator[str]:
 
 def rooms_import_downwards(path: str, tree: ast.Module) -> Iterator[str]:
     """Imports for the type checker count too: what a room must know by name, it knows."""
-    own = path.removeprefix("harness/").removesuffix(".py").split("/")[0]
+    own = "an extra" if extra_of(path) else path.removeprefix("harness/").removesuffix(".py").split("/")[0]
     if not path.startswith("harness/") or own == "__init__":
         return
     for line, module in imports(path, tree):
@@ -123,6 +129,19 @@ def rooms_import_downwards(path: str, tree: ast.Module) -> Iterator[str]:
             continue
         if RANK[parts[1]] >= RANK[own]:
             yield f"{path}:{line}: {own} must not import {module}: {parts[1]} is not below it in ROOMS"
+
+
+def extra_of(path: str) -> str:
+    """The extra that a file or dotted module of `harness/extras/NAME` belongs to, else empty."""
+    parts = path.removesuffix(".py").replace("/", ".").split(".")
+    return parts[2] if parts[:2] == ["harness", "extras"] and len(parts) > 2 and parts[2] in EXTRAS else ""
+
+
+def extras_stand_apart(path: str, tree: ast.Module) -> Iterator[str]:
+    """The core imports no extra, an extra no other one, also where a module is named as text."""
+    for line, module in imports(path, tree):
+        if (other := extra_of(module)) and other != extra_of(path):
+            yield f"{path}:{line}: {extra_of(path) or 'the core'} must not import the extra {other}"
 
 
 def api_is_on_top(path: str, tree: ast.Module) -> Iterator[str]:
@@ -204,6 +223,7 @@ RULES: dict[str, Rule] = {
         one_way_imports,
         api_is_on_top,
         rooms_import_downwards,
+        extras_stand_apart,
         single_importers,
         gold_stops_at_grading,
         no_text_runs_as_code,
@@ -217,7 +237,7 @@ def parsed(path: str) -> ast.Module:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_shipped_file_keeps(rule: str):
+def test_every_shipped_file_keeps(rule):
     found = [violation for path in PYTHON for violation in RULES[rule](path, parsed(path))]
     assert not found, "\n".join(found)
 
@@ -240,6 +260,11 @@ def test_every_shipped_file_keeps(rule: str):
         ("rooms_import_downwards", "harness/record/events.py", "command = '-m cohort.harness.study.worker'"),
         ("rooms_import_downwards", "harness/data.py", "if True:\n    from .interfaces import Task"),
         ("rooms_import_downwards", "harness/run/standalone.py", "from ..console.terminal import say"),
+        ("rooms_import_downwards", "harness/extras/__init__.py", "from ..base import files"),
+        ("one_way_imports", "harness/api/runs.py", "from ...tasks import _data"),
+        ("extras_stand_apart", "harness/api/runs.py", f"from ..extras.{FIRST} import section"),
+        ("extras_stand_apart", "reports/render.py", f"load('cohort.harness.extras.{FIRST}.section')"),
+        ("extras_stand_apart", f"harness/extras/{FIRST}/section.py", f"from ..{LAST} import tasks"),
         ("single_importers", "reports/render.py", "from mlflow.tracking import MlflowClient"),
         ("single_importers", "harness/record/events.py", "import mlflow"),
         ("single_importers", "harness/mirror/store.py", "import optuna.storages"),
@@ -258,7 +283,7 @@ def test_every_shipped_file_keeps(rule: str):
     ],
 )
 @pytest.mark.attack("Code that would run text, as a change to Cohort")
-def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
+def test_a_planted_violation_is_seen(rule, path, source):
     assert list(RULES[rule](path, ast.parse(source)))
 
 
@@ -273,13 +298,18 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
         ("harness/cli/app.py", "def f():\n    import torch\n    from ..api import run"),
         ("harness/api/study.py", "import yaml\nfrom .result import Result\nfrom ...reports.render import write_report"),
         ("cohort/__init__.py", "from harness.api import run\nload('cohort.harness.api')"),
+        (
+            f"harness/extras/{FIRST}/section.py",
+            "from .fits import x\nfrom ....reports import page\nfrom ...cli import a",
+        ),
+        ("reports/section.py", "from ..harness import extras"),
         ("harness/run/grading.py", "x = prompt.gold"),
         ("tasks/math.py", "p = Prompt(id=i, text=t, gold=g)"),
         ("harness/run/evaluate.py", "model.eval()\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)"),
         ("harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
     ],
 )
-def test_honest_code_passes_every_rule(path: str, source: str):
+def test_honest_code_passes_every_rule(path, source):
     assert [v for rule in RULES.values() for v in rule(path, ast.parse(source))] == []
 
 
@@ -300,7 +330,7 @@ def test_a_planted_circle_is_seen():
 
 def test_every_layer_and_room_is_looked_at_and_has_its_place_in_the_order():
     rooms = {path.removeprefix("harness/").removesuffix(".py").split("/")[0] for path in PYTHON if path[:2] == "ha"}
-    assert rooms - {"__init__"} == set(RANK)
+    assert rooms - {"__init__"} == {*RANK} - {"an extra"}
     assert {path.split("/")[0] for path in PYTHON} == {API, *FOLDERS}
 
 
@@ -343,7 +373,7 @@ def test_a_folder_with_code_is_a_package():
         ("import cohort.reports.render", {"torch", "transformers", "datasets", "optuna", "scipy.stats"}),
     ],
 )
-def test_what_must_start_quickly_loads_nothing_heavy(statement: str, absent: set[str]):
+def test_what_must_start_quickly_loads_nothing_heavy(statement, absent):
     code = f"import sys; {statement}; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     names = loaded.stdout.split()

@@ -54,7 +54,7 @@ def claimed_elsewhere(runs: Path, **holder: object) -> Path:
 
 @pytest.mark.attack("Hosts whose clocks differ by two minutes or a day")
 @pytest.mark.parametrize("ahead", [-86400.0, -120.0, 0.0, 120.0, 86400.0])
-def test_a_trial_is_taken_after_the_grace_period_whatever_its_hosts_clock_shows(tmp_path: Path, ahead: float):
+def test_a_trial_is_taken_after_the_grace_period_whatever_its_hosts_clock_shows(tmp_path, ahead):
     lease, watcher = claimed_elsewhere(tmp_path), Machine(tmp_path, start=1000.0)
     now = lease.stat().st_mtime
     for beat in range(60):  # five minutes
@@ -72,7 +72,7 @@ def test_a_trial_is_taken_after_the_grace_period_whatever_its_hosts_clock_shows(
 
 
 @pytest.mark.attack("A shared disk that does not answer for minutes")
-def test_a_watcher_that_slept_or_lost_the_disk_has_watched_nothing(tmp_path: Path):
+def test_a_watcher_that_slept_or_lost_the_disk_has_watched_nothing(tmp_path):
     claimed_elsewhere(tmp_path)
     watcher = Machine(tmp_path)
     for minutes in (3, 60, 3000):  # the holder could not write either, and has had no time since
@@ -83,7 +83,7 @@ def test_a_watcher_that_slept_or_lost_the_disk_has_watched_nothing(tmp_path: Pat
 
 
 @pytest.mark.attack("Containers with one host name and equal process ids")
-def test_a_lease_that_names_this_host_and_a_process_that_is_not_here_is_not_taken(tmp_path: Path):
+def test_a_lease_that_names_this_host_and_a_process_that_is_not_here_is_not_taken(tmp_path):
     claimed_elsewhere(tmp_path, host=platform.node(), pid=gone(), started=0.0)
     assert Machine(tmp_path).queue.claim() is None
 
@@ -94,7 +94,7 @@ from pathlib import Path
 from cohort.harness.study.storage import files
 lease = files.FileLease(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 CAN_UNSHARE = shutil.which("unshare") is not None and not subprocess.call(
     ["unshare", "--pid", "--fork", "true"], stderr=subprocess.DEVNULL
@@ -103,7 +103,7 @@ CAN_UNSHARE = shutil.which("unshare") is not None and not subprocess.call(
 
 @pytest.mark.attack("Containers with one host name and equal process ids")
 @pytest.mark.skipif(not CAN_UNSHARE, reason="needs the right to make a process namespace")
-def test_a_process_of_another_container_is_not_looked_up_among_ours(tmp_path: Path):
+def test_a_process_of_another_container_is_not_looked_up_among_ours(tmp_path):
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", CONTAINER]
     with subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -125,7 +125,7 @@ def test_equal_ids_on_one_machine_are_told_apart_by_the_start_of_the_process():
 
 @pytest.mark.attack("A torn progress or lease file")
 @pytest.mark.parametrize("torn", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 1}'])
-def test_a_lease_that_cannot_be_read_is_held_until_its_heartbeats_have_stopped(tmp_path: Path, torn: bytes):
+def test_a_lease_that_cannot_be_read_is_held_until_its_heartbeats_have_stopped(tmp_path, torn):
     file, watcher = tmp_path / "lease", Machine(tmp_path)
     storage = watcher.queue.storage
     file.write_bytes(torn)
@@ -141,7 +141,7 @@ def test_a_lease_that_cannot_be_read_is_held_until_its_heartbeats_have_stopped(t
 
 
 @pytest.mark.attack("A worker that is frozen for longer than its lease lasts")
-def test_a_suspended_worker_keeps_its_trial_here_and_ends_if_another_machine_took_it(tmp_path: Path):
+def test_a_suspended_worker_keeps_its_trial_here_and_ends_if_another_machine_took_it(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", CONTAINER, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
@@ -157,7 +157,7 @@ def test_a_suspended_worker_keeps_its_trial_here_and_ends_if_another_machine_too
     assert held == set()
     other = FileLease(tmp_path)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(20) == 3
+    assert process.wait(240) == 3
     other.release()
 
 
@@ -173,12 +173,12 @@ def test_a_lease_is_renewed_again_when_its_disk_is_back():
         return True
 
     lease = Lease("a flaky lease", 0.01, renew, lambda: None)
-    assert renewed.wait(20)
+    assert renewed.wait(240)
     lease.release()
 
 
 @pytest.mark.attack("Files that killed writers left")
-def test_what_killed_writers_left_in_a_trials_folder_is_swept_when_it_is_taken(tmp_path: Path):
+def test_what_killed_writers_left_in_a_trials_folder_is_swept_when_it_is_taken(tmp_path):
     one, dead = started(tmp_path), gone()
     directory = one.queue.plan.directory(one.queue.plan.keys[0])
     directory.mkdir(parents=True)

@@ -42,9 +42,7 @@ def store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.attack("Locked MLflow store at the start")
 @pytest.mark.parametrize("lock", ["EXCLUSIVE", "IMMEDIATE"])
-def test_a_store_that_stays_locked_ends_the_start_in_one_sentence_unless_it_can_be_read(
-    store: Path, lock: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_store_that_stays_locked_ends_the_start_in_one_sentence_unless_it_can_be_read(store, lock, monkeypatch):
     monkeypatch.setattr(mlflow_store, "LOCK_SECONDS", 0.0)
     before = store.read_bytes()
     refused = pytest.raises(ValueError, match=r"was locked for 0 s by another process, .*; end that and start again")
@@ -55,9 +53,7 @@ def test_a_store_that_stays_locked_ends_the_start_in_one_sentence_unless_it_can_
 
 @pytest.mark.attack("Damaged MLflow store")
 @pytest.mark.parametrize("damage", [b"", b"no database", b"SQLite format 3\0" + b"\xff" * 5000])
-def test_a_damaged_store_is_said_to_be_and_left_alone_and_so_are_the_records_beside_it(
-    store: Path, damage: bytes, caplog: pytest.LogCaptureFixture
-):
+def test_a_damaged_store_is_said_to_be_and_left_alone_and_so_are_the_records_beside_it(store, damage, caplog):
     store.write_bytes(damage)
     with pytest.raises(ValueError, match=r"is not an MLflow store, or it is damaged .*; nothing was changed") as error:
         check_runs_folder(store.parent)
@@ -68,7 +64,7 @@ def test_a_damaged_store_is_said_to_be_and_left_alone_and_so_are_the_records_bes
     assert store.read_bytes() == damage
 
 
-def test_the_schema_of_the_installed_mlflow_is_the_one_that_it_gives_a_new_store(store: Path):
+def test_the_schema_of_the_installed_mlflow_is_the_one_that_it_gives_a_new_store(store):
     with closing(sqlite3.connect(store)) as database:
         assert database.execute("SELECT version_num FROM alembic_version").fetchall() == [
             (mlflow_store._schema_version(),)
@@ -76,7 +72,7 @@ def test_the_schema_of_the_installed_mlflow_is_the_one_that_it_gives_a_new_store
 
 
 @pytest.mark.attack("Writer of the MLflow store killed in a transaction")
-def test_a_transaction_that_a_kill_left_half_done_is_rolled_back(store: Path, tmp_path: Path):
+def test_a_transaction_that_a_kill_left_half_done_is_rolled_back(store, tmp_path):
     with closing(sqlite3.connect(store, isolation_level=None)) as database:
         database.execute("PRAGMA cache_size = 1")  # so that changed pages reach the file before the end
         database.execute("BEGIN")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,14 @@ def arms(*accuracies: float) -> list[FakeArm]:
     return [FakeArm(f"arm {number}", "grpo", accuracy, {}, {}) for number, accuracy in enumerate(accuracies)]
 
 
-def test_the_shares_of_all_numbers_of_seeds_add_up_to_one() -> None:
+def test_the_shares_of_all_numbers_of_seeds_add_up_to_one():
     # 1 / 3 + 1 / 6 + 1 / 10 + ... = 2 (1 / 2 - 1 / 3 + 1 / 3 - 1 / 4 + ...) = 1 - 2 / N
     shares = [statistics.any_time_share(seeds) for seeds in range(1001)]
     assert shares[:6] == pytest.approx([0, 0, 0, 1 / 3, 1 / 6, 1 / 10])
     assert math.fsum(shares) == pytest.approx(1 - 2 / 1000)
 
 
-def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share() -> None:
+def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share():
     # 0.01, 0.03, 0.02, 0.04: mean 0.025, error 0.0129099 / 2 = 0.00645497, t = 3.872983 with 3 degrees of freedom
     found = statistics.t_interval((0.01, 0.03, 0.02, 0.04), share=1 / 6)
     assert found is not None
@@ -46,7 +45,7 @@ def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share() -> 
     assert statistics.any_time_width(4) == pytest.approx(ratio)
 
 
-def test_seeds_needed_at_any_time_are_more_than_for_a_fixed_number_and_three_at_least() -> None:
+def test_seeds_needed_at_any_time_are_more_than_for_a_fixed_number_and_three_at_least():
     variance = statistics.CrossedVariance(1e-4, 0.0, 0.0)
     fixed = statistics.seeds_needed(0.02, variance, 1)
     any_time = statistics.seeds_needed(0.02, variance, 1, share=statistics.any_time_share)
@@ -71,11 +70,11 @@ PLANNED = fake_study(arms(0.6, 0.6), range(5), num_steps=10)
         (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "failed"}, num_steps=10), range(4), 1 / 6),
     ],
 )
-def test_all_of_alpha_is_for_planned_seeds_that_have_ended(record: StudyRecord, seeds: range, share: float) -> None:
+def test_all_of_alpha_is_for_planned_seeds_that_have_ended(record, seeds, share):
     assert share_of_alpha(record, seeds) == pytest.approx(share)
 
 
-def test_every_p_and_interval_of_a_page_pays_for_added_seeds() -> None:
+def test_every_p_and_interval_of_a_page_pays_for_added_seeds():
     record = fake_study(arms(0.5, 0.6), range(5), num_steps=10)
     plain, wide = analysed(record), analysed(dataclasses.replace(record, added=[3, 4], looks=[3]))
     for one, other in zip(plain.comparisons, wide.comparisons, strict=True):
@@ -87,7 +86,7 @@ def test_every_p_and_interval_of_a_page_pays_for_added_seeds() -> None:
         assert one.interval is not None and other.interval is not None and other.interval.low < one.interval.low
 
 
-def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_gains_from_that() -> None:
+def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_gains_from_that():
     record = fake_study(arms(0.5, 0.7, 0.7), range(5), states={("arm 2", 4): None}, num_steps=10)
     analysis = analysed(record)
     ended, waits = analysis.comparisons
@@ -107,7 +106,7 @@ def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_
     assert open_one is not None and not open_one.effects
 
 
-def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share() -> None:
+def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share():
     record, one = fake_study(arms(0.5, 0.6, 0.7), range(5), num_steps=10), None
     for added, share, of in (([], 1.0, lambda _: 1.0), ([3, 4], 1 / 10, statistics.any_time_share)):
         for one in analysed(dataclasses.replace(record, added=added)).comparisons:
@@ -130,7 +129,7 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
     assert wide.over_seeds is not None and wide.over_seeds.low < -1
 
 
-def test_an_effect_of_a_grid_pays_for_added_seeds_too() -> None:
+def test_an_effect_of_a_grid_pays_for_added_seeds_too():
     record = fake_study(factor_grid({"algorithm.group_size": [2, 4, 8]}), range(5), num_steps=10)
     plain, paid = analysed(record).grid, analysed(dataclasses.replace(record, added=[4])).grid
     assert plain is not None and paid is not None
@@ -141,7 +140,7 @@ def note(analysis: Analysis, start: str) -> str:
     return next(text for topic, text in notes(analysis) if topic.startswith(start))
 
 
-def test_the_page_says_why_and_what_it_costs() -> None:
+def test_the_page_says_why_and_what_it_costs():
     record = fake_study(arms(0.5, 0.6), range(5), num_steps=10)
     added = note(analysed(dataclasses.replace(record, added=[3, 4], looks=[3])), "Seeds were added")
     assert "here with 3 complete seeds" in added and "1 / (S (S - 1) / 2) of 5 %" in added
@@ -155,7 +154,7 @@ def test_the_page_says_why_and_what_it_costs() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path: Path) -> None:
+def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path):
     def started(*seeds: int) -> StudyRecord:
         keep_document(tmp_path, study_document(a_study(seeds=list(seeds)), "", known=None))
         return dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=seeds, num_steps=10).trials)
@@ -177,7 +176,7 @@ def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path: P
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
-def test_a_look_is_kept_before_its_report_is_written(names: tuple[str, ...], tmp_path: Path, plugins: None) -> None:
+def test_a_look_is_kept_before_its_report_is_written(names, tmp_path, plugins):
     for name in names:
         folder = tmp_path / "studies" / name
         keep_document(folder, study_document(a_study(name=name, seeds=[0, 1]), "", known=None))
@@ -189,7 +188,7 @@ def test_a_look_is_kept_before_its_report_is_written(names: tuple[str, ...], tmp
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_report_without_two_complete_seeds_is_no_look(tmp_path: Path) -> None:
+def test_a_report_without_two_complete_seeds_is_no_look(tmp_path):
     keep_document(tmp_path, study_document(a_study(seeds=[0, 1]), "", known=None))
     keep_look(tmp_path, dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=[0], num_steps=10).trials))
     keep_document(tmp_path, study_document(a_study(seeds=[0, 1, 2]), "", known=None))
@@ -197,7 +196,7 @@ def test_a_report_without_two_complete_seeds_is_no_look(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_any_time_is_decided_when_a_study_starts_and_where_seeds_are_listed() -> None:
+def test_any_time_is_decided_when_a_study_starts_and_where_seeds_are_listed():
     study = a_study(any_time=True)
     assert study.digest() != a_study().digest()
     assert parse_study(study.model_dump(mode="json"), "test").any_time
@@ -205,7 +204,7 @@ def test_any_time_is_decided_when_a_study_starts_and_where_seeds_are_listed() ->
         a_study(any_time=True, seeds={"first": 4, "half_width": 0.02, "at_most": 16})
 
 
-def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path: Path) -> None:
+def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path):
     tuned = {"label": "arm 1 001: kl_beta=0.1", "parameters": {"algorithm.kl_beta": 0.1}, "state": "complete"}
     tuned = {**tuned, "values": {"validation/accuracy": 0.6}, "seeds": {}}
     search = {"objectives": {"validation/accuracy": "maximize"}, "arms": [tuned], "pareto": [], "best": tuned["label"]}
@@ -221,7 +220,7 @@ def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_p
         join([one, dataclasses.replace(other, search=search)])
 
 
-def test_invalid_trials_are_said_to_be_outcomes_too() -> None:
+def test_invalid_trials_are_said_to_be_outcomes_too():
     # of five seeds arm 1 lost one and the baseline another; each counts as 0, or as anything from 0 to 1
     states: dict[tuple[str, int], Any] = {("arm 1", 4): "invalid", ("arm 0", 3): "invalid"}
     analysis = analysed(fake_study(arms(0.6, 0.6), range(5), states=states, num_steps=10))

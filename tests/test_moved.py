@@ -114,7 +114,7 @@ def cut(file: Path) -> None:
 
 @pytest.mark.attack("Files of a finished study moved, swapped or changed, and its report written again")
 @pytest.mark.parametrize("case", list(MOVED))
-def test_what_was_moved_is_found_though_the_report_was_written_again(folder: Path, case: str):
+def test_what_was_moved_is_found_though_the_report_was_written_again(folder, case):
     assert sealed(folder) and verified(folder).is_verified
     change, words = MOVED[case]
     change(folder)
@@ -129,7 +129,7 @@ def test_what_was_moved_is_found_though_the_report_was_written_again(folder: Pat
         assert len(record.trials) < 4 or case == "a trial's folder twice"  # a report has none of its numbers
 
 
-def test_events_of_an_attempt_with_other_settings_are_no_part_of_the_run(folder: Path):
+def test_events_of_an_attempt_with_other_settings_are_no_part_of_the_run(folder):
     """As if another version of Cohort, which reads the study otherwise, had run a part of it."""
     file = trial(folder, A) / EVENTS
     events = [{k: v for k, v in event.items() if k != "sum"} for event in read_events(file)]
@@ -224,9 +224,7 @@ def change_one(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
 @pytest.mark.timeout(7200)
 @pytest.mark.attack("A random change, move or swap among all files of a finished study")
 @pytest.mark.parametrize("again", [False, True], ids=["as it is", "report again"])
-def test_each_random_change_is_found_or_harmless(
-    tmp_path: Path, new_runs: Callable[[Path], Path], again: bool, record_property: Callable[[str, Any], None]
-):
+def test_each_random_change_is_found_or_harmless(tmp_path, new_runs, again, record_property):
     runs, draw, found, kinds = new_runs(tmp_path / "runs"), random.Random(int(again)), Counter[str](), Counter[str]()
     study = a_study().model_copy(update={"seeds": [0, 1]})
     run(study, runs, execute=worker.EXECUTE)

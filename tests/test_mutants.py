@@ -4,7 +4,6 @@ import ast
 import importlib
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,13 +46,13 @@ def changed(source: str) -> set[str]:
         ("x = zip(a, strict=True)", set()),
     ],
 )
-def test_a_mutant_is_one_change_of_one_expression(source: str, expected: set[str]) -> None:
+def test_a_mutant_is_one_change_of_one_expression(source, expected):
     assert changed(source) == expected
 
 
 def test_a_loaded_function_gets_the_code_of_a_mutant_and_a_change_outside_of_functions_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     file = tmp_path / "loaded_and_changed.py"
     file.write_text("SIZE = 4\n\n\ndef two():\n    return 2\n\n\nHELD = [lambda: two() + SIZE]\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,13 +69,13 @@ def test_a_loaded_function_gets_the_code_of_a_mutant_and_a_change_outside_of_fun
     assert seen == {"module | 4 -> 5": None, "two | 2 -> 3": 7, "module | two() + SIZE -> two() - SIZE": -2}
 
 
-def test_all_files_and_tests_that_mutants_go_by_exist() -> None:
+def test_all_files_and_tests_that_mutants_go_by_exist():
     assert all((ROOT / file).exists() for file in (*FILES, *SHIPPED_TESTS, SHORT[0], *SHORT[2]))
     rows = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
     assert len(known()) == len(rows) and all(key.count(" | ") >= 2 and reason for key, reason in known().items())
 
 
-def test_what_a_shared_fixture_reaches_is_reached_by_every_test_that_asks_for_it() -> None:
+def test_what_a_shared_fixture_reaches_is_reached_by_every_test_that_asks_for_it():
     plugin: Any = Reached({}, {})
     plugin.now = {"f.py": set()}
 

@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(("weight", "value"), [(0.0, 1.01 * MOST_PAID), (10.0, 0.11 * MOST_PAID), (-10.0, 1e30)])
-def test_a_value_whose_square_may_overflow_float32_is_refused(weight: float, value: float):
+def test_a_value_whose_square_may_overflow_float32_is_refused(weight, value):
     class Large(Reward):
         def score(self, group):
             return [value, 0.0]
@@ -74,7 +74,7 @@ class Misbehaving(Calm):
         return super().score(group)
 
 
-def test_a_reward_that_prints_seeds_forks_and_moves_changes_no_number(tmp_path: Path, cache: Path, monkeypatch):
+def test_a_reward_that_prints_seeds_forks_and_moves_changes_no_number(tmp_path, cache, monkeypatch):
     monkeypatch.chdir(tmp_path)  # put back at the end, as the handler is
     handler = signal.getsignal(signal.SIGUSR2)
     try:
@@ -93,7 +93,7 @@ class Raising(Calm):
         raise KeyError("gone")
 
 
-def test_a_reward_that_raises_ends_the_run_with_its_error(tmp_path: Path, cache: Path):
+def test_a_reward_that_raises_ends_the_run_with_its_error(tmp_path, cache):
     with pytest.raises(KeyError, match="gone"):
         run_with(Raising(), tmp_path, cache)
 
@@ -114,7 +114,7 @@ ODD_ENGINES = {
 
 
 @pytest.mark.parametrize("change", ODD_ENGINES.values(), ids=ODD_ENGINES)
-def test_an_engine_that_returns_nonsense_never_ends_complete(change, tmp_path: Path, cache: Path, monkeypatch):
+def test_an_engine_that_returns_nonsense_never_ends_complete(change, tmp_path, cache, monkeypatch):
     honest = TransformersEngine.generate_each
     monkeypatch.setattr(
         TransformersEngine,
@@ -138,7 +138,7 @@ ODD_TASKS = [
 
 
 @pytest.mark.parametrize(("method", "value"), ODD_TASKS)
-def test_a_task_whose_verdict_is_none_names_it_with_the_problem(method: str, value: object, monkeypatch):
+def test_a_task_whose_verdict_is_none_names_it_with_the_problem(method, value, monkeypatch):
     task, prompt = Arithmetic(), Prompt("p", "1+1=", "2")
     monkeypatch.setattr(Arithmetic, method, lambda self, *given: value)
     group = Group(prompt, (1,), (Rollout("1+1=3#### 3", (1,), (0.0,), "stop"),))

@@ -5,7 +5,7 @@ not stopped: nothing bounds its time but the user and the scheduler.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,7 @@ UNDISTURBED: dict[str, tuple[str, list[Any]]] = {}  # settings of a run -> how i
 
 @pytest.mark.attack("A plugin that gives what none should")
 @pytest.mark.parametrize("kind", ODD)
-def test_an_odd_plugin_ends_a_run_or_changes_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, int], None]
-):
+def test_an_odd_plugin_ends_a_run_or_changes_nothing(kind, tmp_path, monkeypatch, record_property):
     odd_plugins.install(tmp_path / "plugins", monkeypatch)
     settings = spec_of(kind, "").model_dump_json()
     undisturbed = UNDISTURBED.get(settings) or UNDISTURBED.setdefault(settings, ended(kind, "", tmp_path))
@@ -108,7 +106,7 @@ def test_an_odd_plugin_ends_a_run_or_changes_nothing(
 
 
 @pytest.mark.attack("A plugin that gives what none should")
-def test_a_copy_of_a_runs_process_logs_nothing(tmp_path: Path):
+def test_a_copy_of_a_runs_process_logs_nothing(tmp_path):
     folder = tmp_path / "run"
     with RunLog(tmp_path, folder, parse_run(dict(FEW), "test"), experiment="train", run_name="odd") as log:
         log.metrics(1, {"train/loss": 0.5})

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.attack("A password in the URL of a database, written in any way")
-def test_no_spelling_of_a_url_shows_its_password(record_property: Callable[[str, object], None]):
+def test_no_spelling_of_a_url_shows_its_password(record_property):
     for url in URLS:
         assert SECRET not in shown(url), url
         assert hides(url), url
@@ -56,7 +55,7 @@ def test_no_spelling_of_a_url_shows_its_password(record_property: Callable[[str,
     "url",
     ["postgresql://me@db:5432/x?sslmode=require", "http://host:5000", "ftp://host/x", "runs/mlflow.db", "nonsense"],
 )
-def test_a_url_without_a_password_is_shown_as_it_is(url: str):
+def test_a_url_without_a_password_is_shown_as_it_is(url):
     assert shown(url) == url
     assert not hides(url)
 
@@ -67,9 +66,7 @@ def test_the_words_of_a_server_lose_every_secret():
 
 
 @pytest.mark.attack("A password in a URL that is refused")
-def test_a_url_that_is_refused_does_not_show_its_password(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
-):
+def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, capsys, record_property):
     refused = [url for url in URLS if "@b:" in url or ":@" in url or not url.startswith("postgresql")]
     for url in refused:
         with pytest.raises(SpecError, match=r"--storage must be a URL as postgresql://.*%40") as caught:
@@ -82,9 +79,7 @@ def test_a_url_that_is_refused_does_not_show_its_password(
     record_property("tried", 2 * len(refused))
 
 
-def test_a_password_on_the_command_line_is_warned_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_password_on_the_command_line_is_warned_of(capsys, monkeypatch):
     words = "can read a password in --storage (with ps); give it in COHORT_STORAGE or ~/.pgpass"
     status = ["study", "status", "sizes"]
     nowhere = "postgresql://me:s3cret@127.0.0.1:1/x"
@@ -102,9 +97,7 @@ def test_a_password_on_the_command_line_is_warned_of(
 
 
 @pytest.mark.parametrize("workers", [["--workers", "3"], []])
-def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
-    workers: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(workers, monkeypatch):
     asked: dict[str, Any] = {}
 
     def run(*_: object, **given: Any) -> StudyStatus:
@@ -123,9 +116,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
 
 @needs_postgres
 @pytest.mark.attack("A password in processes, logs and files of a study")
-def test_no_process_log_or_file_of_a_study_has_the_password(
-    server: postgres_server.Server, runs: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-):
+def test_no_process_log_or_file_of_a_study_has_the_password(server, runs, capfd, caplog):
     caplog.set_level(logging.DEBUG)
     arguments = set[str]()
 

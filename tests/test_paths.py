@@ -3,7 +3,6 @@
 import os
 import shutil
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import fake_trials
@@ -46,9 +45,7 @@ def fetched(address: str, run_id: str | None, name: str) -> bytes:
 
 
 @pytest.mark.attack("Awkward characters in the path of the runs folder")
-def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(
-    tmp_path: Path, new_runs: Callable[[Path], Path], record_property: Callable[[str, object], None]
-):
+def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(tmp_path, new_runs, record_property):
     here = tmp_path / "here"
     runs = new_runs(here / AWKWARD)
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
@@ -62,9 +59,7 @@ def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(
 
 @pytest.mark.attack("Paths that MLflow would read as another one")
 @pytest.mark.parametrize("part", REFUSED, ids=ascii)
-def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written(
-    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written(part, tmp_path, capsys):
     before = contents(tmp_path)
     runs = tmp_path / "here" / f"a{part}b"
     with pytest.raises(ValueError, match=r"must not have '\?', '%' before two hexadecimal digits"):
@@ -83,7 +78,7 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
 
 @pytest.mark.long
 @pytest.mark.attack("A copied runs folder")
-def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path: Path, new_runs: Callable[[Path], Path]):
+def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path, new_runs):
     original = new_runs(tmp_path / "original")
     folder = begin_study(original, a_study())
     log = log_trial(original, "group_size=2", 0, "complete")
@@ -120,7 +115,7 @@ def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path: Path
 
 
 @pytest.mark.attack("A copied runs folder")
-def test_a_study_goes_on_in_a_copy_of_its_runs_folder(runs: Path, tmp_path: Path):
+def test_a_study_goes_on_in_a_copy_of_its_runs_folder(runs, tmp_path):
     run(a_study(seeds=[0]), runs, workers=1)
     copy = Path(shutil.copytree(runs, tmp_path / "copy"))
     before = contents(runs)

@@ -28,8 +28,8 @@ from cohort.harness.run.cold_start import _batches, fit_demonstrations
 from cohort.harness.run.guards.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
+from cohort.harness.run.rollout import collate
 from cohort.harness.run.stages import as_group, drawn, kept_answers
-from cohort.harness.run.step import collate
 from cohort.harness.run.supervised import supervised
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run

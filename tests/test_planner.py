@@ -78,7 +78,7 @@ def ended(runs: Path, study: StudySpec, arm: int, seed: int, accuracy: float, st
     write_json(folder / "result.json", {"state": state, "metrics": {"test/accuracy": accuracy}})
 
 
-def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path: Path):
+def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path):
     study = a_study()
     for seed, (base, other) in enumerate([(0.5, 0.52), (0.6, 0.66), (0.4, 0.41)]):
         ended(tmp_path, study, 0, seed, base, steps=7)
@@ -92,7 +92,7 @@ def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path: P
     assert spread_of(a_study(run={**study.run, "rollouts_per_step": 32}), tmp_path) is None
 
 
-def test_a_trial_tells_its_pace_by_the_times_of_its_events(tmp_path: Path):
+def test_a_trial_tells_its_pace_by_the_times_of_its_events(tmp_path):
     def at(seconds: float, **event: Any) -> dict[str, Any]:
         return {"time": round(1000 * seconds), **event}
 
@@ -126,16 +126,14 @@ def test_a_trial_tells_its_pace_by_the_times_of_its_events(tmp_path: Path):
     ],
 )
 @pytest.mark.attack("Bad questions to the planner")
-def test_a_bad_question_is_refused_in_one_sentence_and_nothing_is_written(
-    arguments: list[str], words: str, tmp_path: Path
-):
+def test_a_bad_question_is_refused_in_one_sentence_and_nothing_is_written(arguments, words, tmp_path):
     result = CliRunner().invoke(app, ["study", "plan", *arguments, "--runs", str(tmp_path / "runs")])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "runs").exists()
 
 
-def test_nothing_of_a_calibration_is_sent_to_a_server_or_a_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_of_a_calibration_is_sent_to_a_server_or_a_mirror(tmp_path, monkeypatch):
     elsewhere = {"COHORT_TRACKING_URI": "http://127.0.0.1:9", "COHORT_MIRROR": "none"}
     for name, value in elsewhere.items():
         monkeypatch.setenv(name, value)
@@ -154,7 +152,7 @@ def test_nothing_of_a_calibration_is_sent_to_a_server_or_a_mirror(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_plan_measures_arms_that_differ_in_their_steps_once_and_leaves_only_cold_starts(tmp_path: Path):
+def test_a_plan_measures_arms_that_differ_in_their_steps_once_and_leaves_only_cold_starts(tmp_path):
     few = {"evaluation.num_prompts": 16, "evaluation.num_test_prompts": 16, "seeds": [0], "baseline": "short"}
     arms = {"short": {"steps": 12}, "long": {"steps": 24}, "still": {"control": "frozen"}}
     study = load_study("quickstart").with_set(**few, arms=arms, factors={})

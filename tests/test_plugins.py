@@ -16,7 +16,7 @@ from cohort.harness.settings.load import load_run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
     "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "sampler": "harness/samplers",
-    "engine": "harness/engines", "mirror": "harness/mirrors",
+    "engine": "harness/engines", "mirror": "no folder but those of extras",
 }  # fmt: skip
 
 THIRD_PARTY = """
@@ -43,13 +43,15 @@ def install(
     importlib.invalidate_caches()
 
 
-def python_of_the_readme(number: int) -> str:
-    return list(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[number][1]
+def printed(page: str, language: str, number: int = 0) -> str:
+    """A block of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)[number]
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind: plugins.Kind):
-    folders = [ROOT / FOLDERS[kind], *([ROOT / "tests/engines"] if kind == "engine" else [])]  # as conftest adds it
+def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind):
+    folders = [ROOT / FOLDERS[kind], *(ROOT / "harness/extras").glob(f"*/{kind}s")]
+    folders += [ROOT / "tests/engines"] if kind == "engine" else []  # as conftest adds it
     files = {f.stem for folder in folders for f in folder.glob("*.py") if not f.stem.startswith("_")}
     assert set(plugins.names(kind)) == files
     assert plugins.names(kind) == sorted(files)
@@ -73,28 +75,26 @@ def test_listing_names_imports_no_plugin():
         *(("algorithm", name, "") for name in ("_functional", "__init__", "../tasks/arithmetic", "os", "", "zzzzzz")),
     ],
 )
-def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(
-    kind: plugins.Kind, name: str, hint: str
-):
+def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(kind, name, hint):
     with pytest.raises(ValueError, match=rf"^unknown {kind} '{re.escape(name)}'; {re.escape(hint)}available: "):
         plugins.load(kind, name)
 
 
-def test_a_plugin_without_a_method_that_all_need_is_told_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = python_of_the_readme(2).replace("def score(", "def scores(")
-    install(tmp_path, monkeypatch, "unfinished", source, "Brevity", kind="reward")
+def test_a_plugin_without_a_method_that_all_need_is_told_which(tmp_path, monkeypatch):
+    source = printed("docs/extending.md", "python", 3).replace("def score(", "def scores(")
+    install(tmp_path, monkeypatch, "unfinished", source, "StatesOnce", kind="reward")
     message = (
-        r"reward 'unfinished' of .*: Brevity must define score, as each Reward does; add it in .*plugin_unfinished"
+        r"reward 'unfinished' of .*: StatesOnce must define score, as each Reward does; add it in .*plugin_unfinished"
     )
     with pytest.raises(ValueError, match=message):
         load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.unfinished=0.5"])
 
 
-def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_algorithm_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     import torch
     from fakes import batch_of
 
-    source = python_of_the_readme(1)
+    source = printed("docs/extending.md", "python")
     install(tmp_path, monkeypatch, "positive_grpo", source, "PositiveGRPO")
     settings = ["algorithm=positive_grpo", "algorithm.negative_scale=0.5"]
     algorithm = load_run(None, ["task=arithmetic", *settings]).algorithm
@@ -104,27 +104,28 @@ def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pyt
     assert torch.allclose(advantages[:, 0], torch.tensor([0.70701, -0.35350]), atol=1e-5)
 
 
-def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_reward_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     from fakes import graded_group
 
-    install(tmp_path, monkeypatch, "brevity", python_of_the_readme(2), "Brevity", kind="reward")
-    spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.brevity=0.5"])
-    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "brevity": 0.5}
-    group = graded_group([0, 1], num_tokens=(10, 20), max_tokens=40)
-    assert spec.rewards["brevity"].score(group) == [-0.25, -0.5]
+    source = printed("docs/extending.md", "python", 3)
+    install(tmp_path, monkeypatch, "states_once", source, "StatesOnce", kind="reward")
+    spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.states_once=0.5"])
+    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "states_once": 0.5}
+    group = graded_group([0, 1], completions=("#### 1", "#### 1 #### 2"))
+    assert spec.rewards["states_once"].score(group) == [1.0, 0.0]
 
 
-def test_the_readmes_study_is_valid(tmp_path: Path):
+def test_the_study_of_the_tutorial_is_valid(tmp_path):
     from cohort.harness.settings.load import load_study
 
     file = tmp_path / "my_study.yaml"
-    file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])
+    file.write_text(printed("docs/tutorial.md", "yaml"))
     labels = [arm.label for arm in load_study(str(file)).design_arms()]
-    assert labels == ["group_size=4", "group_size=8", "group_size=16"]
+    assert labels == ["group_size=4", "group_size=16"]
 
 
 @pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights"])
-def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(method: str):
+def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(method):
     from cohort.algorithms.grpo import GRPO
 
     own = {"__module__": __name__, method: lambda self, *arguments: getattr(GRPO, method)(self, *arguments)}
@@ -148,7 +149,7 @@ def test_an_algorithm_from_nothing_states_its_objective_and_one_with_other_setti
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_file_without_exactly_one_public_class_is_refused(count: int):
+def test_a_file_without_exactly_one_public_class_is_refused(count):
     module = ModuleType("cohort.algorithms.broken")
     base = plugins.load("algorithm", "grpo")
     for number in range(count):
@@ -160,7 +161,7 @@ def test_a_file_without_exactly_one_public_class_is_refused(count: int):
         plugins._only_plugin(module, "algorithm")
 
 
-def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_new_file_alone_makes_an_algorithm(tmp_path, monkeypatch):
     (tmp_path / "brand_new.py").write_text(THIRD_PARTY.format(name="brand_new"))
     monkeypatch.setattr(cohort.algorithms, "__path__", [*cohort.algorithms.__path__, str(tmp_path)])
     importlib.invalidate_caches()
@@ -171,7 +172,7 @@ def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.attack("An installed package that takes the name of a built-in plugin")
-def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "shadow", THIRD_PARTY.format(name="dr_grpo"), "Elsewhere", entry="dr_grpo")
     plugins.load.cache_clear()
     with pytest.raises(ValueError) as caught:
@@ -198,9 +199,7 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, m
         ("def f(:", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 1\): SyntaxError"),
     ],
 )
-def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, class_name: str, complaint: str
-):
+def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(tmp_path, monkeypatch, source, class_name, complaint):
     install(tmp_path, monkeypatch, "wrong", source, class_name)
     monkeypatch.delitem(sys.modules, "plugin_wrong", raising=False)
     start = r"^algorithm 'wrong' of package plugin_wrong \(plugin_wrong:Elsewhere\) "
@@ -208,9 +207,7 @@ def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(
         plugins.load("algorithm", "wrong")
 
 
-def test_an_error_that_an_installed_plugin_raises_names_it_with_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_that_an_installed_plugin_raises_names_it_with_file_and_line(tmp_path, monkeypatch):
     source = "from cohort.harness.interfaces import Reward\n\nclass Boom(Reward):\n"
     source += "    def score(self, group):\n        return {}['key']\n"
     install(tmp_path, monkeypatch, "boom", source, "Boom", kind="reward")
@@ -223,7 +220,7 @@ def test_an_error_that_an_installed_plugin_raises_names_it_with_file_and_line(
     assert plugins.raised_by(ValueError("raised by no plugin")) is None
 
 
-def test_what_a_plugin_of_cohort_tells_a_user_stays_as_it_is(tmp_path: Path):
+def test_what_a_plugin_of_cohort_tells_a_user_stays_as_it_is(tmp_path):
     task = plugins.load("task", "gsm8k")
     assert issubclass(task, Task)
     with pytest.raises(ValueError) as raised:

@@ -186,9 +186,7 @@ def a_spec() -> RunSpec:
 
 
 @pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
-def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-):
+def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(tmp_path, record_property):
     (tmp_path / "whole").mkdir()
     how = (a_spec(), fake_trials.train, tmp_path / "cache")
     images = images_of(tmp_path / "whole", *how)
@@ -205,7 +203,7 @@ def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(
 @pytest.mark.long
 @pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
 def test_real_training_that_loses_power_at_any_write_ends_as_undisturbed_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    tmp_path, monkeypatch, record_property
 ):
     from cohort.harness.run.loop import train
 
@@ -235,7 +233,7 @@ def check(images: list[Image], want: tuple[Any, ...], folder: Path, *how: Any) -
 
 
 @pytest.mark.attack("Events that a power cut took")
-def test_a_run_log_knows_whether_all_that_a_checkpoint_relies_on_is_there(tmp_path: Path):
+def test_a_run_log_knows_whether_all_that_a_checkpoint_relies_on_is_there(tmp_path):
     work(tmp_path, a_spec(), fake_trials.train, tmp_path / "cache")
     file = tmp_path / "trials" / "one" / EVENTS
     lines = file.read_bytes().splitlines(keepends=True)

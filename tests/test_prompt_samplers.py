@@ -3,7 +3,7 @@
 import pytest
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Prompt, PromptDraw
-from cohort.harness.run.step import drawn_prompts
+from cohort.harness.run.rollout import drawn_prompts
 from cohort.harness.samplers.easy_to_hard import EasyToHard
 from cohort.harness.samplers.replay import Replay
 from cohort.harness.samplers.success_band import SuccessBand

@@ -58,7 +58,7 @@ def test_the_citation_names_this_version():
 
 
 @pytest.mark.parametrize("workflow", ["ci", "release"])
-def test_a_workflow_runs_scripts_that_exist(workflow: str):
+def test_a_workflow_runs_scripts_that_exist(workflow):
     jobs = yaml.safe_load((ROOT / ".github/workflows" / f"{workflow}.yml").read_text())["jobs"]
     steps = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
     scripts = {word for step in steps for word in step.split() if word.startswith(".ci/")}

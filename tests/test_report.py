@@ -8,7 +8,6 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ def read_page(html: str) -> PageReader:
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile: ReportFiles) -> None:
+def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile):
     page = read_page(hostile.html.read_text(encoding="utf-8"))
     assert not {"script", "img", "iframe", "object", "b "} & set(page.tags)
     assert page.tags.count("b") == 1  # the study's name; the completion's own <b> is text
@@ -86,7 +85,7 @@ def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile: Report
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_the_page_loads_nothing_forbids_loading_and_refers_only_to_itself(hostile: ReportFiles) -> None:
+def test_the_page_loads_nothing_forbids_loading_and_refers_only_to_itself(hostile):
     html = hostile.html.read_text(encoding="utf-8")
     page = read_page(html)
     names = ("src", "href", "xlink:href", "action", "data", "srcset")
@@ -104,7 +103,7 @@ def test_the_page_loads_nothing_forbids_loading_and_refers_only_to_itself(hostil
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_markdown_shows_hostile_text_as_text(hostile: ReportFiles) -> None:
+def test_markdown_shows_hostile_text_as_text(hostile):
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     page = read_page(renderer.render(hostile.markdown.read_text(encoding="utf-8")))
     assert "script" not in page.tags
@@ -120,7 +119,7 @@ def test_markdown_shows_hostile_text_as_text(hostile: ReportFiles) -> None:
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: ReportFiles) -> None:
+def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile):
     files = sorted((hostile.html.parent / "figures").glob("*.svg"))
     assert len(files) > 10
     for file in files:
@@ -134,11 +133,11 @@ def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: R
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_unprintable_characters_are_written_as_escapes() -> None:
+def test_unprintable_characters_are_written_as_escapes():
     assert visible("a\x00b\x1b[31m\u202ec\ud800\td\n") == "a\\x00b\\x1b[31m\\u202ec\\ud800\td\n"
 
 
-def test_the_same_record_gives_the_same_bytes(hostile: ReportFiles, tmp_path: Path) -> None:
+def test_the_same_record_gives_the_same_bytes(hostile, tmp_path):
     first, second = hostile.html.parent, write_report(hostile_study(), tmp_path, formats=("svg", "pdf")).html.parent
     names = sorted(file.relative_to(second) for file in second.rglob("*") if file.is_file())
     assert len(names) > 20
@@ -146,7 +145,7 @@ def test_the_same_record_gives_the_same_bytes(hostile: ReportFiles, tmp_path: Pa
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_the_csv_has_exactly_the_promised_columns_and_one_row_per_trial() -> None:
+def test_the_csv_has_exactly_the_promised_columns_and_one_row_per_trial():
     record = fake_study(factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.01]}), seeds=[0, 1])
     rows = list(csv.reader(results_csv(record).splitlines()))
     expected = (
@@ -171,7 +170,7 @@ def test_the_csv_has_exactly_the_promised_columns_and_one_row_per_trial() -> Non
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_the_csv_keeps_an_invalid_trial_without_its_numbers_and_no_cell_runs_in_a_spreadsheet() -> None:
+def test_the_csv_keeps_an_invalid_trial_without_its_numbers_and_no_cell_runs_in_a_spreadsheet():
     rows = list(csv.DictReader(results_csv(hostile_study()).splitlines()))
     assert [(row["state"], row["test_accuracy"] == "") for row in rows[1:4]] == [
         ("complete", False), ("invalid", True), ("complete", False),
@@ -213,7 +212,7 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
     ],
     ids=["best", "equal", "baseline", "one seed", "interaction", "one factor", "preliminary", "none"],
 )  # fmt: skip
-def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecord, words: tuple[str, ...]) -> None:
+def test_the_answer_says_what_was_found_and_how_certain_it_is(record, words):
     text = answer(analysed(record))
     for opening in ("Only 'b' ends detectably above the start; ", "Only 'a' and 'c' end detectably above the start; "):
         text = text.removeprefix(opening)
@@ -223,7 +222,7 @@ def test_the_answer_says_what_was_found_and_how_certain_it_is(record: StudyRecor
     assert "kl_beta matters" not in text
 
 
-def test_the_answer_begins_with_the_arms_that_have_learnt() -> None:
+def test_the_answer_begins_with_the_arms_that_have_learnt():
     # accuracy is 40 % before training
     def opening(*accuracies: float, seeds: Sequence[int] = range(5)) -> str:
         arms = [FakeArm(name, "grpo", value, {}, {}) for name, value in zip("abc", accuracies, strict=False)]
@@ -237,7 +236,7 @@ def test_the_answer_begins_with_the_arms_that_have_learnt() -> None:
         assert "above its start" not in text and "above the start" not in text
 
 
-def test_a_gain_counts_after_the_correction_for_the_number_of_arms() -> None:
+def test_a_gain_counts_after_the_correction_for_the_number_of_arms():
     arms = [FakeArm(f"arm {number}", "grpo", 0.4, {}, {}) for number in range(6)]
     shown = 0
     for seed in range(60):  # arms that learn nothing: their largest gain has p < 0.05 in about a quarter of studies
@@ -245,7 +244,7 @@ def test_a_gain_counts_after_the_correction_for_the_number_of_arms() -> None:
     assert shown <= 6  # of 60 studies at 2.5 %; 7 or more in 1 of 1000
 
 
-def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_quoted() -> None:
+def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_quoted():
     equal = fake_study(two_arms(0.7, 0.7))
     same = dataclasses.replace(equal, identical=[(["a", "b"], "algorithm.clip_epsilon has no effect")])
     text = answer(analysed(same))
@@ -265,7 +264,7 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
     assert {one.family for one in analysed(running).comparisons} == {1}  # while seeds are still to come too
 
 
-def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
+def test_accuracies_near_zero_are_reported_as_such_with_an_interval():
     analysis = analysed(fake_study(two_arms(0.0, 0.0), num_problems=100, seed_deviation=0.0))
     assert answer(analysis).startswith("Every arm stays near zero: no difference to a (0.0 % test accuracy")
     # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
@@ -278,7 +277,7 @@ def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
     assert analysis.comparisons[0].p == 1.0
 
 
-def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing() -> None:
+def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
     record = fake_study(two_arms(0.6, 0.6))
     copies = [dataclasses.replace(trial, arm="b") for trial in record.trials[:3]]
     (comparison,) = analysed(dataclasses.replace(record, trials=[*record.trials[:3], *copies])).comparisons
@@ -289,9 +288,7 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing() -> 
 @pytest.mark.parametrize(
     ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.888, 1.0), (1.0, 0.0, -1.0, -0.888), (0.5, 1.0, 0.5, 0.5)]
 )
-def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(
-    baseline: float, arm: float, low: float, high: float
-) -> None:
+def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(baseline, arm, low, high):
     scores = {"ppo": baseline, "grpo": arm}  # of every problem, in every seed
 
     def alike(trial: TrialRecord) -> dict[str, Any]:
@@ -310,7 +307,7 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(
     assert interval.estimate == arm - baseline
 
 
-def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path: Path) -> None:
+def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path):
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("b", 3): "invalid"})
     broken = dataclasses.replace(record.trials[-1], summary={"test_accuracy": 0.0}, per_problem={"p": 0.0})
     with_broken = analysed(dataclasses.replace(record, trials=[*record.trials[:-1], broken]))
@@ -330,7 +327,7 @@ def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_pa
     assert "policy/loss is NaN at step 17" in page
 
 
-def test_differences_are_paired_over_the_seeds_that_both_arms_completed() -> None:
+def test_differences_are_paired_over_the_seeds_that_both_arms_completed():
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("a", 0): "failed", ("b", 3): "failed"})
     (comparison,) = analysed(record).comparisons
     scores = {(trial.arm, trial.seed): trial.summary.get("test_accuracy", math.nan) for trial in record.trials}
@@ -338,7 +335,7 @@ def test_differences_are_paired_over_the_seeds_that_both_arms_completed() -> Non
     assert comparison.estimate == pytest.approx((scores["b", 1] - scores["a", 1] + scores["b", 2] - scores["a", 2]) / 2)
 
 
-def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero() -> None:
+def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero():
     sides = set()
     for rng_seed in range(12):
         analysis = analysed(fake_study(two_arms(0.6, 0.66), seeds=range(4), rng_seed=rng_seed, num_steps=10))
@@ -349,7 +346,7 @@ def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero(
     assert sides == {True, False}
 
 
-def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes(tmp_path: Path) -> None:
+def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes(tmp_path):
     record = fake_study(two_arms(0.6, 0.6), seeds=range(8), num_problems=64, num_steps=10)
     problems = sorted(record.trials[0].per_problem)
 
@@ -404,13 +401,13 @@ def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes
     )
 
 
-def test_a_pair_completed_twice_is_an_error() -> None:
+def test_a_pair_completed_twice_is_an_error():
     record = fake_study(seeds=[0])
     with pytest.raises(ValueError, match=r"each \(arm, seed\) must be complete once"):
         analysed(dataclasses.replace(record, trials=[*record.trials, record.trials[0]]))
 
 
-def test_the_test_split_decides_only_where_every_complete_trial_has_it() -> None:
+def test_the_test_split_decides_only_where_every_complete_trial_has_it():
     record = fake_study()
     assert choose_outcome(record).name == "test/accuracy"
     assert choose_outcome(record).per_problem
@@ -430,7 +427,7 @@ def test_the_test_split_decides_only_where_every_complete_trial_has_it() -> None
     ],
     ids=["no trial", "all running", "no baseline", "zero and one"],
 )
-def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path) -> None:
+def test_a_partial_study_still_has_a_report(record, tmp_path):
     files = write_report(record, tmp_path, formats=())
     assert files.answer.endswith(".")
     page = "".join(read_page(files.html.read_text(encoding="utf-8")).text)
@@ -438,7 +435,7 @@ def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path)
     assert "nan" not in page.lower().replace("is nan at step", "")
 
 
-def test_a_curve_in_percent_is_one_of_a_fraction_and_no_other() -> None:
+def test_a_curve_in_percent_is_one_of_a_fraction_and_no_other():
     assert {metric for metric, _, unit in DYNAMICS if unit.startswith("%") != wording.is_fraction(metric)} == set()
 
 
@@ -446,7 +443,7 @@ def topics(record: StudyRecord) -> dict[str, str]:
     return dict(notes(analysed(record)))
 
 
-def test_a_note_says_how_good_each_critic_is_when_the_policy_begins_to_learn() -> None:
+def test_a_note_says_how_good_each_critic_is_when_the_policy_begins_to_learn():
     arms = [dataclasses.replace(arm, algorithm="ppo") for arm in two_arms(0.4, 0.7)]
     record = fake_study(changed(arms, {}, {"critic": {"warmup_steps": 20}}), num_steps=40)
     trials = []
@@ -491,13 +488,13 @@ PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7
         (fake_study(changed(PLAIN, {}, {"cold_start.steps": 800})), "Arms start from different cold starts", "", ""),
     ],
 )  # fmt: skip
-def test_notes_tell_what_makes_arms_comparable_or_not(record: StudyRecord, topic: str, words: str, absent: str) -> None:
+def test_notes_tell_what_makes_arms_comparable_or_not(record, topic, words, absent):
     found = topics(record)
     assert words in found[topic]
     assert absent not in found
 
 
-def test_rollouts_and_operations_that_arms_spent_unequally_are_told() -> None:
+def test_rollouts_and_operations_that_arms_spent_unequally_are_told():
     study = fake_study()
     more = with_trials(study, lambda t: {"summary": {**t.summary, "rollouts": 14400.0 if t.arm == "ppo" else 12800.0}})
     told = topics(more)["Equal budgets"]
@@ -513,7 +510,7 @@ def equal_grid(seeds: Sequence[int] = (0, 1, 2)) -> Analysis:
     return analysed(by_group_and_beta(0.7, 0.7, 0.7, 0.7, seeds=seeds))
 
 
-def test_a_grid_without_detected_effects_says_so_with_its_smallest_p() -> None:
+def test_a_grid_without_detected_effects_says_so_with_its_smallest_p():
     analysis = equal_grid()
     assert analysis.grid is not None
     least = min(analysis.grid.effects, key=lambda effect: effect.p)
@@ -524,7 +521,7 @@ def test_a_grid_without_detected_effects_says_so_with_its_smallest_p() -> None:
     assert "would be found in 4 of 5 such studies" in answer(analysis)
 
 
-def test_a_heat_map_has_one_colour_until_an_effect_is_detected() -> None:
+def test_a_heat_map_has_one_colour_until_an_effect_is_detected():
     def num_colours(drawing: Drawing) -> int:
         return len({patch.get_facecolor() for patch in drawing.figure.axes[0].patches})
 
@@ -543,7 +540,7 @@ def by_depth(depths: Sequence[int]) -> Analysis:
     return analysed(with_trials(fake_study(num_steps=10), lambda t: {"history": {**t.history, **tagged}}))
 
 
-def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across() -> None:
+def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across():
     analysis = by_depth([10, 2])
     drawing = next(one for one in outcome.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
     (axes,) = drawing.figure.axes
@@ -555,7 +552,7 @@ def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_ac
     assert not any(one.title.endswith("depth") for one in outcome.difficulty_maps(by_depth([3])))
 
 
-def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_other_factors() -> None:
+def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_other_factors():
     analysis = analysed(by_group_and_beta(*[0.98] * 4, seeds=[0, 1]))
     for arm in analysis.arms:
         found = marginal(analysis, arm.factors)
@@ -570,7 +567,7 @@ def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_othe
     assert marginal(analysed(fake_study(two_by_two(), (0, 1), states=apart)), {"algorithm.kl_beta": 0.1}) is None
 
 
-def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_its_spread() -> None:
+def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_its_spread():
     arms, weights = [*two_arms(0.6, 0.7), FakeArm("c", "grpo", 0.7, {}, {})], {"a": -1.0, "b": 0.75, "c": 0.25}
     record = fake_study(arms, range(4), states={("c", 3): "invalid"}, num_steps=10, seed_deviation=0.0, rng_seed=1)
     analysis = analysed(record)
@@ -589,7 +586,7 @@ def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_
     assert found.resolution == 1 / 128
 
 
-def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family() -> None:
+def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family():
     arms = factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})
     analysis = analysed(fake_study(arms, seeds=range(4)))
     assert analysis.grid is not None
@@ -608,7 +605,7 @@ def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family() -> None:
         assert comparison.seeds_for[0.05] == statistics.seeds_needed(0.05, variance, 128, 0.05 / 8)
 
 
-def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms() -> None:
+def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms():
     varied = {"algorithm.group_size": [4, 2], "algorithm.kl_beta": [0.0, 0.1]}
     arms = factor_grid({**varied, "algorithm.clip_epsilon": [0.2]})
     record = fake_study(arms, (0, 1), num_steps=10)
@@ -643,7 +640,7 @@ def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms() -> None:
     assert analysed(fake_study(arms[:3], (0, 1), num_steps=10)).grid is None
 
 
-def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:
+def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest():
     arms = factor_grid({"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]})
     two = analysed(fake_study(arms, num_steps=10))
     assert [drawing.name for drawing in outcome.heat_maps(two)] == ["heat_0"]
@@ -659,7 +656,7 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     assert outcome.heat_maps(none) == outcome.interactions(none) == outcome.importances(none) == []
 
 
-def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
+def test_figures_of_an_earlier_report_do_not_stay(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "old.pdf").write_bytes(b"")
     (tmp_path / "figures" / "mine.txt").write_text("kept")
@@ -689,7 +686,7 @@ def searched(*objectives: str) -> StudyRecord:
     return dataclasses.replace(record, search=found)
 
 
-def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path) -> None:
+def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path):
     record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
@@ -714,7 +711,7 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(few)
 
 
-def test_every_trial_without_a_result_has_a_state_and_a_reason() -> None:
+def test_every_trial_without_a_result_has_a_state_and_a_reason():
     states: dict[tuple[str, int], Any] = {("a", 1): None, ("b", 0): "running", ("b", 1): "invalid", ("c", 1): "failed"}
     record = fake_study([FakeArm(name, "grpo", 0.5, {}, {}) for name in "abc"], [0, 1], states=states, num_steps=10)
     reasons = {("b", 1): "the loss is nan", ("c", 1): None}
@@ -732,7 +729,7 @@ def test_every_trial_without_a_result_has_a_state_and_a_reason() -> None:
     }
 
 
-def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path: Path) -> None:
+def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path):
     analysis = analysed(searched("validation/accuracy"))
     text = answer(analysis)
     # 62.5 % is the search's own mean of that arm; the test split, which chose nothing, has an interval
@@ -745,7 +742,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
     assert "Difference to baseline" not in markdown and "best of the search" in markdown
 
 
-def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path: Path) -> None:
+def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path):
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
     assert outcome.importances(analysed(record)) == []
@@ -758,7 +755,7 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
     assert "## Settings chosen by tuning" in files.markdown.read_text(encoding="utf-8")
 
 
-def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> None:
+def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level():
     levels = [{"optimizer.learning_rate": 1e-5 * 2**n, "algorithm.group_size": 4 * (1 + n % 2)} for n in range(4)]
     arms = [(f"arm {n}", each, "complete", {"validation/accuracy": n / 10}) for n, each in enumerate(levels)]
     search = search_of(arms, objectives={"validation/accuracy": "maximize"})
@@ -772,7 +769,7 @@ def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> Non
     assert [np.asarray(bar.get_ydata())[0] for bar in bars] == pytest.approx([10, 20])
 
 
-def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_in_full(hostile: ReportFiles) -> None:
+def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_in_full(hostile):
     html = hostile.html.read_text(encoding="utf-8")
     encoded = re.findall(
         r'href="data:text/csv;charset=utf-8;base64,([A-Za-z0-9+/=]+)" download="fake-comparison.csv"', html
@@ -800,7 +797,7 @@ def with_scores(scores: dict[str, list[float]], metric: str = "test/accuracy") -
     return with_trials(record, scored)
 
 
-def test_an_arm_that_is_detectably_above_is_named_although_another_has_the_highest_mean() -> None:
+def test_an_arm_that_is_detectably_above_is_named_although_another_has_the_highest_mean():
     scores = {"a": [0.50, 0.51, 0.49, 0.50], "b": [0.60, 0.615, 0.59, 0.602], "c": [0.2, 0.9, 0.95, 0.9]}
     text = answer(analysed(with_scores(scores)))
     assert text.startswith("b reaches 60.2 % test accuracy ")
@@ -809,7 +806,7 @@ def test_an_arm_that_is_detectably_above_is_named_although_another_has_the_highe
     assert "No arm is detectably above" not in text
 
 
-def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval(tmp_path: Path) -> None:
+def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval(tmp_path):
     record = with_scores({"a": [0.5, 0.6, 0.5, 0.6], "b": [1.0] * 4}, metric="test/greedy_accuracy")
     more = {"a": {"test/pass_at_4": [(10, 0.9)], "test/maj_at_4": [(10, 0.99)]}, "b": {}}
     record = with_trials(record, lambda t: {"history": {**t.history, **more[t.arm]}})
@@ -832,7 +829,7 @@ def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval
     assert (first["test/greedy_accuracy"], first["test/pass_at_4"]) == ("0.5", "0.9")
 
 
-def test_no_interval_of_a_fraction_leaves_its_range() -> None:
+def test_no_interval_of_a_fraction_leaves_its_range():
     analysis = analysed(with_scores({"a": [0.0, 0.02, 0.0, 0.4], "b": [1.0, 0.3, 0.99, 1.0]}))
     for arm in analysis.arms:
         for interval in (arm.interval, arm.student, arm.bootstrap):
@@ -845,7 +842,7 @@ def test_no_interval_of_a_fraction_leaves_its_range() -> None:
         assert -1 <= interval.low <= interval.high <= 1
 
 
-def test_arms_keep_their_colour_and_of_a_crowd_the_baseline_the_highest_and_the_lowest() -> None:
+def test_arms_keep_their_colour_and_of_a_crowd_the_baseline_the_highest_and_the_lowest():
     few = analysed(fake_study())
     assert [color_of(few, arm.label) for arm in few.arms] == list(PALETTE[:3])
     scores = {f"arm {i}": [value] * 4 for i, value in enumerate([0.5, 0.3, 0.7, 0.4, 0.7, 0.3, 0.5, 0.6])}
@@ -860,7 +857,7 @@ def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
     return dataclasses.replace(fake_study(seeds=[0]).trials[0], history=history)
 
 
-def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not_finite() -> None:
+def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not_finite():
     first = trial_with({"m": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0)]})
     second = trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})
     series = aligned([first, second], "m", None)
@@ -876,7 +873,7 @@ def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not
     assert aligned([trial], "absent", None) is None
 
 
-def test_numbers_read_as_a_reader_expects() -> None:
+def test_numbers_read_as_a_reader_expects():
     assert wording.number(0.8123, "test/accuracy") == "81.2"
     assert wording.number(0.0039, "test/accuracy") == "0.39"
     assert wording.number(-0.0001, "test/accuracy", signed=True) == "0.0"
@@ -891,13 +888,13 @@ def test_numbers_read_as_a_reader_expects() -> None:
     assert (wording.plural(1, "seed"), wording.plural(2, "seed")) == ("1 seed", "2 seeds")
 
 
-def test_counts_of_one_have_no_plural(tmp_path: Path) -> None:
+def test_counts_of_one_have_no_plural(tmp_path):
     files = write_report(fake_study(two_arms(0.4, 0.7), seeds=[0], num_steps=1), tmp_path, formats=())
     many = r"(?<![\d.\[-])\b1 (?:points|seeds|steps|trials|arms|groups|samples|more arms)"
     assert not [found for file in (files.html, files.markdown) for found in re.findall(many, file.read_text())]
 
 
-def test_a_study_tells_the_threads_of_its_trials_beside_the_command(tmp_path: Path) -> None:
+def test_a_study_tells_the_threads_of_its_trials_beside_the_command(tmp_path):
     record = fake_study(two_arms(0.5, 0.6), seeds=[0], num_problems=8, num_steps=10)
     files = write_report(with_trials(record, lambda _: {"threads": ("1", "2")}), tmp_path, formats=())
     told = "A trial had 1 or 2 threads (the number of workers changed); with another number its last bits differ."
@@ -917,9 +914,7 @@ def with_ledger(record: StudyRecord, limit: float | None = None) -> StudyRecord:
     return with_trials(record, spent)
 
 
-def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operations(
-    hostile: ReportFiles, tmp_path: Path
-) -> None:
+def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operations(hostile, tmp_path):
     files = write_report(with_ledger(fake_study()), tmp_path, formats=())
     table = files.markdown.read_text().partition("## Cost")[2].partition("## ")[0]
     assert "| Arm | Training | Evaluation | Core-hours |" in table

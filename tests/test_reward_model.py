@@ -100,7 +100,7 @@ def test_a_score_does_not_depend_on_the_padding_of_its_batch():
 def test_a_language_model_is_no_reward_model(tmp_path):
     tiny_model(0).save_pretrained(tmp_path / "policy")
     tiny_tokenizer().save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model train"):
+    with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model"):
         load_scorer(str(tmp_path / "policy"))
     with pytest.raises(ValueError, match=r"rewards\.reward_model\.path must be a Hub id or an existing folder"):
         RewardModel(path=str(tmp_path / "nowhere")).check()

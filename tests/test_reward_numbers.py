@@ -4,7 +4,6 @@ import math
 import re
 import time
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.loop import train
-from cohort.harness.run.step import collate, rewarded, token_at
+from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
@@ -193,7 +192,7 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
         ),
     ],
 )
-def test_rates_that_a_verifier_cannot_have_are_refused(changes: dict[str, Any], words: str):
+def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**changes)
 
@@ -244,7 +243,7 @@ def rollout(text: str) -> Rollout:
 
 def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome_by_the_last():
     def paid(scores: list[Score]) -> list[dict[int, float]]:
-        earned = rewarded(batch, sampled, scores, tiny_tokenizer())
+        earned = rewarded(batch, Rollouts(sampled, scores=scores), tiny_tokenizer())
         assert earned.step_rewards_BT is not None and earned.step_ends_BT is not None  # after a prompt of one token
         return [
             {t - 1: values[t].item() for t in ends.nonzero()[:, 0].tolist()}
@@ -262,14 +261,14 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
     assert paid(alone) == [{4: 1.0, 11: 0.0}, {}]
     outcome = score({"accuracy": Accuracy()}, [group])
-    assert rewarded(batch, sampled, outcome, tiny_tokenizer()).step_rewards_BT is None
+    assert rewarded(batch, Rollouts(sampled, scores=outcome), tiny_tokenizer()).step_rewards_BT is None
 
 
 def test_several_rewards_reach_the_batch_apart_and_before_their_weights():
     group = graded_group([0, None], correct=(True, False))  # the format is that of an answer
     sampled = [Group(Prompt("p", "p?", "8"), (5,), (Rollout("1", (10,), (0.0,), "stop"),) * 2)]
     found = score({"accuracy": Accuracy(), "format": Format(weight=0.5), "seen": Format(weight=0)}, [group])
-    batch = rewarded(collate(sampled), sampled, found, tiny_tokenizer())
+    batch = rewarded(collate(sampled), Rollouts(sampled, scores=found), tiny_tokenizer())
     assert batch.reward_parts_BK is not None and batch.reward_weights_BK is not None
     assert batch.reward_parts_BK.tolist() == [[1, 1], [0, 0]] and batch.reward_weights_BK.tolist() == [[1, 0.5]] * 2
     assert batch.rewards_B.tolist() == [1.5, 0]
@@ -292,7 +291,7 @@ def test_what_ends_in_one_token_is_added_up():
     group = Group(Prompt("p", "p?", "8"), (5,), (Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop"),))
     # characters 1 and 2 end in token 0: 1 + 2; character 5 in token 2, which is the last and has the outcome too: 4 + 8
     both = Score([15.0], [8.0], [[(1, 1.0), (2, 2.0), (5, 4.0)]], {})
-    batch = rewarded(collate([group]), [group], [both], PairTokenizer())  # pyright: ignore
+    batch = rewarded(collate([group]), Rollouts([group], scores=[both]), PairTokenizer())  # pyright: ignore
     assert batch.step_rewards_BT is not None and batch.step_rewards_BT.tolist() == [[0, 3, 0, 12]]
 
 
@@ -336,7 +335,7 @@ BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", None, np.flo
     [[1.0, 0.0, 0.5], [0.0] * 5, {0: 1.0}, "1234", None, iter([]), *([0.0, 1.0, 0.0, bad] for bad in BAD_NUMBERS)],
     ids=lambda values: repr(values).split(" at ")[0][:30],  # the same in each process
 )
-def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_with_step_and_problem(values: Any):
+def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_with_step_and_problem(values):
     class Half(Reward):
         def score(self, group):
             return values
@@ -353,7 +352,7 @@ def test_a_reward_that_does_not_pay_each_completion_a_finite_number_is_named_wit
      *([[], [(0, bad)]] for bad in BAD_NUMBERS)],
     ids=lambda rows: f"{rows!r:.30}",
 )  # fmt: skip
-def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_step_and_problem(rows: Any):
+def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_step_and_problem(rows):
     class Steps(StepReward):
         def steps(self, group):
             return rows
@@ -367,7 +366,7 @@ def test_a_reward_of_steps_that_are_no_places_with_finite_numbers_is_named_with_
     [([1.0, 0.5], "2 values"), ("12", "'12'"), ([math.nan], "nan"), (["1.0"], "'1.0'"),
      ([10**5000], "a number of too many digits")],
 )  # fmt: skip
-def test_the_value_that_a_reward_must_not_give_is_told(values: Any, told: str):
+def test_the_value_that_a_reward_must_not_give_is_told(values, told):
     class Odd(Reward):
         def score(self, group):
             return values

@@ -64,7 +64,7 @@ def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTr
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(tmp_path: Path, sampler: str):
+def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(tmp_path, sampler):
     queue = a_queue(a_search(sampler=sampler), tmp_path)
     claimed = drive(queue)
     assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 12}
@@ -83,7 +83,7 @@ def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(tmp_p
     assert record["importances"]["values"]["algorithm.kl_beta"] > 0.8  # the other setting has no effect
 
 
-def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(tmp_path: Path):
+def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(tmp_path):
     def trials(sampler: str) -> list[optuna.trial.FrozenTrial]:
         space = {"algorithm.kl_beta": BETA}
         queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,)), tmp_path / sampler)
@@ -100,7 +100,7 @@ def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(tmp_path
     assert generations == [0] * 8 + [1]
 
 
-def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path):
+def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
     whole = drive(a_queue(a_search(), tmp_path / "whole"))
     queue = a_queue(a_search(), tmp_path / "killed")
     for count in range(7):
@@ -115,7 +115,7 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path):
     assert len(searched(queue)) == 12
 
 
-def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(tmp_path: Path):
+def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(tmp_path):
     queue = a_queue(a_search(trials=3), tmp_path)
     study = optuna.load_study(study_name="s/search", storage=queue.storage.optuna)
     study.ask()  # asked, and not yet given a label
@@ -132,7 +132,7 @@ def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_count
     assert (label, 0) in keys
 
 
-def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(tmp_path: Path):
+def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(tmp_path):
     first = a_queue(a_search(trials=5, seeds=(0, 1, 2)), tmp_path)
     workers = [first, Queue(Plan(first.plan.study, tmp_path)), Queue(Plan(first.plan.study, tmp_path))]
     claimed: list[tuple[str, int]] = []
@@ -145,7 +145,7 @@ def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(tmp_path
     assert len({arm for arm, _ in claimed}) == 5
 
 
-def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(tmp_path: Path):
+def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(tmp_path):
     queue = a_queue(a_search(trials=3), tmp_path)
     ends = iter([Outcome("invalid", "loss is NaN"), None, Outcome("failed", "no memory"), None, None, None])
 
@@ -170,7 +170,7 @@ def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_th
     assert searched(queue)[1].state == TrialState.COMPLETE
 
 
-def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path: Path):
+def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path):
     space = {"algorithm.kl_beta": {"choices": [0.01, 0.1]}, "algorithm.group_size": {"choices": [2, 4, 8]}}
     queue = a_queue(a_search(space=space, trials=6, seeds=(0,)), tmp_path)
     drive(queue)
@@ -180,7 +180,7 @@ def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path: Path):
     assert all(r["reason"].startswith("the same run as arm '00") for r in record["refused"])
 
 
-def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(tmp_path: Path):
+def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(tmp_path):
     # A group of 64 does not divide 32 rollouts; each value alone is fine with the base run (64 rollouts, group 8).
     space = {"algorithm.group_size": {"choices": [2, 64]}, "rollouts_per_step": {"choices": [64, 32]}}
     queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), tmp_path)
@@ -193,7 +193,7 @@ def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_count
     assert queue.status().finished
 
 
-def test_several_objectives_give_a_pareto_set_and_no_best_arm(tmp_path: Path):
+def test_several_objectives_give_a_pareto_set_and_no_best_arm(tmp_path):
     objectives = {METRIC: "maximize", "train/generated_tokens": "minimize"}
     queue = a_queue(a_search(sampler="nsga2", objectives=objectives, seeds=(0,)), tmp_path)
     drive(queue)
@@ -209,9 +209,7 @@ def test_several_objectives_give_a_pareto_set_and_no_best_arm(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("pruner", "sampler"), [("median", "random"), ("hyperband", "tpe")])
-def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_order(
-    tmp_path: Path, pruner: str, sampler: str
-):
+def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_order(tmp_path, pruner, sampler):
     """Every run has 7 steps and a validation after each; an arm's accuracy grows evenly to its final one."""
     queue = a_queue(a_search(pruner=pruner, trials=12, startup=3, sampler=sampler), tmp_path)
     steps: dict[tuple[str, int], int] = {}
@@ -262,7 +260,7 @@ def a_tuned_comparison(seeds: list[int], trials: int, tuned_on: list[int]) -> St
     )  # fmt: skip
 
 
-def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(tmp_path: Path):
+def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(tmp_path):
     queue = a_queue(a_tuned_comparison(seeds=[0, 1], trials=4, tuned_on=[7, 8]), tmp_path)
 
     def end(queue: Queue, claim: Claim) -> None:
@@ -289,7 +287,7 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
     assert queue.status().finished
 
 
-def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(tmp_path: Path):
+def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(tmp_path):
     queue = a_queue(a_tuned_comparison(seeds=[0], trials=2, tuned_on=[7]), tmp_path)
 
     def end(queue: Queue, claim: Claim) -> None:
@@ -302,7 +300,7 @@ def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm
     assert queue.status().finished
 
 
-def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs: Path):
+def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs):
     # The fake's accuracy is (group size + seed / 10 + step / 100) / 100: smaller groups are behind at every step.
     space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}}
     study = a_search(space=space, trials=6, pruner="median", startup=2, sampler="random")
@@ -327,7 +325,7 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
     assert run(study, runs, workers=1) == status
 
 
-def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path: Path):
+def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path):
     queue = a_queue(a_search(pruner="median", trials=4, startup=1, sampler="random"), tmp_path)
     reasons = []
     for arm in range(4):
@@ -361,6 +359,6 @@ def reading_seconds(runs: Path, arms: int) -> float:
 
 
 @pytest.mark.long
-def test_the_record_of_ten_thousand_trials_is_read_in_linear_time(tmp_path: Path):
+def test_the_record_of_ten_thousand_trials_is_read_in_linear_time(tmp_path):
     few, many = reading_seconds(tmp_path, 1000), reading_seconds(tmp_path, 5000)
     assert many < 12 * few + 0.05  # five times as many: 5 where it is linear, 25 where it is quadratic

@@ -66,9 +66,7 @@ def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     ("state", "finished", "stays"),
     [("complete", None, {"policy"}), ("complete", "nothing", set()), ("stopped", None, {"policy", "learner.pt"})],
 )
-def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(
-    state: str, finished: str | None, stays: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(state, finished, stays, tmp_path, monkeypatch):
     spec, directory, seen = a_spec(checkpoints={"finished": finished}), tmp_path / "train" / "one", []
     loop = Loop(state)
     monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
@@ -91,7 +89,7 @@ def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(
     assert recorded_inputs(directory) == INPUTS
 
 
-def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
     loop, spec = Loop(), a_spec()
     monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
     with monkeypatch.context() as small:
@@ -116,7 +114,7 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("plugins")
-def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path: Path) -> None:
+def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path):
     data = shutil.copytree(FIXTURES / "aime24", tmp_path / "aime24")
     tests, seen = [{"name": "aime24", "path": str(data)}], []
     # 512 devices: of training, which an evaluation does not do

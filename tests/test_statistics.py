@@ -20,7 +20,7 @@ def close(value: float) -> object:
     return pytest.approx(value, rel=1e-6, abs=1e-9)
 
 
-def test_the_student_interval_and_test_agree_with_scipy() -> None:
+def test_the_student_interval_and_test_agree_with_scipy():
     # standard deviation 1, error 1 / sqrt(3), t(2, 0.975) = 4.302653: half width 2.484138
     interval = ours.t_interval([1.0, 2.0, 3.0])
     assert interval is not None
@@ -34,7 +34,7 @@ def test_the_student_interval_and_test_agree_with_scipy() -> None:
     assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
 
 
-def test_one_seed_has_no_interval_of_any_kind() -> None:
+def test_one_seed_has_no_interval_of_any_kind():
     rng = np.random.default_rng(0)
     assert ours.t_interval([0.5]) is None
     assert ours.bootstrap_interval([0.5], rng) is None
@@ -42,7 +42,7 @@ def test_one_seed_has_no_interval_of_any_kind() -> None:
         assert method([[0.5, 0.25, 1.0]]) is None
 
 
-def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand() -> None:
+def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand():
     # seed means 0.75, 0.25 and problem means 1, 0 around 0.5; every residual is 0.25 or -0.25.
     # MS_seed = 2 (0.0625 + 0.0625) = 0.25, MS_problem = 2 (0.25 + 0.25) = 1, MS_rest = 4 * 0.0625 = 0.25
     # variance (0.25 + 1 - 0.25) / 4 = 0.25; df = 1^2 / (0.25^2 + 1^2 + 0.25^2) = 0.889, at least 1
@@ -55,7 +55,7 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand() -> None:
     assert flat is not None and (flat.low, flat.estimate, flat.error, flat.df) == (flat.high, close(0.1), 0.0, 1)
 
 
-def test_a_negative_variance_component_counts_as_zero() -> None:
+def test_a_negative_variance_component_counts_as_zero():
     # seed means are equal, so MS_seed = 0 < MS_rest; it is raised to MS_rest: error^2 = max(MS_problem, MS_rest) / 4
     # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
     scores = [[1.0, 0.0], [0.0, 1.0]]
@@ -82,11 +82,11 @@ def test_a_negative_variance_component_counts_as_zero() -> None:
         ("", []),
     ],
 )
-def test_blocks_hold_whole_families_and_none_is_larger_than_the_largest(families: str, expected: object) -> None:
+def test_blocks_hold_whole_families_and_none_is_larger_than_the_largest(families, expected):
     assert ours.blocks(families) == expected
 
 
-def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_problems() -> None:
+def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_problems():
     # means 0.5 and 0.25 over 4 problems; blocks of 3 and 1 problems with means 2/3, 0 and 0, 1
     # 0.5 + 2 * 3/4 (2/3 - 0.5) = 0.75, 0.5 + 2 * 1/4 (0 - 0.5) = 0.25; 0.25 + 1.5 (0 - 0.25) = -0.125, 0.625
     scores = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
@@ -101,7 +101,7 @@ def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_probl
     )
 
 
-def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals() -> None:
+def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals():
     # Cochran's: B / (B - 1) sum of (n_b / N)^2 (mean of b - mean)^2, with 5 blocks of 2 to 6 problems
     sizes = np.array([2, 3, 4, 5, 6])
     members = [list(range(end - size, end)) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
@@ -112,7 +112,7 @@ def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals() -> None:
     assert found.error**2 == close(5 / 4 * ((sizes / 20) ** 2 * (means - row.mean()) ** 2).sum())
 
 
-def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest() -> None:
+def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest():
     # 10 seeds without any spread, 2 blocks: the two-way interval has the df of both, Student's over the blocks has 1
     rng = np.random.default_rng(6)
     cells = np.array([0.4, 0.6]) + rng.normal(0, 0.08, (10, 1)) + rng.normal(0, 0.01, (10, 2))
@@ -128,7 +128,7 @@ def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest() -> N
 
 
 @pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
-def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
+def test_the_exact_interval_agrees_with_scipy(problems):
     assert ours.exact_interval(0.0, problems).high == close(1 - 0.025 ** (1 / problems))
     for right in range(0, problems + 1, max(1, problems // 20)):
         interval, theirs = ours.exact_interval(right / problems, problems), stats.binomtest(right, problems)
@@ -136,7 +136,7 @@ def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
         assert (interval.low, interval.high) == (close(bounds.low), close(bounds.high))
 
 
-def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed() -> None:
+def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed():
     # all three draws are the lowest seed in 1 of 27 resamples, 3.7 %, more than the 2.5 % cut off
     two = ours.bootstrap_interval([0.2, 0.5], 0)
     assert two is not None and (two.low, two.estimate, two.high) == (close(0.2), close(0.35), close(0.5))
@@ -151,7 +151,7 @@ def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed() -> No
     assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.02), pytest.approx(other.high, abs=0.02))
 
 
-def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_scores_or_not_at_all() -> None:
+def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_scores_or_not_at_all():
     assert ours.t_test(ours.Interval(0.0, 0.0, 0.0, 0.0, 2)) == 1.0
     assert math.isnan(ours.t_test(ours.Interval(0.1, 0.0, 0.2)))
     flat = ours.Interval(0.1, 0.1, 0.1, 0.0, 1)
@@ -165,7 +165,7 @@ def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_score
     assert ours.t_test(replace(spread, share=0.1)) == 1.0  # t = 2, p = 0.295, ten times that with a tenth of alpha
 
 
-def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() -> None:
+def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design():
     # power.t.test(n = 20, delta = 1, sd = 1) of R: 0.8689528, which is t with 38 degrees of freedom around sqrt(10)
     assert ours._power(math.sqrt(10), float(stats.t.isf(0.025, 38)), 38) == pytest.approx(0.8689528, abs=1e-6)
     for df in (1, 1.3, 2, 4, 9, 50, 1000):
@@ -178,7 +178,7 @@ def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() ->
     assert ours._power(50, 2.4469118511449786, 6) == ours._power(math.inf, 2, 6) == 1  # scipy has NaN there
 
 
-def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p() -> None:
+def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p():
     # sorted 0.01, 0.03, 0.04 times 3, 2, 1 = 0.03, 0.06, 0.04, made monotone: 0.03, 0.06, 0.06
     assert ours.holm([0.01, 0.04, 0.03]) == [close(0.03), close(0.06), close(0.06)]
     unknown, *adjusted = ours.holm([math.nan, 0.02, 0.03])
@@ -187,7 +187,7 @@ def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p() -> None:
     assert ours.holm(list(p_values)) == [close(p) for p in multipletests(p_values, method="holm")[1]]
 
 
-def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs() -> None:
+def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs():
     arm, baseline = [0.3, 0.5, 0.5, 0.9], [0.1, 0.5, 0.6]
     expected = stats.mannwhitneyu(arm, baseline).statistic / 12
     assert ours.probability_of_improvement(arm, baseline) == close(expected)
@@ -195,7 +195,7 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs
     assert ours.probability_of_improvement([1.0], [1.0]) == 0.5
 
 
-def test_a_limit_of_newcombes_interval_is_z_standard_errors_of_the_limit_away() -> None:
+def test_a_limit_of_newcombes_interval_is_z_standard_errors_of_the_limit_away():
     # Hanley and McNeil's variance with Q1 = x / (2 - x), Q2 = 2 x^2 / (1 + x) and 5 runs on both sides:
     # (x (1 - x) + 4 (Q1 - x^2) + 4 (Q2 - x^2)) / 25
     interval = ours.improvement_interval(0.8, 5, 5)
@@ -211,7 +211,7 @@ def test_a_limit_of_newcombes_interval_is_z_standard_errors_of_the_limit_away() 
     assert 0.4 < higher.low < 0.6
 
 
-def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textbooks() -> None:
+def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textbooks():
     for seeds, alpha in ((4, 0.05), (10, 0.05 / 3)):
         effect = TTestPower().solve_power(nobs=seeds, alpha=alpha, power=0.8)
         error = 0.02 / math.sqrt(seeds)  # an effect of 1 is the deviation of one pair, 0.02
@@ -230,14 +230,14 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textb
     assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
 
 
-def test_seeds_are_counted_from_two_to_two_hundred() -> None:
+def test_seeds_are_counted_from_two_to_two_hundred():
     most = TTestPower().solve_power(nobs=200, alpha=0.05, power=0.8)
     unit = ours.CrossedVariance(1.0, 0.0, 0.0)
     assert [ours.seeds_needed(d, unit, 1) for d in (100.0, 1.0001 * most, 0.9999 * most)] == [2, 200, None]
     assert ours.seeds_needed(0.1, ours.CrossedVariance(0.0, 0.0, 0.0), 1) == 2
 
 
-def test_a_permutation_test_counts_the_divisions_that_are_as_high() -> None:
+def test_a_permutation_test_counts_the_divisions_that_are_as_high():
     rng = np.random.default_rng(0)
     # of the 6 ways to take 2 of 1, 2, 3, 4 only 3 + 4 is as high; of equal values every way is
     for limit in (6, 7, 9999):
@@ -257,7 +257,7 @@ def test_a_permutation_test_counts_the_divisions_that_are_as_high() -> None:
     assert ours.permutation_test(*values, rng, resamples=900) == pytest.approx(theirs.pvalue, abs=0.04)
 
 
-def test_anova_agrees_with_statsmodels() -> None:
+def test_anova_agrees_with_statsmodels():
     scores = np.random.default_rng(1).normal(size=(2, 3, 4))
     a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
     frame = pandas.DataFrame({"y": scores.ravel(), "a": a, "b": b, "seed": seed})
@@ -271,12 +271,12 @@ def test_anova_agrees_with_statsmodels() -> None:
         assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
 
 
-def test_an_effect_at_five_percent_is_not_detected() -> None:
+def test_an_effect_at_five_percent_is_not_detected():
     found = [Effect(("beta",), 1, 4.0, p, 0.1, p) for p in (0.049, 0.05, math.nan)]
     assert [one.is_detected for one in found] == [True, False, False]
 
 
-def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
+def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom():
     # covariance of the levels 0 and 1 against each other, and of both against level 2, over 6 seeds
     scores = np.random.default_rng(2).normal(size=(3, 6)) * np.array([[0.1], [1.0], [3.0]])
     (effect,) = anova(scores, ["beta"])
@@ -293,7 +293,7 @@ def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> 
     assert by_first.p == close(stats.f.sf(by_first.f, 2 * epsilon, 2 * epsilon * 2))
 
 
-def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_them() -> None:
+def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_them():
     rng = np.random.default_rng(3)
     tests = (lambda cells, first: ours.t_interval(cells.mean(axis=1), first), ours.crossed_interval)
     largest = set()
@@ -309,7 +309,7 @@ def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_th
     assert largest == {0, 1}
 
 
-def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all() -> None:
+def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all():
     flat = np.array([[0.5, 0.75, 0.25], [0.625, 0.875, 0.375]])  # 0.125 apart in each of 3 seeds
     (effect,) = anova(flat, ["beta"])
     assert math.isnan(effect.p)
@@ -328,7 +328,7 @@ def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all() -> 
     assert math.isnan(anova(spread, ["beta"], np.repeat(spread[..., None], 4, axis=2))[0].p)
 
 
-def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
+def test_stated_coverages_are_percentages_for_3_5_and_10_seeds():
     assert all(set(by_seeds) == {3, 5, 10} for by_seeds in ours.SIMULATED_COVERAGE.values())
     assert all(70 < percent < 98 for by_seeds in ours.SIMULATED_COVERAGE.values() for percent in by_seeds.values())
 
@@ -336,7 +336,7 @@ def test_stated_coverages_are_percentages_for_3_5_and_10_seeds() -> None:
 @pytest.mark.parametrize(
     ("num_seeds", "studies"), [(3, 100), (5, 100), *(pytest.param(n, 400, marks=pytest.mark.long) for n in (3, 5, 10))]
 )
-def test_simulated_coverage_is_what_the_report_says(num_seeds: int, studies: int) -> None:
+def test_simulated_coverage_is_what_the_report_says(num_seeds, studies):
     truth = random_scores_truth()
     rng = np.random.default_rng(num_seeds)
     hits = dict.fromkeys(ours.SIMULATED_COVERAGE, 0)

@@ -62,7 +62,7 @@ def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> b
 # Turns ----------------------------------------------------------------------------------------------------------------
 
 
-def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path: Path, url: str | None):
+def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path, url):
     queue = a_queue(a_study(interleave=2), tmp_path, url)
     a, b, c, d = queue.plan.keys
     claims = [claimed(queue) for _ in range(4)]
@@ -76,7 +76,7 @@ def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress
     assert [claimed(queue).key for _ in range(4)] == [b, c, a, d]
 
 
-def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs: Path):
+def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs):
     study = a_study(seeds=[0], interleave=4)
     assert run(study, runs, workers=1).counts() == {"complete": 2}
     # Seven steps each: the second trial finds nobody behind it at its fourth step, and goes on.
@@ -88,7 +88,7 @@ def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs: Path
 # Stop and resume ------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path: Path, url: str | None):
+def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path, url):
     queue = a_queue(a_study(), tmp_path, url)
     first = claimed(queue)
     assert first.key == (ARMS[0], 0)
@@ -110,7 +110,7 @@ def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path: Path, url: s
 
 
 @pytest.mark.attack("A kill of a worker whose arm was asked to stop")
-def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path: Path):
+def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path):
     queue = a_queue(a_study(), tmp_path)
     claim = claimed(queue)
     stop_arm("sizes", tmp_path, ARMS[0])
@@ -121,7 +121,7 @@ def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path: Path):
     assert [t.reason for t in again.status().trials if t.arm == ARMS[0]] == [HELD] * 2
 
 
-def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs: Path):
+def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs):
     (runs / "hold").touch()
 
     def stop(status: StudyStatus) -> None:
@@ -202,16 +202,14 @@ def weights(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("start", ["one-seed0", "clone-1-"])
-def test_a_resumed_arm_and_a_warm_clone_that_learns_the_same_equal_a_run_that_was_never_stopped(
-    steered: tuple[Path, Path], start: str
-):
+def test_a_resumed_arm_and_a_warm_clone_that_learns_the_same_equal_a_run_that_was_never_stopped(steered, start):
     (before, undisturbed), (after, found) = trial(steered[0], "one"), trial(steered[1], start)
     assert found == undisturbed
     ours, theirs = weights(after), weights(before)
     assert ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
 
 
-def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered: tuple[Path, Path]):
+def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered):
     (_, parent), (folder, warm) = trial(steered[1], "one"), trial(steered[1], "clone-2-")
     assert all(parent[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
     assert {step: warm[step] for step in (0, 1, 2)} == {step: parent[step] for step in (0, 1, 2)}
@@ -224,9 +222,7 @@ def max_change(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
-    steered: tuple[Path, Path], tmp_path: Path
-):
+def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(steered, tmp_path):
     status = study_status("real", steered[1])
     assert status.counts() == {"complete": 3}
     queue = open_queue(a_real_study(), steered[1])
@@ -243,7 +239,7 @@ def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
     assert section.count("clone ") == 2 and "a separate study with other seeds" in section
 
 
-def test_clones_change_nothing_in_the_comparison(tmp_path: Path):
+def test_clones_change_nothing_in_the_comparison(tmp_path):
     record = fake_study()
     best = [t for t in fake_study(rng_seed=5).trials if t.arm == "grpo"]
     hostile = ExploratoryArm("clone 1 of grpo: <b>x</b>", "grpo", {"algorithm.kl_beta": 0.1}, {0: 40, 1: 60}, best)
@@ -270,9 +266,7 @@ def torn_checkpoints(queue: Queue, steps: tuple[int, ...]) -> Path:
 
 
 @pytest.mark.attack("A torn or altered checkpoint")
-def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_starts_from(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_starts_from(tmp_path, caplog):
     queue = a_queue(a_study(), tmp_path)
     torn = torn_checkpoints(queue, (3,))
     before = files_of(tmp_path)
@@ -290,7 +284,7 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 # Arms that are taken back ---------------------------------------------------------------------------------------------
 
 
-def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs: Path):
+def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs):
     clones: list[str] = []
 
     def drop(status: StudyStatus) -> None:  # while a worker of another process has the trials in its plan
@@ -325,7 +319,7 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
     assert text == f"Taken back before they began: {clones[0]}, {ARMS[1]} and {again.label}."
 
 
-def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path: Path):
+def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path):
     a_queue(a_study(), tmp_path)
     seeds = {"first": 3, "half_width": 0.1, "at_most": 4}
     a_queue(a_study(name="staged", seeds=seeds), tmp_path)
@@ -339,7 +333,7 @@ def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path: Path)
         assert files_of(tmp_path) == before
 
 
-def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs: Path, tmp_path: Path):
+def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs, tmp_path):
     def stop(status: StudyStatus) -> None:
         if at_work(status) and (runs / "hold").exists():
             for size in (8, 16):
@@ -359,7 +353,7 @@ def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs: Path
 # Studies that are deleted ---------------------------------------------------------------------------------------------
 
 
-def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs: Path, url: str | None):
+def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs, url):
     study = a_study(seeds=[0])
     queue = a_queue(study, runs, url)
     claim = claimed(queue)
@@ -374,7 +368,7 @@ def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs: Path, url: st
     assert {trial.state for trial in again.status().trials} == {"waiting"} and again.num_claims() == 0
 
 
-def test_mlflow_forgets_a_deleted_study(runs: Path):
+def test_mlflow_forgets_a_deleted_study(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     begun = a_queue(a_study(name="other"), runs).plan.folder
     assert study_pages(runs, "").keys() == {"sizes"}
@@ -385,7 +379,7 @@ def test_mlflow_forgets_a_deleted_study(runs: Path):
 # Clones that are asked for twice, and commands that are killed --------------------------------------------------------
 
 
-def test_a_clone_never_takes_the_label_of_another_arm(tmp_path: Path):
+def test_a_clone_never_takes_the_label_of_another_arm(tmp_path):
     label = "clone 1 of a: algorithm.group_size=8"
     arms = {"a": {"algorithm.group_size": 2}, label: {"algorithm.group_size": 4}}
     study = a_study(factors={}, arms=arms, seeds=[0])
@@ -398,7 +392,7 @@ def test_a_clone_never_takes_the_label_of_another_arm(tmp_path: Path):
     assert list(found.values()) == [2, 4, 8, 16] and found[label] == 4
 
 
-def test_a_clone_that_is_asked_for_twice_is_there_once(tmp_path: Path):
+def test_a_clone_that_is_asked_for_twice_is_there_once(tmp_path):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
     ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], execute=fake_trials.EXECUTE)
@@ -443,7 +437,7 @@ def killed_at(moment: int, command: Callable[[], object]) -> bool:
     "what", ["stop", "resume", "clone", "drop", pytest.param("warm clone", marks=pytest.mark.long)]
 )
 def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_when_asked_again(
-    tmp_path: Path, what: str, record_property: Callable[[str, object], None]
+    tmp_path, what, record_property
 ):
     ways: dict[str, Callable[[Path], object]] = {
         "stop": lambda runs: stop_arm("sizes", runs, ARMS[0]),
@@ -481,9 +475,7 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
     record_property("tried", moment)
 
 
-def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tmp_path, monkeypatch):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
     ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], CHANGED, execute=fake_trials.EXECUTE)
@@ -523,9 +515,7 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(
         (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
     ],
 )
-def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(
-    tmp_path: Path, arm: str, changes: dict[str, Any], warm: bool, message: str
-):
+def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(tmp_path, arm, changes, warm, message):
     queue = a_queue(a_study(), tmp_path)
     queue.finish(claimed(queue), DONE)
     before = files_of(tmp_path)
@@ -539,7 +529,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and "lock" not in file.name}
 
 
-def test_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
+def test_the_arms_of_a_search_cannot_be_stopped(tmp_path):
     space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
     a_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
     with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):
@@ -549,7 +539,7 @@ def test_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
 # The terminal ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path, capsys):
     queue = a_queue(a_study(), tmp_path)
     directory = queue.plan.directory((ARMS[0], 0))
     claim = claimed(queue)

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ main(sys.argv[2:])
 
 @pytest.mark.attack("Ctrl-C at the start of a command")
 @pytest.mark.parametrize("module", ["typer", "torch"])
-def test_an_interrupt_during_the_imports_ends_without_a_traceback(module: str, tmp_path: os.PathLike[str]):
+def test_an_interrupt_during_the_imports_ends_without_a_traceback(module, tmp_path):
     arguments = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo", "--runs", os.fspath(tmp_path)]
     command = [sys.executable, "-c", EARLY, module, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -51,9 +50,7 @@ def limit_addresses() -> None:
         (limit_addresses, "", "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
     ],
 )
-def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(
-    change: Callable[[], None] | None, optimize: str, words: str, tmp_path: Path
-):
+def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(change, optimize, words, tmp_path):
     here = os.fspath(Path(__file__).resolve().parents[1])
     (folder := tmp_path / "here").mkdir()
     environment = {**os.environ, "PYTHONOPTIMIZE": optimize, "PYTHONPATH": here}

@@ -4,8 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import fake_trials
 import postgres_server
@@ -34,7 +32,7 @@ def one_trial() -> StudySpec:
 # On every storage -----------------------------------------------------------------------------------------------------
 
 
-def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path: Path, url: str | None):
+def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path, url):
     queue = a_queue(a_study(), tmp_path, url)
     other = open_queue(a_study(), tmp_path, url)
     claims = [claimed(queue), claimed(other), claimed(other), claimed(queue)]
@@ -56,7 +54,7 @@ def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path: Path, u
     assert queue.num_claims() == other.num_claims() == 5
 
 
-def test_claims_of_many_threads_at_once_never_meet(tmp_path: Path, url: str | None):
+def test_claims_of_many_threads_at_once_never_meet(tmp_path, url):
     study = a_study(factors={"algorithm.group_size": [1, 2, 4, 8, 16, 32]}, seeds=[0, 1])
     a_queue(study, tmp_path, url)
     keys: list[object] = []
@@ -78,7 +76,7 @@ def test_claims_of_many_threads_at_once_never_meet(tmp_path: Path, url: str | No
 
 
 @pytest.mark.attack("A worker that dies with a trial")
-def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path: Path, url: str | None):
+def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path, url):
     queue = a_queue(one_trial(), tmp_path, url)
     claim = claimed(queue)
     assert queue.claim() is None
@@ -92,7 +90,7 @@ def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path:
 
 
 @pytest.mark.attack("A trial that kills every worker")
-def test_a_trial_that_keeps_killing_its_worker_fails_with_a_reason(tmp_path: Path, url: str | None):
+def test_a_trial_that_keeps_killing_its_worker_fails_with_a_reason(tmp_path, url):
     queue = a_queue(one_trial(), tmp_path, url)
     progress = queue.plan.directory(queue.plan.keys[0]) / "progress.json"
     progress.parent.mkdir(parents=True)
@@ -122,7 +120,7 @@ time.sleep(600)
 """
 
 
-def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path, url: str | None):
+def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path, url):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path), url or ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
@@ -132,10 +130,10 @@ def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path, url: s
         write_json(tmp_path / "lease", {**read_json(tmp_path / "lease"), "token": "another"})
     else:
         storage._rows("UPDATE cohort_leases SET token = 'another'")  # pyright: ignore
-    assert process.wait(60) == 3
+    assert process.wait(240) == 3
 
 
-def test_another_spec_under_the_same_name_is_refused(tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path]):
+def test_another_spec_under_the_same_name_is_refused(tmp_path, url, new_runs):
     here, there = new_runs(tmp_path / "here"), new_runs(tmp_path / "there")
     a_queue(a_study(), here, url)
     second = here if url is None else there  # another host knows of it by the database alone
@@ -149,9 +147,7 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path: Path, url: str | 
 
 
 @postgres_server.needed
-def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
-    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_path, database, monkeypatch):
     from cohort.harness.study.storage import postgres
 
     queue = a_queue(one_trial(), tmp_path, database)
@@ -171,7 +167,7 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
 
 @postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
-def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):
     from cohort.harness.study.storage import postgres
 
     monkeypatch.setattr(postgres, "BEAT_SECONDS", 0.1)
@@ -185,7 +181,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: py
             queue.status()
         own.start()
         south = open_queue(one_trial(), tmp_path / "south", own.url())  # another host: it has no folder of the trial
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while south.status().trials[0].done != 3 and time.monotonic() < deadline:
             time.sleep(0.1)
         (trial,) = south.status().trials
@@ -197,7 +193,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: py
 @postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_before_anything_is_written(
-    server: postgres_server.Server, tmp_path: Path
+    server, tmp_path
 ):
     nobody, words = "postgresql://me:wr0ng@127.0.0.1:1/x", r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now"
     refused = server.url().replace(server.password, "wr0ng")
@@ -212,7 +208,7 @@ def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_bef
 
 
 @pytest.mark.attack("A torn progress or lease file")
-def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
+def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path):
     lease = FileLease(tmp_path)
     (tmp_path / "lease").write_bytes(b"")
     assert lease._renew()
@@ -222,6 +218,6 @@ def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00", b'{"format": 1, "step": "two"}'])
 @pytest.mark.attack("A torn progress or lease file")
-def test_progress_that_cannot_be_read_is_none(tmp_path: Path, torn: bytes):
+def test_progress_that_cannot_be_read_is_none(tmp_path, torn):
     (tmp_path / "progress.json").write_bytes(torn)
     assert LocalStorage(tmp_path).progress([tmp_path]) == {tmp_path: {}}

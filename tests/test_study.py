@@ -1,22 +1,19 @@
-"""Every (arm, seed) of a study is run exactly once, whoever is killed; what was said of it can be believed."""
+"""Every (arm, seed) of a study is run exactly once; what was said of it can be believed."""
 
+import dataclasses
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import fake_trials
 import psutil
 import pytest
 import torch
 from cohort.harness.base import machine
-from cohort.harness.base.files import read_json, write_json
+from cohort.harness.base.files import write_json
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.base.stop import StopRequest
 from cohort.harness.record.status import StudyStatus
@@ -27,15 +24,14 @@ from cohort.harness.study import worker
 from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import Outcome, Queue, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
-from cohort.harness.study.worker import worker_main
+from cohort.harness.study.worker import Unfit, worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.notes import notes
+from fake_study import fake_study, with_trials
 from fake_trials import a_study
 from queues import (
     METRIC,
     a_queue,
-    at_work,
-    check_as_undisturbed,
     claimed,
     completions,
     die,
@@ -48,57 +44,7 @@ from queues import (
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-KILLED = """
-import sys
-from pathlib import Path
-import queues
-queues.run(queues.fake_trials.a_study(), Path(sys.argv[1]))
-"""
-
-
-def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: Path):
-    (runs / "hold").touch()
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(runs)])
-    deadline = time.monotonic() + 600
-    while len(list((runs / "studies/sizes/trials").glob("*/progress.json"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children()
-    process.kill()
-    process.wait()
-    assert len(workers) == 2
-    assert not psutil.wait_procs(workers, timeout=600)[1]  # orphans end after their step
-    assert study_status("sizes", runs).counts()["stopped"] == 2
-    (runs / "hold").unlink()
-    assert run(a_study(), runs).counts() == {"complete": 4}
-    check_as_undisturbed(a_study(), runs)
-
-
-def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-):
-    (runs / "hold").touch()
-    interrupts: list[int] = []
-
-    def interrupt_once(status: StudyStatus) -> None:
-        if not interrupts and at_work(status) == 2:
-            interrupts.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    status = run(a_study(), runs, interrupt_once)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again" in capsys.readouterr().err
-    assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
-    stopped = next(trial for trial in status.trials if trial.state == "stopped")
-    assert read_json(stopped.directory / "checkpoint.json")["step"] == 1
-    assert {t.state for t in read_study(runs, "sizes").trials} == {"stopped"}
-    (runs / "hold").unlink()
-    assert run(a_study(), runs).counts() == {"complete": 4}
-    assert len(executions(runs)) == 6  # four trials, two of them in two parts
-    check_as_undisturbed(a_study(), runs)
-
-
-def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "600")
 
     def interrupt_twice(status: StudyStatus) -> None:
@@ -116,7 +62,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkey
 
 @pytest.mark.long
 @pytest.mark.attack("Trial that leaves a GPU broken")
-def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs: Path):
+def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs):
     (runs / "crash").touch()
     study = a_study(factors={}, arms={"crashes": {"optimizer.weight_decay": 0.2}, "good": {}}, seeds=[0])
     status = run(study, runs, workers=1, execute="fake_trials:train_on_gpu")
@@ -125,7 +71,7 @@ def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next
     assert first.split()[1] != second.split()[1]
 
 
-def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
+def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs):
     (runs / "crash").touch()
     ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}  # see fake_trials
     arms = {name: {"optimizer.weight_decay": decay} for name, decay in ways.items()}
@@ -156,7 +102,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     assert times == {"good": 1, "diverges": 1, "crashes": 2, "mute": 2}
 
 
-def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
+def test_a_started_study_may_gain_seeds_and_lose_none(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     with pytest.raises(
         SpecError, match=r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
@@ -171,7 +117,7 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs: Path):
     assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
 
 
-def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs: Path):
+def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs):
     def sizes(*levels: int, **changes):
         return a_study(factors={"algorithm.group_size": list(levels)}, **{"seeds": [0], **changes})
 
@@ -197,7 +143,7 @@ def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_la
     assert "; seed 1 (" in text
 
 
-def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs: Path):
+def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     changes = {
         "factors": {"algorithm.group_size": [2], "steps": [7, 8]},
@@ -216,7 +162,7 @@ def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs: Path
     assert "(--name NAME), then compare both: cohort report sizes NAME" in lines[3]
 
 
-def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs: Path, caplog):
+def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs, caplog):
     factors = {"mismatch.bound": [2.0, 3.0], "mismatch.correction": ["none", "truncated"]}
     run(a_study(factors=factors, seeds=[0]), runs, workers=1)
     arms = [f"mismatch.bound={bound}, mismatch.correction=none" for bound in (2, 3)]
@@ -226,7 +172,28 @@ def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(run
     assert f"arms '{arms[0]}' and '{arms[1]}' are identical by construction: {reason}" in caplog.text
 
 
-def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):
+@pytest.mark.attack("A worker of another version that joins a study")
+def test_a_worker_whose_version_reads_the_settings_otherwise_takes_no_trial(tmp_path):
+    queue = a_queue(a_study(), tmp_path)
+    document = queue.storage.read_document()
+    assert document is not None
+    queue.storage.write_document({**document, "digest": "of another version"})
+    with pytest.raises(Unfit, match=r"^study 'sizes' was started by another version of Cohort[^\n]*; install the same"):
+        worker_main("sizes", tmp_path, execute=fake_trials.EXECUTE)
+    assert open_queue(a_study(), tmp_path).num_claims() == 0
+
+
+@pytest.mark.attack("A worker of another version that joins a study")
+def test_a_report_says_which_versions_of_packages_its_trials_had():
+    record = with_trials(fake_study(), lambda trial: {"versions": {"torch": "2.13.0", "numpy": "2.2"}})
+    assert "different versions" not in str(notes(analysed(record)))
+    other = with_trials(record, lambda trial: {"versions": {"torch": f"2.{12 + trial.seed % 2}.0", "numpy": "2.2"}})
+    texts = dict(notes(analysed(dataclasses.replace(other, strange={"x": "'x' must hold its own run"}))))
+    assert texts["Trials ran with different versions, or on different processors"] == "torch 2.12.0 or 2.13.0."
+    assert texts["Trials whose files were changed or moved are left out"] == "'x' must hold its own run."
+
+
+def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
     with pytest.raises(
         RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"
     ):
@@ -245,9 +212,7 @@ def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Pat
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, 1, "device=cpu")]),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], workers: int, message: str
-):
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, monkeypatch, settings, workers, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
@@ -258,7 +223,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
+def test_the_status_of_an_unknown_study_names_the_nearest(runs):
     with pytest.raises(SpecError, match=r"no study 'sizes' was started in .*; start one with: cohort study run"):
         study_status("sizes", runs)
     a_queue(a_study(), runs)
@@ -270,7 +235,7 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 # The queue, without processes -----------------------------------------------------------------------------------------
 
 
-def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path: Path):
+def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path):
     queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), tmp_path)
     first, second, third = (claimed(queue) for _ in range(3))
     queue.finish(second, Outcome("stopped"))
@@ -288,7 +253,7 @@ def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after
     assert order == [second.key, *queue.plan.keys[3:], third.key, first.key]
 
 
-def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs: Path):
+def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs):
     study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
     queue = a_queue(study, runs)
     directory = queue.plan.directory(queue.plan.keys[0])
@@ -302,7 +267,7 @@ def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_work
     assert completions(queue) == {("group_size=2", 0): 1}
 
 
-def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
+def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
     queue = a_queue(a_study(), runs)
     with (queue.plan.folder / "optuna.journal").open("a") as file:
         file.write('{"op_code": 6, "trial_')
@@ -311,7 +276,7 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
     assert completions(open_queue(a_study(), runs)) == {claim.key: 1}
 
 
-def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "usable_cores", lambda: 8)
     monkeypatch.setattr(local, "usable_gpus", lambda: tuple("01234"))
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
@@ -337,7 +302,7 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))
-def test_a_shipped_study_is_valid_and_opens_with_its_question(name: str):
+def test_a_shipped_study_is_valid_and_opens_with_its_question(name):
     text = shipped_studies()[name].read_text("utf-8")
     assert text.startswith("# "), "a study file opens with a comment"
     keys = [line.partition(":")[0] for line in text.splitlines() if line and line[0] not in "# "]

@@ -27,7 +27,7 @@ LONGER = {"name": "arithmetic", "min_operands": 3, "max_operands": 3}
 AIME = {"name": "aime24", "path": str(FIXTURES / "aime24")}
 
 
-def test_a_run_scores_its_other_tests_at_the_end_and_on_request_at_the_start(runs: Path):
+def test_a_run_scores_its_other_tests_at_the_end_and_on_request_at_the_start(runs):
     spec = make_spec(**{**FEW, "steps": 1, "evaluation.tests": [LONGER, AIME], "evaluation.test_at_start": True})
     folder = runs / "one"
     with RunLog(runs, folder, spec, experiment="train", run_name="one") as log:
@@ -65,20 +65,18 @@ def test_a_test_keeps_the_limit_and_the_sampling_of_its_run():
         ([{"name": "aime24", "pth": "x"}], "pth"),
     ],
 )
-def test_tests_that_are_none_are_refused(tests: Any, words: str):
+def test_tests_that_are_none_are_refused(tests, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**{"evaluation.tests": tests})
 
 
-def test_a_test_without_data_is_refused_before_a_model_loads(runs: Path, tmp_path: Path):
+def test_a_test_without_data_is_refused_before_a_model_loads(runs, tmp_path):
     spec = make_spec(**{**FEW, "evaluation.tests": [{"name": "amc23", "path": str(tmp_path / "nowhere")}]})
     with pytest.raises(ValueError, match="nowhere: no such file or folder"):
         check_runs([spec], runs)
 
 
-def test_training_problems_among_those_of_a_test_are_counted(
-    runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_training_problems_among_those_of_a_test_are_counted(runs, tmp_path, caplog):
     rows = [{"problem": f"Write ${n}$.", "answer": str(n)} for n in range(4)]
     for name, some in (("train", rows), ("test", [{"problem": "Write $9$.", "answer": "9"}])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -101,7 +99,7 @@ def test_training_problems_among_those_of_a_test_are_counted(
         ("olympiadbench", {"3, -3", "42", "2", "2^{n-1}"}),
     ],
 )
-def test_a_suite_reads_the_rows_of_its_data_set(name: str, golds: set[str]):
+def test_a_suite_reads_the_rows_of_its_data_set(name, golds):
     task = plugins.load("task", name)(path=str(FIXTURES / name))
     found = [prompt.gold for prompt in task.prompts("test")]
     assert len(found) == len(golds)
@@ -115,7 +113,7 @@ def test_several_answers_of_olympiadbench_are_one_in_any_order():
     assert not task.equivalent(task.extract(r"\boxed{3}"), gold)
 
 
-def test_an_evaluation_measures_other_tests_with_one_engine_and_continues(runs: Path):
+def test_an_evaluation_measures_other_tests_with_one_engine_and_continues(runs):
     spec = make_spec(**{**FEW, "evaluation.tests": [AIME]})
     first = evaluate_once(spec, "test", runs, "both")
     assert list(first) == ["test", "test_aime24"]

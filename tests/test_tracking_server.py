@@ -78,9 +78,7 @@ def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return running
 
 
-def test_a_study_is_written_and_read_through_a_server_alone(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, capsys):
     runs = tmp_path / "runs"
     check_runs_folder(runs)
     folder = begin_study(runs, a_study())
@@ -109,7 +107,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
 
 
-def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server: Server, tmp_path: Path):
+def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server, tmp_path):
     begin_study(tmp_path, a_study())
     log = log_trial(tmp_path, "group_size=4", 0, "complete")
     policy = kept_policy(log.directory)
@@ -125,7 +123,7 @@ def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server: Server
 
 @pytest.mark.long
 @pytest.mark.attack("Loss of the MLflow server")
-def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server: Server, tmp_path: Path):
+def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server, tmp_path):
     with mirrored(tmp_path, tmp_path / "train" / "run"):
         log = open_log(tmp_path)
         log_batch(log, 0, 10)
@@ -171,9 +169,7 @@ def log_batch(log: RunLog, first: int, last: int) -> None:
         ("http://127.0.0.1:9", r"server that can be used, but http://127.0.0.1:9 cannot \(.*refused\)\); start it"),
     ],
 )
-def test_an_address_that_is_no_store_is_refused_before_anything_runs(
-    uri: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_address_that_is_no_store_is_refused_before_anything_runs(uri, message, tmp_path, monkeypatch):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
     with pytest.raises(ValueError, match=message) as caught:
         check_runs_folder(tmp_path)
@@ -226,7 +222,7 @@ class WrongServer(BaseHTTPRequestHandler):
 @pytest.mark.attack("Tracking server that answers nonsense")
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anything_is_written(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer, tmp_path, monkeypatch
 ):
     handler = type("Handler", (WrongServer,), {"wrong": ANSWERS[answer]})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
@@ -256,11 +252,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.attack("Tracking server that takes calls and never answers")
 def test_a_silent_server_is_refused_and_a_run_that_has_begun_goes_on_says_so_once_and_loses_nothing(
-    silent: str,
-    tmp_path: Path,
-    new_runs: Callable[[Path], Path],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    silent, tmp_path, new_runs, caplog, monkeypatch
 ):
     with pytest.raises(ValueError, match=rf"a server that can be used, but {silent} cannot .*\(timed out\)"):
         check_runs_folder(tmp_path / "runs")

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ COMPARED = {"algorithms": ["fake"], "tasks": ["fake"]}
          "seeds must be a list in a study that searches;"),
     ],
 )  # fmt: skip
-def test_seeds_that_cannot_decide_are_refused_in_one_sentence(seeds: Any, changes: Any, message: str):
+def test_seeds_that_cannot_decide_are_refused_in_one_sentence(seeds, changes, message):
     with pytest.raises(SpecError) as caught:
         staged(**{"seeds": seeds, **({"factors": {}} if changes else {}), **changes})
     assert message in str(caught.value)
@@ -149,7 +148,7 @@ def test_a_study_with_stages_survives_its_own_document_and_a_list_replaces_them(
     assert len(digests) == 3
 
 
-def test_a_budget_names_the_fewest_and_the_most_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_budget_names_the_fewest_and_the_most_trials(tmp_path, capsys):
     queue = Queue(Plan(staged(), tmp_path))
     found = budget(queue.plan, queue.status(2), queue.coming())
     # 3 arms x 4 seeds to 3 x 16, of 7 steps of 64 rollouts
@@ -178,7 +177,7 @@ def ends(values: Mapping[tuple[str, int], Mapping[str, float]]) -> dict[tuple[st
     return {key: found[METRIC] for key, found in values.items()}
 
 
-def test_the_further_seeds_join_the_plan_when_the_first_have_ended(runs: Path):
+def test_the_further_seeds_join_the_plan_when_the_first_have_ended(runs):
     queue = a_queue(staged(), runs)
     assert (queue.seeds_record(), queue.status().to_come) == (None, 36)  # 3 arms x 12 further seeds at most
     done = finish(queue, ends(scores(two=BASE, four=FOUR, eight=BASE)))
@@ -199,7 +198,7 @@ class NoSecondDecision(Queue):
         return found
 
 
-def test_the_decision_is_never_made_again_whatever_comes_later(runs: Path):
+def test_the_decision_is_never_made_again_whatever_comes_later(runs):
     queue = a_queue(staged(), runs)
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
     while queue.seeds_record() is None:
@@ -213,7 +212,7 @@ def test_the_decision_is_never_made_again_whatever_comes_later(runs: Path):
     assert later.seeds_record() == before
 
 
-def test_an_invalid_trial_is_not_replaced_and_a_failed_one_delays_the_decision_until_it_has_ended(runs: Path):
+def test_an_invalid_trial_is_not_replaced_and_a_failed_one_delays_the_decision_until_it_has_ended(runs):
     queue = a_queue(staged(), runs)
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
     broken: dict[tuple[str, int], float | str] = {**values, (ARMS[2], 1): "invalid", (ARMS[1], 0): "failed"}
@@ -238,7 +237,7 @@ class DiesBeforeDeciding(Queue):
 
 
 @pytest.mark.attack("Kill between the first seeds and the decision on more")
-def test_a_process_that_dies_between_the_stages_leaves_the_decision_to_the_next(runs: Path):
+def test_a_process_that_dies_between_the_stages_leaves_the_decision_to_the_next(runs):
     a_queue(staged(), runs)
     queue = DiesBeforeDeciding(Plan(staged(), runs))
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
@@ -382,7 +381,7 @@ def test_a_reader_can_redo_the_number_of_seeds_and_the_intervals_from_the_table(
 
 
 @pytest.mark.parametrize("spread", [SPREADS[2], SPREADS[-1]])
-def test_intervals_hold_whatever_number_of_seeds_was_asked_for(spread: float):
+def test_intervals_hold_whatever_number_of_seeds_was_asked_for(spread):
     # true shares of 95 and 5 % are outside of these in 1 of 1000 tests
     studies = 100
     low, high = (float(stats.binom.ppf(p, studies, q)) / studies for p, q in ((0.001, 0.95), (0.999, 0.05)))
@@ -393,7 +392,7 @@ def test_intervals_hold_whatever_number_of_seeds_was_asked_for(spread: float):
 
 @pytest.mark.long
 @pytest.mark.parametrize("spread", SPREADS)
-def test_in_two_thousand_studies_the_stated_interval_covers_94_to_97_percent(spread: float):
+def test_in_two_thousand_studies_the_stated_interval_covers_94_to_97_percent(spread):
     found = simulate(spread, 2000)
     assert 0.94 <= found.covered / found.comparisons <= 0.97 and found.wrong / found.studies <= 0.06
     if not found.at_most:

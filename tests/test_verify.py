@@ -110,9 +110,7 @@ def alter_digit(file: Path, place: int) -> None:
 # What follows ----------------------------------------------------------------------------------------------------
 
 
-def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(folder, capsys):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert cohort("verify", str(folder), "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -124,7 +122,7 @@ def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_w
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def test_python_reads_the_same_result_from_the_runs_folder_and_from_a_copy_of_the_study_alone(made: Path, folder: Path):
+def test_python_reads_the_same_result_from_the_runs_folder_and_from_a_copy_of_the_study_alone(made, folder):
     stored, copied = open_result("sizes", runs=made), open_result(folder)
     for frame in ("trials", "curves", "problems", "rollouts"):
         assert len(getattr(stored, frame))
@@ -135,7 +133,7 @@ def test_python_reads_the_same_result_from_the_runs_folder_and_from_a_copy_of_th
         open_result("size", runs=made)
 
 
-def test_a_number_in_the_report_is_compared_with_the_report_written_anew(folder: Path):
+def test_a_number_in_the_report_is_compared_with_the_report_written_anew(folder):
     page = folder / "report" / "report.md"
     page.write_text(re.sub(r"(\d)(\.\d %)", lambda m: f"{(int(m[1]) + 1) % 10}{m[2]}", page.read_text(), count=1))
     reseal(folder)
@@ -144,7 +142,7 @@ def test_a_number_in_the_report_is_compared_with_the_report_written_anew(folder:
     assert found.stored != found.derived
 
 
-def test_a_changed_table_cell_is_named_by_arm_seed_and_column(folder: Path):
+def test_a_changed_table_cell_is_named_by_arm_seed_and_column(folder):
     table = folder / "report" / "results.csv"
     header, first, *rest = table.read_text().splitlines()
     cells = first.split(",")
@@ -159,7 +157,7 @@ def test_a_changed_table_cell_is_named_by_arm_seed_and_column(folder: Path):
     assert (found.stored, found.derived) == ("0.987", derived)
 
 
-def test_a_forged_accuracy_with_its_hashes_made_anew_does_not_follow_from_the_completions(folder: Path):
+def test_a_forged_accuracy_with_its_hashes_made_anew_does_not_follow_from_the_completions(folder):
     file = events_files(folder)[0]
     rewrite(file, lambda e: "test/accuracy" in e.get("values", {}) and e["values"].update({"test/accuracy": 0.9}))
     reseal(folder)
@@ -169,7 +167,7 @@ def test_a_forged_accuracy_with_its_hashes_made_anew_does_not_follow_from_the_co
 
 
 @pytest.mark.parametrize("area", ["test", "test_arithmetic"])
-def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_anew(folder: Path, area: str):
+def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_anew(folder, area):
     file = sorted(folder.glob(f"trials/*/completions/{area}-*.jsonl"))[0]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     row = next(row for row in rows if f"#### {row['gold']}" not in row["samples"][0][0])
@@ -183,7 +181,7 @@ def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_a
     assert {f"{area}/accuracy at step 2", f"{area} problem {row['id']}"} <= places
 
 
-def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder: Path):
+def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder):
     file = events_files(folder)[0]
 
     def forge(event: dict[str, Any], initial: float) -> None:
@@ -205,7 +203,7 @@ def test_numbers_agree_to_the_rounding_of_another_machine_and_no_further():
         assert len(findings.mismatches) == differ
 
 
-def test_a_family_that_the_completions_do_not_have_is_found(folder: Path):
+def test_a_family_that_the_completions_do_not_have_is_found(folder):
     file = events_files(folder)[0]
     forged: list[str] = []
 
@@ -219,7 +217,7 @@ def test_a_family_that_the_completions_do_not_have_is_found(folder: Path):
     assert f"families/{forged[0]}" in {one.place for one in verified(folder).mismatches}
 
 
-def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder: Path):
+def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder):
     card = model_card(sorted((folder / "trials").iterdir())[0])
     assert "Does it help?" in card and "One of 1 seed (0) of the arm `group_size=" in card
     assert f"`{sha256(folder / EVIDENCE)}`" in card
@@ -229,7 +227,7 @@ def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folde
 
 
 @pytest.mark.attack("A digit altered in a finished study")
-def test_one_altered_digit_in_any_of_many_places_is_found(folder: Path, record_property: Callable[[str, Any], None]):
+def test_one_altered_digit_in_any_of_many_places_is_found(folder, record_property):
     draw, tried = random.Random(17), 0
     events, tables = events_files(folder), [folder / "report/results.csv"]
     kept = sorted([*folder.glob("trials/*/completions/*"), *folder.glob("trials/*/rollouts/*")])
@@ -246,9 +244,7 @@ def test_one_altered_digit_in_any_of_many_places_is_found(folder: Path, record_p
 @pytest.mark.long
 @pytest.mark.attack("A digit altered in a finished study")
 @pytest.mark.parametrize("part", range(20))
-def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written_anew(
-    folder: Path, part: int, record_property: Callable[[str, Any], None]
-):
+def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written_anew(folder, part, record_property):
     files = [
         *events_files(folder),
         *folder.glob("trials/*/completions/*"),
@@ -261,7 +257,7 @@ def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written
 
 
 @pytest.mark.attack("A digit altered in a finished study")
-def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder: Path):
+def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder):
     file = events_files(folder)[0]
     loss = re.search(rb'"policy/loss":-?\d\.\d', file.read_bytes())
     assert loss is not None
@@ -274,7 +270,7 @@ WRONG = [None, True, 1, "x", [1], {"a": 1}, {"a": [1]}, [{"a": 1}], [{"findings"
 
 
 @pytest.mark.attack("A study or capsule that cannot be verified")
-def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder: Path, record_property: Any):
+def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder, record_property):
     """A stranger's file, whose sum is right."""
     known = {key: value for key, value in read_json(folder / EVIDENCE).items() if key != "format"}
     right = [("answer", "x"), ("versions", {"a": "x"}), ("colors", {"a": "x"})]
@@ -293,7 +289,7 @@ def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder: 
 # What is lacking ---------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_without_its_completions_is_lacking(folder: Path):
+def test_an_evaluation_without_its_completions_is_lacking(folder):
     file = events_files(folder)[0]
     events = [event for event in read_events(file) if event["type"] != "kept"]
     file.write_text("".join(event_line(event) for event in events))
@@ -303,14 +299,14 @@ def test_an_evaluation_without_its_completions_is_lacking(folder: Path):
     assert any("4 evaluations on the test split have no completions" in words for words in findings.lacks)
 
 
-def test_a_study_without_results_is_not_verified(folder: Path):
+def test_a_study_without_results_is_not_verified(folder):
     for file in events_files(folder):
         rewrite(file, lambda e: e.update(state="stopped") if e["type"] == "finish" else None)
     with pytest.raises(ValueError, match="has no results"):
         verified(folder)
 
 
-def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
+def test_a_trial_whose_folder_is_gone_is_named(folder):
     shutil.rmtree(events_files(folder)[0].parent)
     findings = verified(folder)
     assert any(one.file.endswith(EVENTS) and one.stored is None for one in findings.mismatches)
@@ -328,9 +324,7 @@ def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
-def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(
-    folder: Path, break_it: Callable[[Path], Any], words: str, tmp_path: Path
-):
+def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(folder, break_it, words, tmp_path):
     break_it(folder)
     with pytest.raises(ValueError, match=re.escape(words)):
         verified(folder)
@@ -349,9 +343,7 @@ def capsule(made: Path, tmp_path: Path) -> Path:
     return file
 
 
-def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equal_ones(
-    capsule: Path, made: Path, tmp_path: Path
-):
+def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equal_ones(capsule, made, tmp_path):
     with unpacked(capsule) as folder:
         assert verified(folder).is_verified
         inside = folder
@@ -400,9 +392,7 @@ def linked(capsule: Path) -> None:
         (lambda c: c.write_bytes(b"hello"), "is not a capsule, or it is damaged"),
     ],
 )
-def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(
-    capsule: Path, change: Callable[[Path], Any], words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(capsule, change, words, monkeypatch, capsys):
     change(capsule)
     scratch = capsule.parent / "scratch"
     scratch.mkdir()
@@ -417,7 +407,7 @@ def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(
 
 
 @pytest.mark.attack("A hostile or damaged capsule")
-def test_an_altered_file_of_a_capsule_is_named(capsule: Path, capsys: Any):
+def test_an_altered_file_of_a_capsule_is_named(capsule, capsys):
     def change(files: dict[str, bytes]) -> None:
         files["report/results.csv"] = files["report/results.csv"].replace(b",0.", b",1.", 1)
 
@@ -470,9 +460,7 @@ def name_file(folder: Path, name: str) -> None:
     reseal(folder, lambda document: document["files"].update({name: "0"}))
 
 
-def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not_run(
-    made: Path, tmp_path: Path
-) -> None:
+def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not_run(made, tmp_path):
     capsule = tmp_path / "sizes.zip"
     export_capsule(made / "studies" / "sizes", capsule)
     said = a_study().model_dump(mode="json")

@@ -28,7 +28,7 @@ from ..run.checkpoint import save_checkpoint
 from ..run.guards.agreement import own_logprobs
 from ..run.guards.sync import BOUNDS, precision, spot_check
 from ..run.learner import Learner
-from ..run.step import collate
+from ..run.rollout import collate
 from ..settings.run import RunSpec
 from .gpu_backend import Backend
 

@@ -21,7 +21,7 @@ from ...reports.figures.style import Drawing
 from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
 from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
-from ...reports.scaling import scalings
+from ...reports.section import sections
 from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
 from ...reports.trials import blocks_of, search_of
 from ..base.words import quoted
@@ -203,8 +203,8 @@ class Result:
     @cached_property
     def _drawings(self) -> dict[str, Drawing]:
         analysis = self._analysis
-        sections = page_drawings(analysis, capabilities(analysis), scalings(analysis))
-        return {drawing.name: drawing for drawings in sections.values() for drawing in drawings}
+        parts = page_drawings(analysis, capabilities(analysis), sections(analysis))
+        return {drawing.name: drawing for drawings in parts.values() for drawing in drawings}
 
 
 @dataclasses.dataclass(frozen=True)

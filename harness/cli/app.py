@@ -11,14 +11,17 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-# Each module registers its commands; `cohort --help` lists them in this order.
+# Each module registers its commands; `cohort --help` lists them in this order, those of extras last.
 try:
+    from .. import extras
     from ..checks.process import unfit_process
     from ..console import terminal
     from .commands import app
 
     # isort: off
-    from . import runs, study, doctor as plan, results, lists  # noqa: F401
+    from . import runs, study, doctor, results, lists  # noqa: F401
+
+    extras.modules("commands")
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

@@ -23,8 +23,6 @@ app = typer.Typer(
 GROUPS = {
     "study": "Run and inspect studies: a question, its arms, its seeds.",
     "task": "Look at the problems of a task as the policy reads them.",
-    "reward-model": "Fit reward models on the stored rollouts of a run.",
-    "probe": "Test whether a model already knows a benchmark.",
 }
 groups = {name: typer.Typer(no_args_is_help=True, help=about) for name, about in GROUPS.items()}
 for _name, _group in groups.items():

@@ -1,4 +1,4 @@
-"""`cohort train`, `evaluate`, `register`, `probe contamination` and `reward-model train`."""
+"""`cohort train`, `evaluate`, `register`, `contamination` and `reward-model`."""
 
 import shlex
 import sys
@@ -142,10 +142,10 @@ def register(
 
 
 @command(
-    "probe contamination",
-    "cohort probe contamination tiny --task arithmetic --set cold_start.steps=400",
-    "cohort probe contamination Qwen/Qwen2.5-0.5B --task gsm8k --set task.path=data/gsm8k --problems 200",
-    "cohort probe contamination runs/train/my-run --task math500 --set task.path=data/math500 --reference fresh.jsonl",
+    "contamination",
+    "cohort contamination tiny --task arithmetic --set cold_start.steps=400",
+    "cohort contamination Qwen/Qwen2.5-0.5B --task gsm8k --set task.path=data/gsm8k --problems 200",
+    "cohort contamination runs/train/my-run --task math500 --set task.path=data/math500 --reference fresh.jsonl",
 )
 def contamination(
     model: options.Model,
@@ -185,9 +185,9 @@ def contamination(
 
 
 @command(
-    "reward-model train",
-    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
-    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
+    "reward-model",
+    "cohort reward-model runs/train/my-run --model tiny --out models/reward",
+    "cohort reward-model runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
 )
 def reward_model_train(
     rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],

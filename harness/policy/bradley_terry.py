@@ -119,7 +119,7 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
             found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
             raise ValueError(
                 f"rewards.reward_model.path must be a sequence classifier with one label, got {found} in '{name}'; "
-                "fit one with `cohort reward-model train`"
+                "fit one with `cohort reward-model`"
             )
         model = AutoModelForSequenceClassification.from_pretrained(
             **local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True

@@ -103,7 +103,7 @@ class StudyRecord:
     exploratory  clones; neither `arms` nor `trials` has them
     strange   folder of a trial that cannot be read, or is not of this study -> why; neither `trials` nor `exploratory`
               has its numbers
-    probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
+    probes    results of `cohort contamination` for the task and a model that its trials start from: name; model;
               task; split; reference; findings, one for each probe; exact; exact_reference; examples
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
     amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest;

@@ -1,6 +1,6 @@
 """A learned reward: the scalar head of any sequence classifier, read after the last token of prompt and completion.
 
-RLHF's reward model (Ouyang et al. 2022, arXiv:2203.02155, section 3.5). `cohort reward-model train` fits one on ranked
+RLHF's reward model (Ouyang et al. 2022, arXiv:2203.02155, section 3.5). `cohort reward-model` fits one on ranked
 rollouts; `path: stage:NAME` is the one that an earlier stage of the run fits. A process loads it once, frozen. It reads
 text through its own tokenizer, with its chat template if it has one, so it need not share the policy's
 vocabulary.

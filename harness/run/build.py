@@ -134,8 +134,9 @@ class Run:
         self._count()
 
     def _count(self) -> None:
-        """Count what the models of the stage cost, and say whether the engine's log-probs are the policy's."""
-        rejection, self.costs = self.stage.rejection, None
+        """Count the tokens of a completion and what the models of the stage cost, and say whether the engine's
+        log-probs are the policy's."""
+        rejection, self.costs, self.max_tokens = self.stage.rejection, None, self.spec.max_tokens
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)
             if self.spec.kl.reference is not None and self.learner.reference is not None:

@@ -101,7 +101,7 @@ def control_rewards(
     step: int,
     first: int,
 ) -> list[list[float]]:
-    """[P][G] rewards of the control in training step `step`; arguments as in `score_rollouts`.
+    """[P][G] rewards of the control in training step `step`; arguments as in `rollout.earned`.
 
     Gold answers are shuffled over the split (`prompts`), fixed by the seed; the frequency of each answer is kept, so
     that one may equal the prompt's own.

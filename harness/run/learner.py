@@ -8,7 +8,6 @@ depend on the split.
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -125,20 +124,6 @@ class Learner:
     def corrects(self) -> bool:
         """Whether a batch gets the importance weights of the spec: not if the sampler's log-probs are exact."""
         return self.spec.mismatch.correction != "none" and not self.sampler_is_exact
-
-    @contextmanager
-    def older_weights(self) -> Iterator[None]:
-        """Inside the context the policy has the weights of `staleness` training steps ago (at most back to the start).
-        Its own stay as they are, for a checkpoint that copies them meanwhile."""
-        parameters, older = dict(self.policy.named_parameters()), self.older[0] if self.older else {}
-        own = {name: parameters[name].data for name in older}
-        for name, value in older.items():
-            parameters[name].data = value
-        try:
-            yield
-        finally:
-            for name, value in own.items():
-                parameters[name].data = value
 
     def begin_step(self, step: int) -> dict[str, float]:
         """Set rates, KL weight and reference for training step `step`.

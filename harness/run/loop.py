@@ -23,8 +23,9 @@ from .evaluate import completions_file, evaluate_run, evaluation_metrics
 from .grading import sample_rows
 from .guards.agreement import check_agreement
 from .guards.gates import LEARNT, check_gates
+from .rollout import Rollouts
 from .stages import fine_tuning_step, reward_fit_step
-from .step import Drawn, merged, train_step
+from .step import merged, train_step
 
 FITS = {"rejection_sampling": fine_tuning_step, "reward_model": reward_fit_step}  # steps of the other kinds of stages
 
@@ -83,7 +84,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _test(run, 0, "start")
     while step < whole.steps and not run.is_spent:
         run.writer.check()
-        start, drawn = run.models.now(), Drawn()
+        start, drawn = run.models.now(), Rollouts()
         if step == run.stage.end:
             run.begin(next(stage for stage in stages if step < stage.end))
         spec, is_fit = run.spec, run.stage.kind != "train"
@@ -126,7 +127,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 
 def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> dict[str, float]:
-    """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Drawn`,
+    """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Rollouts`,
     `seconds` is its time."""
     totals, (sampled, trained, greedy) = run.totals, lengths
     counts = [count for _, completions in (*sampled, *greedy) for count in completions]

@@ -34,13 +34,14 @@ from .build import Run, build_engine, placed, reward_model, watch
 from .cold_start import start_policy
 from .evaluate import PROMPTS_AT_ONCE
 from .grading import grade, sample_rows
-from .step import Clock, annotated, rollout_metrics
+from .rollout import Clock, annotated
+from .step import rollout_metrics
 
 
 def fine_tuning_step(
     run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]
 ) -> tuple[dict[str, float], list[flops.Lengths]]:
-    """The metrics of one step, and its lengths as those of `Drawn`.
+    """The metrics of one step, and its lengths as those of `Rollouts`.
 
     The stage's first step samples first. The engine then sleeps: it has other weights until it is given the policy's.
     InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.

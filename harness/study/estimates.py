@@ -202,23 +202,29 @@ def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None
 def _by_arithmetic(model: str, device: str, threads: int) -> float:
     """Seconds for a pass of one token through a model that was never timed here: 2 operations per weight, at the
     measured speed of a product; NaN for a model or device that is not here."""
-    import torch
-    from torch.utils.benchmark import Timer
-
-    from ..devices.device import resolve_device
     from ..policy.model import empty_model, model_config
 
     if not is_here(model):
         return math.nan
     try:
-        config, place = model_config(model), resolve_device(device)
+        config = model_config(model)
         weights = sum(p.numel() for p in empty_model(config).parameters())
-        rows, width = torch.ones(1024, config.hidden_size, device=place), config.hidden_size
-        product = {"rows": rows, "matrix": torch.ones(width, 4 * width, device=place)}
-        took = Timer("rows @ matrix", globals=product, num_threads=threads).blocked_autorange(min_run_time=0.1).mean
-        return 2 * weights * took / (2 * 1024 * 4 * width**2) / EFFICIENCY
+        return 2 * weights * _operation_seconds(config.hidden_size, device, threads) / EFFICIENCY
     except Exception:  # as in the memory estimate
         return math.nan
+
+
+def _operation_seconds(width: int, device: str, threads: int) -> float:
+    """Seconds of one operation in a product of 1024 rows with a matrix of (width, 4 width), measured."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    from ..devices.device import resolve_device
+
+    place = resolve_device(device)
+    factors = {"rows": torch.ones(1024, width, device=place), "matrix": torch.ones(width, 4 * width, device=place)}
+    product = Timer("rows @ matrix", globals=factors, num_threads=threads)
+    return product.blocked_autorange(min_run_time=0.1).mean / (2 * 1024 * 4 * width**2)
 
 
 def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = ()) -> dict[str, Any]:

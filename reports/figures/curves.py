@@ -1,4 +1,4 @@
-"""Draws curves: learning curves, training dynamics, pass@k and Cover@tau, and fitted scaling curves.
+"""Draws curves: learning curves, training dynamics, pass@k and Cover@tau.
 
 The curves of several seeds are aligned at positions that all of them have; dynamics are smoothed.
 """
@@ -14,7 +14,6 @@ from ...harness.record.study import TrialRecord
 from ..analysis import Analysis
 from ..capability import Capabilities, Capability, table_sizes
 from ..prose import wording
-from ..scaling import Scalings, curve
 from ..statistics import Floats, Interval
 from . import style
 from .style import Draw, Drawing, End, chart, color_of, drawn, look, scale_of, unit_of
@@ -45,7 +44,6 @@ DYNAMICS = (  # metric, title, unit on the y axis
 )
 _CAPTION = "Line: mean over seeds; band: lowest to highest seed."
 _CAPABILITY_CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
-_SCALING_CAPTION = "Marks: mean over seeds; line: fitted curve, dotted beyond the data; thin line: its ceiling."
 
 
 @dataclass(frozen=True)
@@ -117,30 +115,6 @@ def capability_curves(analysis: Analysis, found: Capabilities | None) -> list[Dr
         drawn("cover_at_tau", "Cover@tau: problems solved at least this often", _CAPABILITY_CAPTION,
               _line_chart(covers, "tau, % of a problem's samples that are right", "%"), style.WIDE, 2.9),
     ]  # fmt: skip
-
-
-def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
-    """The fitted curves of accuracy against compute: points, curve, and what lies beyond the data."""
-    if found is None or not found.fits:
-        return []
-    end = 1.4 * max(float(one.costs_ST.mean(axis=0)[-1]) for one in found.fits)
-
-    def plot(axes: Axes) -> list[End]:
-        ends = []
-        for one in sorted(found.fits, key=lambda fit: color_of(analysis, fit.arm) != style.GREY):
-            (color, marker), costs = look(analysis, one.arm), one.costs_ST.mean(axis=0)
-            known, beyond = np.linspace(0, costs[-1], 120), np.linspace(costs[-1], end, 60)
-            axes.plot(known, 100 * curve(one.parameters, known), color=color, lw=1.7)
-            axes.plot(beyond, 100 * curve(one.parameters, beyond), color=color, lw=1.4, ls=":")
-            if color != style.GREY:
-                axes.plot(costs, 100 * one.scores_ST.mean(axis=0), marker, color=color, ms=3.2, alpha=0.75)
-                axes.axhline(100 * one.ceiling.estimate, color=color, lw=0.6, alpha=0.7)
-                ends.append((100 * float(curve(one.parameters, beyond)[-1]), style.end_label(analysis, one.arm), color))
-        axes.set_xlim(0, end)
-        return ends
-
-    title = f"{wording.capitalised(wording.spoken(analysis.record.metric))} against generated tokens: fitted curves"
-    return [drawn("scaling", title, _SCALING_CAPTION, chart(plot, "generated tokens", "%"), style.WIDE, 2.9)]
 
 
 def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> tuple[Floats, Floats] | None:

@@ -9,7 +9,7 @@ from cohort.harness.contracts import plugins as contract
 
 @pytest.mark.parametrize("check", contract.of_kind("mirror"), ids=lambda check: check.test.__name__)
 @pytest.mark.parametrize("name", plugins.names("mirror"))
-def test_a_mirror_keeps_the_contract(name: str, check: contract.Check, monkeypatch: pytest.MonkeyPatch):
+def test_a_mirror_keeps_the_contract(name, check, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     package = plugins.load("mirror", name).package
     if find_spec(package) is None:

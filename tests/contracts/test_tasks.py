@@ -53,9 +53,11 @@ def load(name: str) -> type[Task]:
 
 @cache
 def make(name: str, answer_format: str | None = None) -> Task:
-    """The task with few problems, or on its rows in tests/fixtures where it reads data."""
+    """The task with few problems, or on its rows in a folder of fixtures where it reads data."""
     cls = load(name)
-    fields = {"path": str(TESTS / "fixtures" / name), "validation_fraction": 0.25} if "path" in cls.model_fields else {}
+    fields = {}
+    if "path" in cls.model_fields:
+        fields = {"path": str(next(TESTS.rglob(f"fixtures/{name}"))), "validation_fraction": 0.25}
     if "train_path" in cls.model_fields:
         fields["train_path"] = str(TESTS / "fixtures" / "math")
     fields |= {

@@ -17,7 +17,7 @@ from ...devices import ranks
 from ...devices.device import mixed_precision, resolve_device
 from ...policy.forward import recomputes
 from ..build import Run
-from ..step import collate
+from ..rollout import collate
 from .sync import BOUNDS, precision
 
 # Nats, in float32 between paths over the same weights, up to this many parameters. Rounding alone reached 7e-6 on small

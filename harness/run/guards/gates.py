@@ -4,7 +4,7 @@ The bounds are the section `gates` of a run's spec; a non-finite loss or gradien
 it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed run ends at the
 same step as an uninterrupted one.
 
-All of 119 runs on arithmetic pass the defaults (docs/lab-notes.md).
+All of 119 runs on arithmetic pass the defaults (docs/bounds.md).
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ engine of lower precision hides a small update in its own rounding, but its scor
 that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
 
 Where an update moves no token by `SEEN`, the check continues over further steps. How soon a stale vLLM is noticed in
-each precision is measured in docs/lab-notes.md ("Is a stale vLLM noticed in each precision").
+each precision is measured in docs/bounds.md ("Is a stale vLLM noticed").
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+from cohort.harness.extras.cmath.tasks.cmath import CMATH
 from cohort.tasks._data import BadRow
-from cohort.tasks.cmath import CMATH
 from cohort.tasks.gsm8k import GSM8K
 
 FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
@@ -37,8 +37,9 @@ def test_other_tasks_know_no_development_part(tmp_path):
     (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="no folder with one, is called train"):
         GSM8K(path=str(tmp_path)).prompts("train")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no folder with one, is called train or dev or validation"):
-        task(FIXTURE.parent / "math_answers").prompts("train")
+        task(tmp_path / "empty").prompts("train")
 
 
 def test_the_hub_calls_the_training_source_validation(monkeypatch):

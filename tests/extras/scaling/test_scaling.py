@@ -4,16 +4,16 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from cohort.harness.extras.scaling import fits as scaling
+from cohort.harness.extras.scaling.fits import Scaling, Scalings, curve, fit_curve, scalings
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports import scaling, statistics
+from cohort.reports import statistics
 from cohort.reports.render import analysed, write_report
-from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study, with_trials
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
 from scipy import stats
@@ -76,13 +76,13 @@ def test_ceilings_and_midpoints_of_identified_curves_are_enclosed():
 
 
 @pytest.mark.parametrize("name", UNIDENTIFIED)
-def test_curves_that_the_data_do_not_identify_are_refused(name: str):
+def test_curves_that_the_data_do_not_identify_are_refused(name):
     assert simulate(UNIDENTIFIED[name], 3)[0] == 100
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", IDENTIFIED)
-def test_ceilings_are_enclosed_in_93_to_97_percent_of_studies(name: str):
+def test_ceilings_are_enclosed_in_93_to_97_percent_of_studies(name):
     refused, ceiling, middle = simulate(IDENTIFIED[name], 1500)
     print(name, refused, ceiling, middle)
     assert refused < 1
@@ -92,7 +92,7 @@ def test_ceilings_are_enclosed_in_93_to_97_percent_of_studies(name: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", UNIDENTIFIED)
-def test_unidentified_curves_are_refused_in_98_percent_of_studies(name: str):
+def test_unidentified_curves_are_refused_in_98_percent_of_studies(name):
     assert simulate(UNIDENTIFIED[name], 300)[0] >= 98
 
 
@@ -106,13 +106,13 @@ def test_unidentified_curves_are_refused_in_98_percent_of_studies(name: str):
         ("late", "last quarter of training"),
     ],
 )
-def test_a_refusal_names_its_reason(name: str, reason: str):
+def test_a_refusal_names_its_reason(name, reason):
     design = {**UNIDENTIFIED, "late": Design(middle=0.85, spread=0.002, noise=0.001)}[name]
     found = fit_curve("a", range(design.seeds), *draw(design, np.random.default_rng(0)))
     assert isinstance(found, str) and reason in found
 
 
-def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch: pytest.MonkeyPatch):
+def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch):
     says = {("a", 0): 0.1, ("a", 1): 0.3, ("a", 2): 0.9, ("b", 1): 0.2, ("b", 2): 0.5, ("b", 3): 0.7, ("c", 3): 0.0}
     monkeypatch.setattr(scaling, "fit_curve", lambda arm, seeds, *_: SimpleNamespace(
         arm=arm, by_seed={seed: np.array([says[arm, seed], 0.0, 2 * says[arm, seed], 0.0]) for seed in seeds}
@@ -160,7 +160,7 @@ DESIGNS = {
 }
 
 
-def test_a_higher_ceiling_and_a_slower_rise_are_told_apart_and_a_flat_arm_is_refused(tmp_path: Path):
+def test_a_higher_ceiling_and_a_slower_rise_are_told_apart_and_a_flat_arm_is_refused(tmp_path):
     record = curved_study(DESIGNS)
     found = scaled(record)
     shifts = {shift.arm: shift for shift in found.shifts}
@@ -225,7 +225,7 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
     assert best == ["a logarithm", "a power law"]
 
 
-def test_a_ceiling_is_stated_where_a_curve_without_one_has_a_p_of_at_most_one_percent(monkeypatch: pytest.MonkeyPatch):
+def test_a_ceiling_is_stated_where_a_curve_without_one_has_a_p_of_at_most_one_percent(monkeypatch):
     for p, is_stated in ((0.0099, True), (0.0101, False)):
         monkeypatch.setattr(scaling, "_p_without_ceiling", lambda *_, p=p: p)
         found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..interfaces import Mirror, MirroredRun
+from ....interfaces import Mirror, MirroredRun
 
 ROLLOUTS = ("step", "split", "prompt", "completion", "gold", "answer", "correct", "reward")
 

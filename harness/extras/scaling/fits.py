@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-from ..harness.record.study import TrialRecord
-from . import statistics
-from .analysis import Analysis
-from .findings import collapse_step
-from .statistics import Floats, Interval
-from .trials import num_first
+from ....reports import statistics
+from ....reports.analysis import Analysis
+from ....reports.findings import collapse_step
+from ....reports.statistics import Floats, Interval
+from ....reports.trials import num_first
+from ...record.study import TrialRecord
 
 COST = "train/generated_tokens"
 FEWEST_POINTS = 8

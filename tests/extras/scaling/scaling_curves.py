@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from cohort.reports.scaling import Scaling, fit_curve
+from cohort.harness.extras.scaling.fits import Scaling, fit_curve
 from fake_study import wanted_studies
 from numpy.random import Generator
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..interfaces import Mirror, MirroredRun
+from ....interfaces import Mirror, MirroredRun
 
 
 class TensorBoard(Mirror):

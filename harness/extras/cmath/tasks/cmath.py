@@ -8,8 +8,8 @@ Rows have no worked solutions, so there are neither demonstrations nor worked ex
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from ._answers import AnswerFormat
-from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
+from .....tasks._answers import AnswerFormat
+from .....tasks._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 
 # "Problem: ... Solution:", with an instruction in between.
 _FRAME = "\u95ee\u9898\uff1a{{question}}\n{}\n\u89e3\u7b54\uff1a\n"

@@ -1,0 +1,42 @@
+"""The wing: finds what is built on top of the three jobs, a folder for each.
+
+The core imports this file alone and names no extra; an extra imports the core and no other extra. What `NAME/` brings
+is found by the name of its file or folder:
+
+    __init__.py   says in its docstring what the extra is for; `API`: its public functions, each with its module
+    commands.py   registers its commands
+    section.py    `section(analysis)`: its section of a report, or None
+    record.py     `kept(runs, trials, inputs)`: what a study's record has of it, as plain data, or nothing
+    tasks/, rewards/, mirrors/, ...   its plugins
+
+A product without the folder lacks what the extra brings and nothing else.
+"""
+
+import importlib
+import pkgutil
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def names() -> list[str]:
+    """Names of all extras, sorted."""
+    return sorted(one.name for one in pkgutil.iter_modules(__path__) if one.ispkg)
+
+
+@cache
+def packages(part: str) -> list[str]:
+    """Full names of the modules or packages called `part` that extras have, in the order of their extras."""
+    homes = {f"{__name__}.{name}": importlib.import_module(f"{__name__}.{name}").__path__ for name in names()}
+    return [f"{home}.{part}" for home, path in homes.items() if part in {m.name for m in pkgutil.iter_modules(path)}]
+
+
+def modules(part: str) -> dict[str, ModuleType]:
+    """Name of each extra that has a file or folder `part` -> that module, loaded."""
+    return {full.split(".")[-2]: importlib.import_module(full) for full in packages(part)}
+
+
+def public() -> dict[str, str]:
+    """Name of each public function that an extra brings -> the full name of its module."""
+    homes = {name: getattr(importlib.import_module(f"{__name__}.{name}"), "API", {}) for name in names()}
+    return {function: f"{__name__}.{name}.{home}" for name, api in homes.items() for function, home in api.items()}

@@ -1,0 +1,1 @@
+"""The task CMATH: word problems of Chinese primary schools."""

@@ -1,0 +1,1 @@
+"""The mirror `tensorboard`: curves in files that TensorBoard shows."""

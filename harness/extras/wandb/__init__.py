@@ -1,0 +1,1 @@
+"""The mirror `wandb`: curves and results in Weights & Biases."""

@@ -1,1 +1,0 @@
-"""Mirrors beside MLflow, one file each, behind `harness.interfaces.Mirror`."""

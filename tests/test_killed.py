@@ -1,0 +1,481 @@
+"""A study that is killed, interrupted or disturbed at any moment ends with the values of an undisturbed one.
+
+What is killed: workers, the command, a notebook, a database. Where: at random moments, and before and after every place
+that writes. Which study: of fakes, with stages, turns, shared models, clones, seeds that are decided late, two devices.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_trials
+import kill_points
+import postgres_server
+import psutil
+import pytest
+from cohort.harness.base.files import read_json
+from cohort.harness.base.stop import StopRequest
+from cohort.harness.mirror.writer import COST_AREAS
+from cohort.harness.record.events import EVENTS, read_events
+from cohort.harness.record.run import CHECKPOINTS, read_progress
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import read_study
+from cohort.harness.run import loop
+from cohort.harness.settings.study import StudySpec
+from cohort.harness.study import runner, steering, worker
+from cohort.harness.study.launchers import local
+from cohort.harness.study.queue import study_status
+from factories import FEW, make_study
+from fake_trials import a_study
+from queues import a_queue, at_work, check_as_undisturbed, check_once_each, completions, open_queue, run
+from zygote import Zygote
+
+pytestmark = pytest.mark.usefixtures("plugins")
+
+
+# Fakes ----------------------------------------------------------------------------------------------------------------
+
+
+def workers_killed(runs: Path, _: Any) -> None:
+    killed = set[int]()
+
+    def kill_two(status: StudyStatus) -> None:
+        for trial in status.trials:
+            if trial.state == "running" and trial.done >= 1 and len(killed) < 2:
+                pid = read_json(trial.directory / "lease")["pid"]
+                if pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        if len(killed) == 2:
+            (runs / "hold").unlink(missing_ok=True)
+
+    status = run(a_study(), runs, kill_two)
+    assert (status.finished, status.all_valid) == (True, True)
+
+
+def interrupted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupts: list[int] = []
+
+    def interrupt_once(status: StudyStatus) -> None:
+        if not interrupts and at_work(status) == 2:
+            interrupts.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    status = run(a_study(), runs, interrupt_once)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again" in capsys.readouterr().err
+    assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
+    stopped = next(trial for trial in status.trials if trial.state == "stopped")
+    assert read_json(stopped.directory / "checkpoint.json")["step"] == 1
+    assert {t.state for t in read_study(runs, "sizes").trials} == {"stopped"}
+    (runs / "hold").unlink()
+    assert run(a_study(), runs).counts() == {"complete": 4}
+
+
+KERNEL = """
+import sys, cohort
+from cohort.harness.study import runner, worker
+worker.EXECUTE = runner.EXECUTE = "fake_trials:train"
+runner.run_study.__kwdefaults__["execute"] = "fake_trials:train"
+from fake_trials import a_study
+from cohort.harness.api.study import Study
+print(cohort.run(Study("sizes", (), a_study()), workers=2, runs=sys.argv[1]))
+"""
+
+
+def kernel_ended(runs: Path, number: int) -> None:
+    command = [sys.executable, "-c", KERNEL, str(runs)]
+    kernel = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(lambda: (runs / "studies/sizes/study.json").exists() and at_work(study_status("sizes", runs)) == 2, kernel)
+    workers = psutil.Process(kernel.pid).children()
+    kernel.send_signal(number)
+    said, _ = kernel.communicate(timeout=300)
+    if number == signal.SIGINT:
+        assert said.strip().endswith("KeyboardInterrupt: the same call continues where the study stopped"), said
+    assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=600)[1]  # orphans end after their step
+    assert study_status("sizes", runs).counts()["stopped"] == 2
+    (runs / "hold").unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"4 of 4 trials", done.stdout), done
+
+
+def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "detail"),
+    [
+        pytest.param(workers_killed, None, marks=pytest.mark.attack("SIGKILL of workers at random moments")),
+        (interrupted, None),
+        *(pytest.param(kernel_ended, number, marks=[
+            pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
+            *([pytest.mark.long] if number == signal.SIGINT else []),
+        ]) for number in (signal.SIGKILL, signal.SIGINT)),
+    ],
+)  # fmt: skip
+def test_a_study_that_is_killed_or_interrupted_ends_as_an_undisturbed_one(disturb, detail, runs, capsys):
+    (runs / "hold").touch()
+    disturb(runs, detail or capsys)
+    assert open_queue(a_study(), runs).num_claims() == 6  # four trials, two of them in two parts
+    check_as_undisturbed(a_study(), runs)
+
+
+def train_back(spec: Any, directory: Path, log: Any, **more: Any) -> Any:
+    """As the fake run, but the clock of the host jumps back an hour at each step."""
+    nanoseconds, seconds, metrics = time.time_ns, time.time, log.metrics
+
+    def jump(step: int, values: Any) -> None:
+        metrics(step, values)
+        time.time_ns, time.time = (lambda: nanoseconds() - step * 3600 * 10**9), (lambda: seconds() - step * 3600)
+
+    log.metrics = jump
+    try:
+        return fake_trials.train(spec, directory, log, **more)
+    finally:
+        time.time_ns, time.time = nanoseconds, seconds
+
+
+def train_slowly(*args: Any, **kwargs: Any) -> Any:
+    """The fake run, in a worker whose queue answers after SLOW_DISK seconds."""
+    from cohort.harness.study.queue import Queue
+
+    def slow(operation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (time.sleep(float(os.environ["SLOW_DISK"])), operation(*given, **named))[1]
+
+    for name in ("_read", "_attributes"):
+        setattr(Queue, name, slow(getattr(Queue, name)))
+    return fake_trials.train(*args, **kwargs)
+
+
+def clocks(study: StudySpec, runs: Path) -> list[list[int]]:
+    """The times (ms) at which each trial logged metrics."""
+    plan = open_queue(study, runs).plan
+    files = [plan.directory(key) / EVENTS for key in plan.keys]
+    return [[event["time"] for event in read_events(file) if event["type"] == "metrics"] for file in files]
+
+
+@pytest.mark.attack("A clock that jumps back an hour")
+def test_a_clock_that_jumps_back_changes_nothing(runs):
+    study = a_study(seeds=[0])
+    run(study, runs, execute="test_killed:train_back", workers=1)
+    check_as_undisturbed(study, runs)
+    assert all(min(b - a for a, b in itertools.pairwise(times)) < -3_000_000 for times in clocks(study, runs))
+
+
+@pytest.mark.long
+@pytest.mark.attack("A queue on a disk that answers after seconds")
+def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(runs, monkeypatch):
+    monkeypatch.setenv("SLOW_DISK", "5")
+    study = a_study(seeds=[0], interleave=2)
+    run(study, runs, execute="test_killed:train_slowly", workers=1)
+    for times in clocks(study, runs):
+        waits = [b - a for a, b in itertools.pairwise(times) if b - a > 4500]
+        assert len(waits) <= 2, times  # at most one for `is_held`, one for `gives_way`, of the seven steps
+    check_as_undisturbed(study, runs)
+
+
+@pytest.mark.attack("A queue on a disk that answers after seconds")
+def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs, monkeypatch):
+    log = worker._TrialLog(a_queue(a_study(), runs), ("group_size=2", 0), StopRequest())
+    now = [0.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def answers(after: float) -> int:
+        """How often it is asked in 200 steps of a second, where an answer takes so many seconds."""
+        asked = []
+        for _ in range(200):
+            now[0] += 1.0
+            assert not log._asks(lambda: bool(asked.append(now.__setitem__(0, now[0] + after))))
+        return len(asked)
+
+    assert answers(0.01) == 200
+    assert answers(0.5) == 200 // 10 and answers(5.0) == 200 // 95 + 1  # 19 times as long passes between two
+
+
+@pytest.mark.long
+@postgres_server.needed
+@pytest.mark.attack("Crash of the PostgreSQL server")
+def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(runs, server, monkeypatch, record_property):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    study, url, crashes = a_study(seeds=list(range(6))), server.new_database(), []
+
+    def crash(status: StudyStatus) -> None:
+        if len(crashes) < 2 and status.counts().get("complete", 0) > 3 * (len(crashes) + 1):
+            crashes.append(server.crash())
+            server.start()
+
+    status = run(study, runs, crash, storage=url)
+    assert (status.finished, status.all_valid, len(crashes)) == (True, True, 2)
+    record_property("tried", len(crashes))
+    check_once_each(open_queue(study, runs, url))
+
+
+@pytest.mark.long
+@pytest.mark.attack("30 workers at their first claim")
+def test_30_workers_that_claim_at_once_take_a_trial_each(runs, zygote, record_property):
+    (runs / "hold").touch()
+    most = [0]
+
+    def release(status: StudyStatus) -> None:
+        most[0] = max(most[0], at_work(status))
+        if most[0] == 30:
+            (runs / "hold").unlink(missing_ok=True)
+
+    study = a_study(seeds=list(range(15)))
+    run(study, runs, release, workers=30)
+    assert open_queue(study, runs).num_claims() == 30  # none twice
+    check_as_undisturbed(study, runs)
+    record_property("tried", 30)
+
+
+# Storms ---------------------------------------------------------------------------------------------------------------
+
+RUN = {
+    **FEW, "algorithm": {"name": "grpo", "group_size": 4}, "cold_start": {"steps": 30}, "sampling": {"max_tokens": 12},
+    "evaluation": {**FEW["evaluation"], "every": 3}, "checkpoints": {"every": 1, "rollouts_every": 2}, "steps": 8,
+    "rewards": {"accuracy": 1.0, "format": 1.0},
+}  # fmt: skip
+LORA = {**RUN, "lora": {"rank": 4, "alpha": 8.0}}
+# Reinforcement learning with a reference, answers, a critic and a reference again.
+STAGES = [
+    {"name": "reason", "steps": 4},
+    {"name": "distil", "kind": "rejection_sampling", "steps": 4, "optimizer": {"learning_rate": 1e-3},
+     "rejection": {"num_prompts": 64, "num_samples": 4, "keep": 2}},
+    {"name": "value", "steps": 4, "algorithm": {"name": "ppo"}},
+    {"name": "polish", "steps": 3, "kl": {"schedule": "adaptive", "target": 1e-4}},
+]  # fmt: skip
+STAGED = {**RUN, "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.02}, "cold_start": {"steps": 100},
+          "steps": 15, "checkpoints": {"every": 3}}  # fmt: skip
+LATER = {"first": 3, "half_width": 0.02, "at_most": 4}
+TWO, FOUR = {"algorithm.kl_beta": [0.0, 0.1]}, {"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3]}
+SIZES = {"algorithm.group_size": [2, 4, 8]}
+MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those of its start
+    "fakes": {"factors": SIZES, "seeds": [0, 1, 2, 3]},
+    "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
+    "four stages": {"run": STAGED, "arms": {"four stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
+    "clones, turns": {"run": RUN, "factors": FOUR, "seeds": [0], "interleave": 2},
+    "two stages, turns": {"run": RUN, "factors": TWO, "seeds": LATER, "interleave": 3},
+    "together, two stages": {"run": LORA, "factors": TWO, "seeds": LATER, "options": {"together": True}},
+    "together, clones, turns": {"run": LORA, "factors": FOUR, "seeds": [0], "interleave": 4,
+                                "options": {"together": True}},
+    "two devices, turns": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
+                           "interleave": 4, "options": {"workers": 1}},
+}  # fmt: skip
+COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
+START_WORKER = local.start_worker
+SPARED = 6  # kills of a trial at one step after which it may take the next: ten end it
+PARENT, LEAVES = "kl_beta=0", 3
+
+
+def train(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Callable[[], bool], **more: Any) -> Any:
+    """As the real loop, but the arm that is to be cloned is stopped after the step at which the clone leaves it."""
+    runs = cache.parent
+
+    def asked() -> bool:
+        if log.step == LEAVES and not (runs / "cloned").exists() and directory.name.startswith(f"{PARENT}-seed"):
+            steering.steer("stop", "storm", runs, PARENT)
+        return should_stop()
+
+    return loop.train(spec, directory, log, cache=cache, should_stop=asked, **more)
+
+
+def clone(runs: Path, status: StudyStatus) -> None:
+    """Clone the stopped arm, warm, once all its trials are at the step at which the clone leaves; until then let it go
+    on, because a kill may have come between the request and the checkpoint."""
+    trials = [trial for trial in status.trials if trial.arm == PARENT]
+    if (runs / "cloned").exists() or any(trial.state == "running" for trial in trials) or not trials[0].held:
+        return
+    if all((trial.directory / CHECKPOINTS / f"step-{LEAVES:08d}").exists() for trial in trials):
+        steering.clone_arm("storm", runs, PARENT, {"optimizer.learning_rate": 0.01}, warm=True)
+        (runs / "cloned").touch()
+    steering.steer("resume", "storm", runs, PARENT)
+
+
+def mixed(kind: str) -> tuple[StudySpec, dict[str, Any]]:
+    """The study of a row of `MIXED`, and how it is started."""
+    changes = {"name": "storm", "options": {}, **MIXED[kind]}
+    options = changes.pop("options")
+    return (a_study if kind == "fakes" else make_study)(**changes), options
+
+
+def values(runs: Path) -> dict[str, Any]:
+    """Trial -> everything that its record has, without clocks and memory. What a later attempt logs again in the same
+    words counts once: a kill between the test and the end leaves the test's events behind."""
+    found: dict[str, Any] = {}
+    for file in sorted(runs.glob("studies/storm/trials/*/events.jsonl")):
+        logged: list[Any] = []
+        for event in read_events(file):
+            if event["type"] == "metrics":
+                numbers = event["values"].items()
+                event["values"] = {k: v for k, v in numbers if not k.startswith(COST_AREAS)}
+            if event["type"] != "start":
+                ends = event.get("summary", {}).items()
+                event["summary"] = {k: v for k, v in ends if k.partition("_")[0] not in COST_AREAS + COSTS}
+                said = {k: v for k, v in event.items() if k not in ("time", "sum")}
+                if said not in logged:
+                    logged.append(said)
+        found[file.parent.name] = logged
+    return found
+
+
+class Fire:
+    """Kills a process of a worker that has a trial, at random moments."""
+
+    def __init__(self, runs: Path, draw: random.Random, most: int, longest: float) -> None:
+        self.runs, self.draw, self.most, self.longest = runs, draw, most, longest
+        self.kills: Counter[str] = Counter()  # phase of the trial -> kills
+        self._stuck: Counter[tuple[str, int]] = Counter()  # trial, its step -> kills
+
+    @contextlib.contextmanager
+    def burning(self) -> Iterator[None]:
+        self._over = threading.Event()
+        thread = threading.Thread(target=self._kill, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _kill(self) -> None:
+        while not self._over.wait(self.draw.uniform(0.1, self.longest)) and self.kills.total() < self.most:
+            for lease in self.draw.sample(found := sorted(self.runs.glob("studies/storm/trials/*/lease")), len(found)):
+                with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
+                    holder = psutil.Process(read_json(lease)["pid"])
+                    if holder.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    shown = read_progress(lease.parent)
+                    at = (lease.parent.name, shown.get("step", 0))
+                    if self._stuck[at] >= SPARED:
+                        continue
+                    os.kill(holder.pid, signal.SIGKILL)
+                    self._stuck[at] += 1
+                    self.kills[shown.get("phase", "start")] += 1
+                    break
+
+
+@pytest.fixture
+def zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zygote]:
+    """Of the workers of all studies here."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
+    monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
+    with contextlib.closing(Zygote()) as one:
+        monkeypatch.setattr(local, "start_worker", one.start_worker)
+        yield one
+
+
+def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
+    """The values of a study of this kind that was run to its end."""
+    runs.mkdir(exist_ok=True)
+    study, options = mixed(kind)
+    act = (lambda status: clone(runs, status)) if "clones" in kind else None
+    own = {"fakes": fake_trials.EXECUTE}.get(kind, "test_killed:train" if "clones" in kind else worker.EXECUTE)
+    left = True
+    while left:  # a fast machine ends the other arms before the clone is there: the same command goes on with it
+        status = run(study, runs, act, execute=execute or own, **options)
+        assert status.finished and status.all_valid, [trial.reason for trial in status.trials]
+        left = any(trial.is_open or trial.held for trial in open_queue(study, runs).status().trials)
+    assert set(completions(open_queue(study, runs)).values()) == {1}
+    record = read_study(runs, "storm")
+    assert not record.strange and len(record.exploratory) == ("clones" in kind)
+    return values(runs)
+
+
+def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
+    assert found.keys() == want.keys()
+    assert [name for name in want if found[name] != want[name]] == []
+
+
+@pytest.mark.long
+@pytest.mark.attack("SIGKILL at random moments in studies with stages, turns, shared models, clones, two stages")
+@pytest.mark.parametrize("kind", list(MIXED))
+@pytest.mark.timeout(7200)
+def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
+    tmp_path, kind, zygote, monkeypatch, record_property
+):
+    forks = "devices" not in kind
+    if not forks:  # torch's agent starts their processes
+        monkeypatch.setattr(local, "start_worker", START_WORKER)
+    wanted = int(os.environ.get("COHORT_STORM", "125" if forks else "12"))
+    want, kills, number = ended(kind, tmp_path / "quiet"), Counter[str](), 0
+    while kills.total() < wanted:
+        number += 1
+        runs = tmp_path / f"storm {number}"
+        if number > 1:  # the first one makes its cold start under fire
+            shutil.copytree(tmp_path / "quiet" / "cache", runs / "cache", dirs_exist_ok=True)
+        draw = random.Random(f"{kind} {number}")
+        fire = Fire(runs, draw, wanted - kills.total(), 1.5 if forks else 15.0)
+        with fire.burning():
+            found = ended(kind, runs)
+        kills += fire.kills
+        print(f"{kind}, round {number}: {dict(kills)}", flush=True)
+        check_same_values(found, want)
+    record_property("tried", kills.total())
+
+
+HOST = """
+import sys
+from pathlib import Path
+from test_killed import mixed, run, worker
+run(mixed("grid")[0], Path(sys.argv[1]), storage=sys.argv[2], execute=worker.EXECUTE)
+"""
+
+
+@pytest.mark.long
+@postgres_server.needed
+def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, new_runs, server, monkeypatch):
+    """Two workers everywhere: the number of threads of a worker follows from it, and with it the order of sums."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    study, url = mixed("grid")[0], server.new_database()
+    quiet, *places = (new_runs(tmp_path / name / "runs") for name in ("quiet", "north", "south"))
+    run(study, quiet, execute=worker.EXECUTE)
+    processes = [subprocess.Popen([sys.executable, "-c", HOST, str(place), url], cwd=place.parent) for place in places]
+    assert [process.wait(1800) for process in processes] == [0, 0]
+    check_once_each(open_queue(study, places[0], url))
+    north, south = (values(place) for place in places)
+    assert north and south and not north.keys() & south.keys()
+    check_same_values({**north, **south}, values(quiet))
+
+
+@pytest.mark.long
+@pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
+@pytest.mark.parametrize(
+    ("kind", "deadly"),
+    [("fakes", "fake"), ("grid", "real"), ("clones, turns", "steered"), ("together, clones, turns", "steered")],
+)
+@pytest.mark.timeout(3600)
+def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):
+    want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"
+    kills.mkdir()
+    zygote.environment[kill_points.KILLS] = str(kills)
+    found = ended(kind, tmp_path / "runs", f"kill_points:{deadly}")
+    places = {file.name for file in kills.iterdir() if not file.name.startswith("ended ")}
+    print(f"{kind}: {len(places)} places", flush=True)
+    assert len(places) >= 16
+    assert {place.split(" in ")[0] for place in places} >= {
+        "before fsync",
+        "after fsync",
+        "before replace",
+        "after lock",
+    }
+    assert kind != "grid" or "after rename in files.publish_folder" in places
+    check_same_values(found, want)
+    record_property("tried", len(places))
