@@ -88,8 +88,8 @@ class Algorithm(Section, ABC):
         super().__init_subclass__(**kwargs)
         cls._stated = vars(cls).get("objective", {})
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Algorithm)]
-        told = [base._stated for base in bases]
-        told = [{"aggregation": "mean over all tokens"} if cls.token_mean else {}, *told]
+        mean = {"aggregation": "mean over all tokens"} if cls.token_mean else {}
+        told = [mean, *(base._stated for base in bases)]
         cls.objective = {**Algorithm.objective, **{key: text for words in told for key, text in words.items()}}
         methods = {name for base in bases[:-1] for name, value in vars(base).items() if inspect.isfunction(value)}
         changed = vars(cls).keys() & methods - set(dir(Section))
@@ -151,7 +151,7 @@ class Algorithm(Section, ABC):
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: the mean over the tokens of a row, then
-        over rows (GRPO, arXiv:2402.03300, eq. 3); with `token_mean` over all tokens (DAPO, arXiv:2503.14476, eq. 12)."""
+        over rows (GRPO, arXiv:2402.03300, eq. 3); with `token_mean` over all (DAPO, arXiv:2503.14476, eq. 12)."""
         if self.token_mean:
             return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)
         tokens_B1 = completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
