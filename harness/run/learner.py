@@ -158,8 +158,7 @@ class Learner:
         `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         `effective_samples` there is the effective sample size of an update's importance weights w (policy / sampler, of
-        whole completions), as a share: (sum of w)^2 / (rows * sum of w^2). With `optimizer.effective_sample_scaling`
-        its root multiplies the policy's rate (VCPO, arXiv:2602.17616, eq. 5, where 1 is an exact sampler's share).
+        whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
@@ -274,7 +273,7 @@ class Learner:
             optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
-        wants_shares = self.spec.staleness > 0 or self.spec.optimizer.effective_sample_scaling
+        wants_shares = self.spec.staleness > 0
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         with torch.set_grad_enabled(not self.warms_critic):
             prompts = [self._prompt_states(self.policy, minibatch)]
@@ -323,11 +322,7 @@ class Learner:
             has_signal = norm > LEAST_GRADIENT
             totals[f"{name}/no_signal"] = float(not has_signal)
             if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
-                rate = group["lr"]
-                if name == "policy" and self.spec.optimizer.effective_sample_scaling:
-                    group["lr"] *= totals[f"{behind}/effective_samples"] ** 0.5
                 optimizer.step()
-                group["lr"] = rate
         return totals
 
     def _train_mode(self, on: bool) -> None:
