@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..harness.data import short_path
+from ..harness.base.arms import short_path
 from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis, Contrast, contrast, outcome_contrast

@@ -86,10 +86,6 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["rewards.overlong must have a weight other than 0 with overlong=penalise, got 0; remove one of the two"]),
     ({"algorithm": {"name": "distill"}, "kl": {"reference": "m"}, "overlong": "penalise"},
      ["rewards must have weight 0 for distill", "got 0.5 for overlong"]),
-    (
-        {"optimizer": {"effective_sample_scaling": True}},
-        ["effective_sample_scaling must be false", "got true; set staleness, or more updates of a batch"],
-    ),
     ({"high_entropy_tokens": 0}, ["high_entropy_tokens", "greater than 0", "got 0"]),
     ({"high_entropy_tokens": 1.2}, ["high_entropy_tokens", "less than or equal to 1", "got 1.2"]),
     ({"algorithm": {"name": "gspo", "entropy_bonus": -1}}, ["algorithm.entropy_bonus", "equal to 0", "got -1"]),

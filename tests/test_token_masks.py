@@ -26,7 +26,7 @@ def updated(spec, batch):
         batch = spec.algorithm.advantages(learner.annotate(batch))
     learner.optimizers = {}
     (minibatch,) = learner._minibatches(batch, 0, 0)
-    metrics = learner._optimizer_step(minibatch, first=True) | learner._left_out(batch)
+    metrics = learner._optimizer_step(minibatch, first=True) | left_out(batch, learner.spec)
     return metrics, torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None]), batch
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..base.arms import short_path
 from ..base.words import quoted
-from ..data import Section, short_path
+from ..data import Section
 from .errors import did_you_mean
 
 Weights = dict[str, float]  # arm label -> its weight in a sum

@@ -51,10 +51,6 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
-    effective_sample_scaling: bool = Field(
-        default=False,
-        description="multiply the policy's rate by the root of the effective share of an update's completions (VCPO)",
-    )
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
     tokens_per_microbatch: int | None = Field(
@@ -491,9 +487,6 @@ class RunSpec(Section):
         if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
             rule = f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights"
             raise ValueError(f"{rule}, got {self.staleness}; use engine=transformers")
-        if self.optimizer.effective_sample_scaling and not self.staleness and self.updates_per_step == 1:
-            rule = "optimizer.effective_sample_scaling must be false where each completion is of the policy it updates"
-            raise ValueError(f"{rule}, got true; set staleness, or more updates of a batch")
         group, least, rollouts = self.algorithm.group_size, self.algorithm.min_group_size, self.rollouts_per_step
         if group < least:
             raise ValueError(f"algorithm.group_size must be at least {least} for {algorithm}, got {group}")
