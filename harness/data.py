@@ -21,7 +21,7 @@ else:
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
-TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "paused", "pruned"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
 FINAL = ("complete", "invalid", "pruned")  # final results: such a run is never repeated
 ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
 

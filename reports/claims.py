@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..harness.base.arms import short_path
 from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis, Contrast, contrast, outcome_contrast
@@ -144,9 +143,7 @@ def _number(trial: TrialRecord, metric: str, kind: str) -> float | None:
 
 
 def _name(claim: Mapping[str, Any], weights: Weights) -> str:
-    """`a - b`, `mean of 'a' and 'b' - c`, `('a' + 'b') - ('c' + 'd')`, or the factor of a trend."""
-    if claim["trend"]:
-        return f"from the lowest to the highest {short_path(claim['trend'])}"
+    """`a - b`, `mean of 'a' and 'b' - c`, `('a' + 'b') - ('c' + 'd')`."""
     sides = []
     for sign in (1, -1):
         side = {arm: sign * weight for arm, weight in weights.items() if sign * weight > 0}

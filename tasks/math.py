@@ -9,22 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from ..harness.base.words import did_you_mean
 from . import _latex
 from ._answers import AnswerFormat, last_resort_latex, stated, write
 from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
-
-SUBJECTS = (
-    "algebra",
-    "counting and probability",
-    "geometry",
-    "intermediate algebra",
-    "number theory",
-    "prealgebra",
-    "precalculus",
-)
 
 
 class Math(DatasetTask):
@@ -45,17 +34,6 @@ class Math(DatasetTask):
     levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(
         default=(), description="difficulties kept; all if empty"
     )
-    subjects: tuple[str, ...] = Field(default=(), description="subjects kept; all if empty")
-
-    @field_validator("subjects")
-    @classmethod
-    def _known(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        names = tuple(_subject(value) for value in values)
-        for name in names:
-            if name not in SUBJECTS:
-                hint = did_you_mean(name, SUBJECTS)
-                raise ValueError(f"unknown subject '{name}'; {hint}subjects: {', '.join(SUBJECTS)}")
-        return names
 
     @property
     def max_completion_tokens(self) -> int:
@@ -69,8 +47,6 @@ class Math(DatasetTask):
                 raise BadRow(f"field 'level' must be a number or 'Level' and a number, got {text!r}")
             if level[1] not in map(str, self.levels):
                 return None
-        if self.subjects and _subject(text_field(row, "subject", "type")) not in self.subjects:
-            return None
         question = text_field(row, "problem", "question")
         solution = None if row.get("solution") is None else text_field(row, "solution")
         boxed = next((text for text in stated(solution or "", "boxed") if self.read(text)), None)

@@ -44,7 +44,7 @@ def session(*flags: str, width: int = 1440, height: int = 900) -> Iterator[Any]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
         try:
-            chromium.set_page_load_timeout(60)
+            chromium.set_page_load_timeout(240)
             yield chromium
         finally:
             chromium.quit()
@@ -62,7 +62,7 @@ def text(chromium: Any) -> str:
     return chromium.execute_script("return document.body.innerText")
 
 
-def wait_for(find: Callable[[], Found], what: str, timeout_seconds: float = 30.0) -> Found:
+def wait_for(find: Callable[[], Found], what: str, timeout_seconds: float = 240.0) -> Found:
     """What `find` returns as soon as it is true; AssertionError naming `what` where it stays false."""
     deadline = time.monotonic() + timeout_seconds
     while not (found := find()):

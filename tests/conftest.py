@@ -44,13 +44,13 @@ ROWS: defaultdict[str, Row] = defaultdict(Row)
 
 
 @pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_server(monkeypatch):
     for name in ("COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_NOTIFY"):
         monkeypatch.setenv(name, "")  # which a command sets
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+def few_figures(request) -> Iterator[None]:
     """Reports draw two of the figures on the inside of runs, all of them in a file marked `every_figure`."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("every_figure") is None:
@@ -59,24 +59,24 @@ def few_figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugins(tmp_path, monkeypatch):
     """The task, algorithm and engine named `fake`."""
     fake_trials.install(tmp_path / "plugins", monkeypatch)
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory) -> Path:
     """The folder of the cold starts that all runs of this process share."""
     return tmp_path_factory.mktemp("cold-starts")
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_store(tmp_path_factory) -> Path:
     return fake_trials.empty_store(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def new_runs(empty_store: Path) -> Callable[[Path], Path]:
+def new_runs(empty_store) -> Callable[[Path], Path]:
     """Makes a runs folder with an empty store; making a store takes seconds."""
 
     def make(folder: Path) -> Path:
@@ -88,7 +88,7 @@ def new_runs(empty_store: Path) -> Callable[[Path], Path]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+def runs(tmp_path, new_runs) -> Path:
     return new_runs(tmp_path / "runs")
 
 
@@ -137,6 +137,6 @@ def server() -> Iterator[postgres_server.Server]:
 
 
 @pytest.fixture(params=["files", pytest.param("postgres", marks=postgres_server.needed)])
-def url(request: pytest.FixtureRequest) -> str | None:
+def url(request) -> str | None:
     """Where the queue of the test lives; None for files."""
     return request.getfixturevalue("server").new_database() if request.param == "postgres" else None

@@ -216,7 +216,7 @@ def _spec(arm: FakeArm, seed: int, num_steps: int) -> dict[str, Any]:
         "task": {"name": "arithmetic"},
         "algorithm": {"name": arm.algorithm, "group_size": 8, "clip_epsilon": 0.2, "kl_beta": 0.01},
         "rewards": {"majority_vote" if "self_consistency" in arm.algorithm else "accuracy": {"weight": 1.0}},
-        "cold_start": {"steps": 400, "learning_rate": 0.003, "seed": 0},
+        "cold_start": {"steps": 400, "learning_rate": 0.003},
         "optimizer": {"learning_rate": 0.0001, "num_inner_epochs": 1, "num_minibatches": 1},
         "evaluation": {"every": 10, "num_prompts": 256, "num_test_prompts": 512, "num_samples": 4, "temperature": 1.0},
         "rollouts_per_step": 128,

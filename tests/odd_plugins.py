@@ -138,7 +138,6 @@ class OddAlgorithm(GRPO):
         if (not self.odd.startswith("advantages") and self.odd not in ACTS) or not act("algorithm", self.odd):
             return batch
         values = batch.advantages_BT
-        assert values is not None
         one = values.clone()
         one[0, -1] = math.nan
         changes: dict[str, Callable[[], Any]] = {

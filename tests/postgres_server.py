@@ -74,7 +74,6 @@ class Server:
 
     def crash(self) -> None:
         """Die as in a power cut; the next start recovers from its log."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(60)
 

@@ -216,7 +216,6 @@ def gradients(rank: int, size: int, folder: Path) -> None:
         read.clear()
         weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
         learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
-        assert learner.critic is not None
         trained = [p for part in (policy, learner.critic.backbone) for p in part.parameters() if p.requires_grad]
         found[name] = (torch.cat([full(p.grad).flatten() for p in trained]), ranks.gathered(read, ranks.apart()))
     if rank == 0:

@@ -104,7 +104,6 @@ def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarr
     found.wrong += any(one.is_detected for one in analysis.comparisons)
     for one in analysis.comparisons:
         pooled = statistics.t_interval(list(one.differences.values()))
-        assert one.interval is not None and one.over_seeds is not None and pooled is not None
         found.comparisons += 1
         found.covered += one.interval.low <= 0 <= one.interval.high
         found.pooled += pooled.low <= 0 <= pooled.high

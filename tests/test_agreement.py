@@ -155,6 +155,6 @@ def test_lengths_end_where_angles_change_for_the_whole_text_or_positions_run_out
 def test_a_run_whose_texts_may_outgrow_the_model_is_refused_before_weights_load(tmp_path):
     model = save(tmp_path / "model", "llama/dynamic")
     spec = small_spec(model=model, sampling={"max_tokens": 63})
-    with pytest.raises(ValueError, match=r"must fit into 64 tokens, where .*, got \d+ \+ 63; lower sampling"):
+    with pytest.raises(ValueError, match=r"must fit into .* context limit of 64 tokens, got \d+ \+ 63; lower sampling"):
         train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)  # the folder has no weights
     check_length(small_spec(model=model, sampling={"max_tokens": 8}))

@@ -41,7 +41,7 @@ def hostile_study() -> StudyRecord:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A study's folder alone, with its report, but without a store: what is copied from another machine."""
     folder = tmp_path_factory.mktemp("copied") / "fake"
     record = hostile_study()
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> cohort.Result:
+def result(folder) -> cohort.Result:
     return cohort.Result(hostile_study(), folder, None)
 
 
@@ -72,6 +72,7 @@ def test_these_names_are_public_and_no_others():
         cohort.plan  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path):
     (tmp_path / "tasks.py").write_text("raise SystemExit('a tasks.py of the user')")
     for name in ("reports", "studies", "algorithms", "harness"):
@@ -140,6 +141,7 @@ def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_starte
 # Results ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trials_are_the_reports_results_to_the_last_digit(result, folder):
     written = list(csv.reader((folder / "report" / "results.csv").read_text().splitlines()))
     assert as_csv(result.trials) == written
@@ -248,6 +250,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result, folder
     assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_figure_is_the_reports_and_is_saved_as_pdf(result, tmp_path):
     backend = matplotlib.rcParams["backend"]
     matplotlib.rcParams["backend"] = "svg"

@@ -84,6 +84,7 @@ def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are
     record_property("tried", len(BAD_FILES))
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A damaged file in a trial's folder")
 def test_a_bad_file_of_a_trial_that_has_ended_is_named_once_and_changes_nothing(runs, caplog):
     study = a_study(seeds=[0])

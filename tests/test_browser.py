@@ -59,6 +59,9 @@ ACTIVE = [
 HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.example/x.png)"
 
 
+pytestmark = pytest.mark.slow
+
+
 @dataclasses.dataclass
 class Served:
     """The served studies."""
@@ -93,7 +96,7 @@ class Site(Served):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Served]:
+def served(tmp_path_factory, new_runs) -> Iterator[Served]:
     """`cohort ui`, which ends with one Ctrl-C."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
@@ -105,7 +108,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], 
         trace = write_study(runs)
         port = fake_trials.free_port()
         process = cohort_process("ui", "--port", str(port), "--runs", str(runs))
-        assert process.stdout is not None
         try:
             assert f"http://127.0.0.1:{port}" in process.stdout.readline()
             yield Served(f"http://127.0.0.1:{port}", process.pid, runs, hostile, *trace)
@@ -118,7 +120,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], 
 
 
 @pytest.fixture(scope="module")
-def site(served: Served) -> Iterator[Site]:
+def site(served) -> Iterator[Site]:
     with browser.session() as chromium:
         yield Site(**vars(served), chromium=chromium)
 
@@ -333,7 +335,7 @@ ARM = "group_size=4"
 
 
 @pytest.fixture(scope="module")
-def queue(site: Site) -> Queue:
+def queue(site) -> Queue:
     """The queue of the served study; its first trial has crashed with hostile words."""
     queue = a_queue(a_study(), site.runs)
     queue.finish(claimed(queue), Outcome("failed", HOSTILE))

@@ -1,7 +1,6 @@
 """`cohort check` names each broken rule of a package's plugins, and goes on after a plugin that fails."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from cohort.harness.cli.app import main
@@ -80,7 +79,7 @@ POINTS = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def package(tmp_path, monkeypatch) -> str:
     (tmp_path / "broken_plugins.py").write_text(BROKEN)
     info = tmp_path / "broken_plugins-1.dist-info"
     info.mkdir()
@@ -92,6 +91,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "broken-plugins"
 
 
+@pytest.mark.slow
 def test_each_broken_rule_is_named_and_what_holds_passes(package):
     failed = {(one.name, one.rule) for one in check_package(package) if one.found}
     assert failed == {
@@ -113,6 +113,7 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package):
     }
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_change_and_ends_with_1(package, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", package])

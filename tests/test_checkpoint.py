@@ -36,7 +36,6 @@ def save(folder, step, seed=0, keep=2, digest="abc", **facts):
 def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
     save(tmp_path, 7, seed=3)
     checkpoint = latest_checkpoint(tmp_path, "abc")
-    assert checkpoint is not None
     assert checkpoint.step == 7
     assert checkpoint.progress == {"totals": {"rollouts": 7}, "num_events": 0}
     assert checkpoint.learner_state()["policy"]["step"].item() == 7
@@ -223,7 +222,6 @@ def test_a_checkpoint_that_is_copied_while_the_run_samples_has_the_state_before_
     assert order == ["copied", "copied", "changes"]  # weights, moments
     assert threading.current_thread() not in copier
     saved = latest_checkpoint(tmp_path / CHECKPOINTS, run.spec.digest())
-    assert saved is not None
     assert_same_weights(policy, saved.policy_weights(run.learner.policy))
     for place, own in saved.learner_state()["policy"]["state"].items():
         assert_same_weights(moments[place], own)

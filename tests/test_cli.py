@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def commands(app: typer.Typer = app.app, path: tuple[str, ...] = ()) -> list[tup
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
@@ -59,7 +58,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store(runs: Path, new_runs: Callable[[Path], Path]) -> None:
+def store(runs, new_runs):
     """An empty store in the runs folder; making one takes seconds, and two tests here do."""
     new_runs(runs)
 
@@ -81,7 +80,7 @@ class Shell:
 
 
 @pytest.fixture
-def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
+def cohort(capsys) -> Shell:
     return Shell(capsys)
 
 
@@ -508,6 +507,7 @@ def test_on_a_terminal_a_study_is_a_page_with_a_line_for_each_arm(monkeypatch):
     assert "[b]arm" in out.getvalue() and "for the shared cold start " in out.getvalue() and "0/0" not in out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Output that is no file or cannot hold the text")
 def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path):
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")

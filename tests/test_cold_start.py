@@ -23,6 +23,7 @@ def make_spec(**cold_start):
     return parse_run(raw, "test")
 
 
+@pytest.mark.slow
 def test_the_policy_learns_to_repeat_its_demonstrations():
     demonstrations = [Demonstration(f"{a}+1=", f"#### {a + 1}") for a in range(1, 9)]
     policy, codec = tiny_model(0), tiny_codec()

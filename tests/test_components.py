@@ -195,7 +195,6 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     assert [one.name for one in ranked] == ["large", "small", "harmful"]
     for one in ranked:
         comparison = found.comparison(f"without {one.name}")
-        assert comparison is not None and comparison.interval is not None and one.interval is not None
         assert one.comparison == comparison and one.effect == -comparison.estimate
         assert (one.interval.low, one.interval.high) == (-comparison.interval.high, -comparison.interval.low)
         assert one.interval.low < one.effect < one.interval.high

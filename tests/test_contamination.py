@@ -142,6 +142,7 @@ def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn
     return judge(one, other, np.random.default_rng(0))
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not():
     probed, reference = first("test", 150), first("validation", 150)
     texts = [d.prompt for d in make_spec().task.demonstrations()]
@@ -171,7 +172,7 @@ PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
 
 
 @pytest.fixture
-def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
+def cohort(capsys) -> Shell:
     return Shell(capsys)
 
 

@@ -45,7 +45,7 @@ def spec_of(**changes: Any) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Runs:
+def runs(tmp_path_factory, cache) -> Runs:
     """A step of one run without a control and with each."""
     found = {}
     for control in (None, *CONTROLS):
@@ -252,6 +252,7 @@ def with_controls(**accuracies: float) -> StudyRecord:
     return fake_study([*arms, *(arm(c, a, control=c) for c, a in accuracies.items())], seeds=range(5))
 
 
+@pytest.mark.slow
 def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_best_arm(tmp_path):
     record = with_controls(frozen=0.4, inverted=0.95)
     main = [one for one in record.trials if one.arm in ("plain", "better")]

@@ -75,6 +75,7 @@ MORE = {
 }
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path):
     cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
     side_by_side(tmp_path, cases)
@@ -137,6 +138,7 @@ def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(t
         assert one == two
 
 
+@pytest.mark.slow
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path):
     torch.manual_seed(1)
     assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
@@ -146,6 +148,7 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
     assert [name for name in different if "norm" not in name] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "tokens"),
     [
@@ -209,6 +212,7 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
     return load_policy(str(folder / "policy"), seed=0).state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
 def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path):
     changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
@@ -233,6 +237,7 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
     assert log.resumed_at[0] >= 1
 
 
+@pytest.mark.slow
 def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path):
     """Of `group_of_two`, whose trials end in several ways, one after another."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
@@ -323,6 +328,7 @@ QWEN_7B = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one():
     study = load_study("math_7b", [])
     whole = load_study("math_7b", ["lora=null", "devices=8", "optimizer.learning_rate=1e-6"])

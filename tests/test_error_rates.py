@@ -10,6 +10,7 @@ from scipy import stats
 STUDIES = 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design):
     # a true rate of 5 % exceeds these counts in 1 of 1000 tests: 5 of 24 studies, 13 of 96

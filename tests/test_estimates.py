@@ -249,6 +249,7 @@ def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path):
     run = CliRunner().invoke
     shown = run(app, ["study", "run", "quickstart", "--dry-run", "--json", "--runs", str(tmp_path / "new")])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def parsed(monkeypatch) -> Counter[str]:
     """How often this process has parsed the settings of each run, apart from its seed."""
     counts: Counter[str] = Counter()
     parse_run = cohort.harness.settings.run.parse_run
@@ -48,6 +48,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_store, parsed):
     file, runs = tmp_path / "toy.yaml", tmp_path / "runs"

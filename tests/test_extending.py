@@ -16,6 +16,7 @@ from cohort.harness.study.worker import worker_main
 TEXT = (Path(__file__).resolve().parents[1] / "docs/extending.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_study_trains_the_algorithm_on_the_task_with_the_reward(runs, tmp_path, monkeypatch):
     source, target = tmp_path / "cohort_extras", tmp_path / "site"
     (source / "cohort_extras").mkdir(parents=True)

@@ -135,6 +135,7 @@ def a_run(**changes) -> RunSpec:
     return a_spec(**{**more, **changes})
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(tmp_path):
     whole, parts, short = MemoryLog(), MemoryLog(), MemoryLog()
     result = train(a_run(), tmp_path / "whole", whole, cache=tmp_path)

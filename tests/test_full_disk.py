@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A small file system of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()

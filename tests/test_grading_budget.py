@@ -80,6 +80,7 @@ def test_a_point_tells_expressions_apart_only_if_they_differ():
         assert not _algebra.surely_differ(value, sympy.Integer(1))  # no value: algebra decides
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Expressions that read fast and compare slowly")
 def test_a_text_that_spent_its_processor_time_is_not_tried_again_and_the_other_one_is():
     checker = Checker(cpu_seconds=0.4, wall_seconds=60.0)
@@ -92,6 +93,7 @@ def test_a_text_that_spent_its_processor_time_is_not_tried_again_and_the_other_o
     assert checker.counts == {"unparsable": 3, "equal": 1, "different": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Expressions that read fast and compare slowly")
 def test_a_text_that_the_clock_stopped_is_tried_again():
     checker = Checker(cpu_seconds=60.0, wall_seconds=0.4)

@@ -48,6 +48,7 @@ def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_repl
     check_store(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("NUL and broken Unicode in a reason")
 @pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path):

@@ -62,6 +62,7 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
 @pytest.mark.timeout(300)
 def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(tmp_path):
@@ -152,6 +153,7 @@ def test_hosts_with_other_versions_are_told_so(monkeypatch):
         assert isinstance(end, SpecError) and "all hosts must run the same versions, torch is" in str(end)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A host without the secret of a group")
 def test_hosts_without_one_secret_end_with_a_sentence(tmp_path, monkeypatch):
     runs, port, logs = tmp_path / "runs", free_port(), [tmp_path / "first.log", tmp_path / "second.log"]

@@ -68,7 +68,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hub(monkeypatch) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.created, server.refuse = {}, [], False
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -81,7 +81,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tmp_path_factory) -> Path:
     """The folder of a run that has ended, with another test and an objective that is hostile text."""
     runs = tmp_path_factory.mktemp("runs")
     tests = [{"name": "aime24", "path": str(Path(__file__).parent / "fixtures" / "aime24")}]
@@ -120,6 +120,7 @@ def registered(run: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub):
     done = registered(ended)
     assert (done.returncode, done.stdout) == (0, f"me/policy: {hub.address}/me/policy\n"), done.stderr
@@ -142,6 +143,7 @@ def test_a_name_that_is_none_is_refused(ended, words, said, capsys):
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_sentence_that_says_how_to_log_in(ended, hub):
     hub.refuse = True
     done = registered(ended)

@@ -73,6 +73,7 @@ def a_run(data, **changes):
     return make_spec(**{**FEW, "task": task, "steps": 2, "sampling": {"max_tokens": 4}, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
 def test_a_study_whose_data_were_edited_takes_no_more_seeds_until_they_are_restored(data, runs):
     begun(a_study(data), runs)
@@ -258,6 +259,7 @@ print(json.dumps([started, moved, weights == expected, recorded, len(task.prompt
 """
 
 
+@pytest.mark.slow
 def test_commits_of_the_hubs_caches_are_recorded_and_pinned_without_a_network(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", OFFLINE, COMMIT, OTHER]

@@ -1,7 +1,7 @@
 """A study that is killed, interrupted or disturbed at any moment ends with the values of an undisturbed one.
 
 What is killed: workers, the command, a notebook, a database. Where: at random moments, and before and after every place
-that writes. Which study: of fakes, with stages, turns, shared models, clones, seeds that are decided late, two devices.
+that writes. Which study: of fakes, with stages, shared models, clones, seeds that are decided late, two devices.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         (interrupted, None),
         *(pytest.param(kernel_ended, number, marks=[
             pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
-            *([pytest.mark.long] if number == signal.SIGINT else []),
+            pytest.mark.long if number == signal.SIGINT else pytest.mark.slow,
         ]) for number in (signal.SIGKILL, signal.SIGINT)),
     ],
 )  # fmt: skip
@@ -171,6 +171,7 @@ def clocks(study: StudySpec, runs: Path) -> list[list[int]]:
     return [[event["time"] for event in read_events(file) if event["type"] == "metrics"] for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A clock that jumps back an hour")
 def test_a_clock_that_jumps_back_changes_nothing(runs):
     study = a_study(seeds=[0])
@@ -183,11 +184,11 @@ def test_a_clock_that_jumps_back_changes_nothing(runs):
 @pytest.mark.attack("A queue on a disk that answers after seconds")
 def test_a_run_does_not_wait_at_each_step_for_a_queue_that_answers_late(runs, monkeypatch):
     monkeypatch.setenv("SLOW_DISK", "5")
-    study = a_study(seeds=[0], interleave=2)
+    study = a_study(seeds=[0])
     run(study, runs, execute="test_killed:train_slowly", workers=1)
     for times in clocks(study, runs):
         waits = [b - a for a, b in itertools.pairwise(times) if b - a > 4500]
-        assert len(waits) <= 2, times  # at most one for `is_held`, one for `gives_way`, of the seven steps
+        assert len(waits) <= 2, times  # `is_held` asks at some of the seven steps
     check_as_undisturbed(study, runs)
 
 
@@ -270,13 +271,12 @@ MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those
     "fakes": {"factors": SIZES, "seeds": [0, 1, 2, 3]},
     "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
     "four stages": {"run": STAGED, "arms": {"four stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
-    "clones, turns": {"run": RUN, "factors": FOUR, "seeds": [0], "interleave": 2},
-    "two stages, turns": {"run": RUN, "factors": TWO, "seeds": LATER, "interleave": 3},
+    "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
+    "two stages": {"run": RUN, "factors": TWO, "seeds": LATER},
     "together, two stages": {"run": LORA, "factors": TWO, "seeds": LATER, "options": {"together": True}},
-    "together, clones, turns": {"run": LORA, "factors": FOUR, "seeds": [0], "interleave": 4,
-                                "options": {"together": True}},
-    "two devices, turns": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
-                           "interleave": 4, "options": {"workers": 1}},
+    "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0], "options": {"together": True}},
+    "two devices": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
+                    "options": {"workers": 1}},
 }  # fmt: skip
 COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
 START_WORKER = local.start_worker
@@ -372,7 +372,7 @@ class Fire:
 
 
 @pytest.fixture
-def zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zygote]:
+def zygote(monkeypatch) -> Iterator[Zygote]:
     """Of the workers of all studies here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
@@ -405,7 +405,7 @@ def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.attack("SIGKILL at random moments in studies with stages, turns, shared models, clones, two stages")
+@pytest.mark.attack("SIGKILL at random moments in studies with stages, shared models, clones, two stages")
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(7200)
 def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
@@ -459,7 +459,7 @@ def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, n
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize(
     ("kind", "deadly"),
-    [("fakes", "fake"), ("grid", "real"), ("clones, turns", "steered"), ("together, clones, turns", "steered")],
+    [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")],
 )
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):

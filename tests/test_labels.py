@@ -97,6 +97,7 @@ def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path):
     labels = LABELS["hostile"]
     record = labelled(labels)

@@ -106,7 +106,6 @@ CAN_UNSHARE = shutil.which("unshare") is not None and not subprocess.call(
 def test_a_process_of_another_container_is_not_looked_up_among_ours(tmp_path):
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", CONTAINER]
     with subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         holder = read_json(tmp_path / "lease")
         assert holder["pid"] < 10 and holder["host"].partition("/")[0] == machine().partition("/")[0]  # one boot
@@ -143,7 +142,6 @@ def test_a_lease_that_cannot_be_read_is_held_until_its_heartbeats_have_stopped(t
 @pytest.mark.attack("A worker that is frozen for longer than its lease lasts")
 def test_a_suspended_worker_keeps_its_trial_here_and_ends_if_another_machine_took_it(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", CONTAINER, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     process.send_signal(signal.SIGSTOP)
     watcher = Machine(tmp_path)
@@ -187,6 +185,5 @@ def test_what_killed_writers_left_in_a_trials_folder_is_swept_when_it_is_taken(t
     for name in left + kept:
         (directory / name).touch()
     claim = one.queue.claim()
-    assert claim is not None
     assert {file.name for file in directory.iterdir()} == {*kept, "lease"}
     claim.lease.release()

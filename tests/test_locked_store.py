@@ -29,14 +29,13 @@ def held(store: Path, lock: str) -> Iterator[None]:
     """Meanwhile another process has locked the store."""
     command = [sys.executable, "-c", HOLD, str(store), lock]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield
         process.kill()
 
 
 @pytest.fixture
-def store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path, tmp_path_factory) -> Path:
     return Path(shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db"))
 
 

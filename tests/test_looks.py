@@ -36,7 +36,6 @@ def test_the_shares_of_all_numbers_of_seeds_add_up_to_one():
 def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share():
     # 0.01, 0.03, 0.02, 0.04: mean 0.025, error 0.0129099 / 2 = 0.00645497, t = 3.872983 with 3 degrees of freedom
     found = statistics.t_interval((0.01, 0.03, 0.02, 0.04), share=1 / 6)
-    assert found is not None
     half = stats.t.ppf(1 - 0.025 / 6, 3) * 0.00645497
     assert (found.low, found.high) == pytest.approx((0.025 - half, 0.025 + half), abs=1e-6)
     assert statistics.t_test(found) == pytest.approx(6 * 2 * stats.t.sf(3.872983, 3), abs=1e-6)
@@ -79,7 +78,6 @@ def test_every_p_and_interval_of_a_page_pays_for_added_seeds():
     plain, wide = analysed(record), analysed(dataclasses.replace(record, added=[3, 4], looks=[3]))
     for one, other in zip(plain.comparisons, wide.comparisons, strict=True):
         assert other.p == pytest.approx(min(10 * one.p, 1)) and one.p_adjusted < 0.05
-        assert one.interval is not None and other.interval is not None
         assert other.interval.high - other.interval.low > 1.9 * (one.interval.high - one.interval.low)
         assert other.detectable > one.detectable
     for one, other in zip(plain.arms, wide.arms, strict=True):
@@ -116,7 +114,6 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
             variance = statistics.crossed_variance(one.cells)
             needed = {d: statistics.seeds_needed(d, variance, 128, 0.05 / 2, of) for d in (0.01, 0.02, 0.05, 0.1)}
             assert one.seeds_for == needed and len(set(needed.values())) > 1
-    assert one is not None
     variance = statistics.CrossedVariance(float(np.var(one.values, ddof=1)), 0.0, 0.0)
     needed = {d: statistics.seeds_needed(d, variance, 1, 0.05 / 2, statistics.any_time_share) for d in one.seeds_for}
     assert dataclasses.replace(one, cells=None).seeds_for == needed
@@ -132,7 +129,6 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
 def test_an_effect_of_a_grid_pays_for_added_seeds_too():
     record = fake_study(factor_grid({"algorithm.group_size": [2, 4, 8]}), range(5), num_steps=10)
     plain, paid = analysed(record).grid, analysed(dataclasses.replace(record, added=[4])).grid
-    assert plain is not None and paid is not None
     assert [one.p for one in paid.effects] == pytest.approx([min(10 * one.p, 1) for one in plain.effects])
 
 

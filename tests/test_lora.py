@@ -110,7 +110,6 @@ def test_the_same_seed_draws_the_same_adapter_and_no_random_state_is_touched():
 
 def test_the_critic_shares_the_frozen_weights_and_has_an_adapter_of_its_own():
     spec, policy, learner = adapted("ppo")
-    assert learner.critic is not None
     shared = {p.data_ptr() for p in policy.parameters() if not p.requires_grad}
     for name, parameter in learner.critic.named_parameters():
         assert (parameter.data_ptr() in shared) == (not parameter.requires_grad), name
@@ -128,7 +127,6 @@ def test_a_bfloat16_model_gets_a_float32_adapter():
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     metrics = updated(spec, learner, make_batch().replace(sampler_logprobs_BT=logprobs(policy, make_batch())))
     assert metrics["policy/grad_norm"] > 0
-    assert learner.critic is not None
     assert learner.critic.head.weight.dtype == torch.float32
 
 
@@ -204,6 +202,7 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(tmp_path):
     changes = {"algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.02}, "lora": LORA, "steps": 3}
     spec = make_spec(**{**FEW, **changes, "optimizer": {"learning_rate": 1e-2}})

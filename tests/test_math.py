@@ -8,14 +8,12 @@ from typing import get_args
 import pytest
 import yaml
 from cohort.harness.contracts import hostile
-from cohort.harness.settings.errors import SpecError
 from cohort.tasks import _answers, _latex
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import BadRow
 from cohort.tasks._latex import Checker
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
-from factories import make_spec
 from real_data import real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -128,19 +126,11 @@ def test_a_source_with_a_test_split_alone_serves_evaluation():
             call()
 
 
-def test_levels_and_subjects_filter_every_split():
+def test_levels_filter_every_split():
     assert {p.gold for p in task(levels=[1]).prompts("test")} == {"12"}
     assert {p.gold for p in task(levels=[2, 3]).prompts("test")} == {r"\sqrt{5}", "5", "42"}
-    kept = task(subjects=["Counting & Probability", "number_theory"], test_path=str(FIXTURES / "math_answers"))
-    assert {p.gold for p in kept.prompts("test")} == {"23_5"}
-    assert len(kept.prompts("train")) + len(kept.prompts("validation")) == 3
     with pytest.raises(ValueError, match="the test split has no usable problem among 4 rows; loosen its filters"):
-        task(levels=[5], subjects=["geometry"]).prompts("test")
-
-
-def test_an_unknown_subject_is_an_error_of_the_spec():
-    with pytest.raises(SpecError, match=r"unknown subject 'geometri'; did you mean 'geometry'\?"):
-        make_spec(task={"name": "math", "subjects": ["geometri"]})
+        task(levels=[4]).prompts("test")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +144,6 @@ def test_an_unknown_subject_is_an_error_of_the_spec():
         ({"problem": "Why?", "answer": "1+" * 300}, {}, "the answer must have at most 500 characters, got 600"),
         ({"problem": "Why?", "answer": "4"}, {"levels": [1]}, "field 'level' is missing"),
         ({"problem": "Why?", "answer": "4", "level": "hard"}, {"levels": [1]}, "field 'level' must be a number"),
-        ({"problem": "Why?", "answer": "4"}, {"subjects": ["algebra"]}, "field 'subject' or 'type' is missing"),
     ],
 )
 def test_a_bad_row_names_its_field(row, fields, message):

@@ -194,6 +194,7 @@ def bytes_saved(module, spec, forward):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do():
     spec = make_spec("ppo", rollouts_per_step=800_000, optimizer={"tokens_per_microbatch": 10**8})
     with pytest.raises(SpecError) as refused:
@@ -293,6 +294,7 @@ STEP = {"rollouts_per_step": 8, "sampling": {"max_tokens": 48}, "evaluation": {"
         "engine": {"name": "transformers", "max_batch_rows": 4}}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [("grpo", {"group_size": 2}),
@@ -323,6 +325,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
     assert peak_bytes(found) == pytest.approx(live.peak, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "free", "expected"),
     [# 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
@@ -349,6 +352,7 @@ def test_a_run_may_use_what_other_processes_leave_less_a_reserve(monkeypatch):
         check_fits(parts() | {"policy": GIB}, torch.device("cuda"), make_spec())
 
 
+@pytest.mark.slow
 def test_a_run_decides_once_whether_it_recomputes_unless_that_no_longer_fits(tmp_path):
     spec, found = make_spec(device="cuda", rollouts_per_step=16), []
     for free in (80, 2.001, 80):  # 1 MiB above the reserve does not hold it
@@ -414,6 +418,7 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     assert not seen  # each worker's own machine is asked
 
 
+@pytest.mark.slow
 def test_vllms_share_of_a_gpu_must_hold_its_weights():
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}

@@ -39,12 +39,12 @@ COLUMN = "validation/accuracy"
 
 
 @pytest.fixture(autouse=True)
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fakes(tmp_path, monkeypatch):
     fake_mirrors.install(tmp_path / "mirror plugins", monkeypatch)
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path) -> Path:
     return tmp_path / "runs"
 
 
@@ -298,6 +298,7 @@ def wandb_records(folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_has_the_metrics_settings_and_end_of_a_run(runs, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -375,7 +376,7 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("{hook}/silent", "notices are left that what COHORT_NOTIFY names has not taken"),
+        ("{hook}/silent", "COHORT_NOTIFY did not accept all notices"),
         ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
         ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
         ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),

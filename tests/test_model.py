@@ -84,6 +84,7 @@ def test_cuda_is_refused_where_there_is_none():
         resolve_device("cuda")
 
 
+@pytest.mark.slow
 def test_a_model_needs_no_scikit_learn_which_stays_available():
     code = "from cohort.harness.settings.run import parse_run; from cohort.harness.checks.memory import estimate_run;"
     code += "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))"

@@ -22,12 +22,12 @@ A, B = "group_size=4-seed0", "group_size=8-seed0"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     return made_study(tmp_path_factory.mktemp("moved") / "runs", seeds=[0, 1])
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made, tmp_path) -> Path:
     return Path(shutil.copytree(made / "studies" / "sizes", tmp_path / "copied"))
 
 
@@ -112,6 +112,7 @@ def cut(file: Path) -> None:
     file.write_text("".join(map(event_line, read_events(file)[:-1])))
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Files of a finished study moved, swapped or changed, and its report written again")
 @pytest.mark.parametrize("case", list(MOVED))
 def test_what_was_moved_is_found_though_the_report_was_written_again(folder, case):
@@ -129,6 +130,7 @@ def test_what_was_moved_is_found_though_the_report_was_written_again(folder, cas
         assert len(record.trials) < 4 or case == "a trial's folder twice"  # a report has none of its numbers
 
 
+@pytest.mark.slow
 def test_events_of_an_attempt_with_other_settings_are_no_part_of_the_run(folder):
     """As if another version of Cohort, which reads the study otherwise, had run a part of it."""
     file = trial(folder, A) / EVENTS

@@ -75,7 +75,6 @@ def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
 def test_a_weight_of_positive_advantages_leaves_the_negative_ones_as_they_are(weight, up):
     # group of 1, 0, 0, 1: mean 1/2, standard deviation sqrt(4/4/3) = 0.57735
     advantages = GRPO(positive_weight=weight, std_floor=1e-9).advantages(batch_of([[1]] * 4, [1.0, 0.0, 0.0, 1.0], 4))
-    assert advantages.advantages_BT is not None
     assert advantages.advantages_BT.flatten().tolist() == pytest.approx([up, -0.8660254, -0.8660254, up], abs=1e-6)
 
 
@@ -205,7 +204,6 @@ def test_settings_that_contradict_each_other_are_refused(make, words):
 def test_maxrl_divides_by_the_mean_and_never_by_its_rounding(rewards, expected):
     batch = batch_of([[1]] * len(rewards), rewards, len(rewards))
     advantages = MaxRL().advantages(batch).advantages_BT
-    assert advantages is not None
     assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -222,7 +220,6 @@ def test_maxrl_counts_the_steps_of_a_group_alone():
 def test_the_scale_of_one_group_does_not_reach_another():
     rewards = [0.3, -0.1, -0.1, -0.1, 30.0, -10.0, -10.0, -10.0]  # 0.3 / (0.3 / 4) and 30 / (30 / 4), as above
     advantages = MaxRL().advantages(batch_of([[1]] * 8, rewards, 4)).advantages_BT
-    assert advantages is not None
     assert advantages[:, 0].tolist() == pytest.approx([4.0, *[-4 / 3] * 3] * 2, abs=1e-5)
 
 

@@ -74,6 +74,7 @@ class Misbehaving(Calm):
         return super().score(group)
 
 
+@pytest.mark.slow
 def test_a_reward_that_prints_seeds_forks_and_moves_changes_no_number(tmp_path, cache, monkeypatch):
     monkeypatch.chdir(tmp_path)  # put back at the end, as the handler is
     handler = signal.getsignal(signal.SIGUSR2)

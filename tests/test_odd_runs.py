@@ -88,6 +88,7 @@ def ended(kind: str, odd: str, root: Path) -> tuple[str, list[Any]]:
 UNDISTURBED: dict[str, tuple[str, list[Any]]] = {}  # settings of a run -> how it ends; several kinds share them
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A plugin that gives what none should")
 @pytest.mark.parametrize("kind", ODD)
 def test_an_odd_plugin_ends_a_run_or_changes_nothing(kind, tmp_path, monkeypatch, record_property):

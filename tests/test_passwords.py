@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import fake_trials
@@ -38,7 +37,7 @@ needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reaso
 
 
 @pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugins(tmp_path, monkeypatch):
     fake_trials.install(tmp_path / "plugins", monkeypatch)
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
 
@@ -114,6 +113,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(w
     assert asked["workers"] == count  # named because it is used
 
 
+@pytest.mark.slow
 @needs_postgres
 @pytest.mark.attack("A password in processes, logs and files of a study")
 def test_no_process_log_or_file_of_a_study_has_the_password(server, runs, capfd, caplog):

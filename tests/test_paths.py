@@ -114,6 +114,7 @@ def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path, new_
     assert contents(original) == before
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A copied runs folder")
 def test_a_study_goes_on_in_a_copy_of_its_runs_folder(runs, tmp_path):
     run(a_study(seeds=[0]), runs, workers=1)

@@ -100,7 +100,6 @@ def test_the_algorithm_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     algorithm = load_run(None, ["task=arithmetic", *settings]).algorithm
     # rewards 1 and 0: standardised +-1/sqrt(2), the negative one halved
     advantages = algorithm.advantages(batch_of([[1], [1]], [1.0, 0.0], 2)).advantages_BT
-    assert advantages is not None
     assert torch.allclose(advantages[:, 0], torch.tensor([0.70711, -0.35355]), atol=1e-5)
 
 

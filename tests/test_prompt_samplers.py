@@ -41,9 +41,10 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_batch():
 
 @pytest.mark.parametrize(("difficulty", "easiest"), [("level", range(5)), ("length", range(15, 20))])
 def test_easy_to_hard_draws_from_a_share_that_grows_by_its_root(difficulty, easiest):
-    sampler = EasyToHard(difficulty=difficulty, first_share=0.2, all_after=0.5)
+    sampler = EasyToHard(difficulty=difficulty)
     order = [*range(20)] if difficulty == "level" else [*reversed(range(20))]  # a later prompt is shorter
-    # c = sqrt(0.04 + 0.96 t / T): of 20 prompts 4 at first; at t / T = 0.25 of 0.5: sqrt(0.52) = 0.7211, 15; then all
+    # c = sqrt(0.01 + 0.99 t / T): of 20 prompts 2 at first, but a step of 4 is full; at t / T = 0.25 of 0.5:
+    # sqrt(0.505) = 0.7106, 15; then all
     for progress, most in ((0.0, 4), (0.25, 15), (0.5, 20), (0.9, 20)):
         found = {i for step in range(60) for i in ids(sampler, a_draw(step=step, progress=progress))}
         assert found == {*order[:most]}
@@ -54,14 +55,11 @@ def test_easy_to_hard_draws_from_a_share_that_grows_by_its_root(difficulty, easi
 def test_the_band_keeps_what_lies_in_it_or_was_never_drawn_and_a_share_is_drawn_from_all():
     rates = {str(i): rate for i, rate in enumerate([0.0, 0.19, 0.2, 0.5, 0.8, 0.81, 1.0, *[1.0] * 11])}
     inside = {2, 3, 4, 18, 19}  # 18 and 19 were never drawn
-    alone = SuccessBand(from_all=0)
-    for step in range(40):
-        assert {*ids(alone, a_draw(5, step=step, rates=rates))} == inside
-    assert {*ids(alone, a_draw(7, rates=rates))} > inside  # filled
-    mixed = [ids(SuccessBand(from_all=0.5), a_draw(4, step=step, rates=rates)) for step in range(200)]
-    assert all(len({*found}) == 4 and {*found[2:]} <= inside for found in mixed)
-    first = [i for found in mixed for i in found[:2]]
+    mixed = [ids(SuccessBand(), a_draw(4, step=step, rates=rates)) for step in range(400)]
+    assert all(len({*found}) == 4 and {*found[1:]} <= inside for found in mixed)
+    first = [found[0] for found in mixed]  # a quarter of the four
     assert {*first} == {*range(20)} and 1 / 7 < sum(i in inside for i in first) / 400 < 2 / 5  # 5 of 20: a quarter
+    assert {*ids(SuccessBand(), a_draw(8, rates=rates))} > inside  # filled
 
 
 def test_a_share_of_a_step_is_replayed_in_proportion_to_one_minus_the_pass_rate():

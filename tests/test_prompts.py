@@ -98,6 +98,7 @@ def test_a_template_without_an_end_of_turn_leaves_the_end_of_sequence(template):
     assert codec.encode_completion("2")[-1] == codec.tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "special"), [("chat", True), ("chat", False), ("plain", True)])
 def test_a_grader_never_reads_past_the_end_of_turn(form, special):
     tokenizer = chat_tokenizer(special=special)

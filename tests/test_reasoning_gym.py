@@ -187,6 +187,7 @@ def test_an_answer_never_names_a_problem(record_property):
     assert not COUNTDOWN.equivalent(first, second)
 
 
+@pytest.mark.slow
 @needs_gym
 @pytest.mark.attack("An answer that a verifier takes too long over")
 def test_an_answer_that_overruns_scores_nothing_and_the_next_one_is_scored():

@@ -49,6 +49,7 @@ def test_a_gold_answer_may_be_a_whole_solution(tmp_path):
     assert result.summaries["strict"].agreement is None
 
 
+@pytest.mark.slow
 def test_an_echo_is_wrong_where_the_row_has_its_question_as_in_training(tmp_path):
     echo, asked = {"gold": r"10\sqrt{11}", "completion": r"\boxed{\sqrt{1100}}"}, r"Simplify $\sqrt{1100}$."
     rows = [echo, {**echo, "question": asked}, {**echo, "prompt": f"Problem: {asked}"}, {**echo, "question": "Why?"}]

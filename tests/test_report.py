@@ -46,7 +46,7 @@ def hostile_study() -> StudyRecord:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+def hostile(tmp_path_factory) -> ReportFiles:
     return write_report(hostile_study(), tmp_path_factory.mktemp("hostile"))
 
 
@@ -137,6 +137,7 @@ def test_unprintable_characters_are_written_as_escapes():
     assert visible("a\x00b\x1b[31m\u202ec\ud800\td\n") == "a\\x00b\\x1b[31m\\u202ec\\ud800\td\n"
 
 
+@pytest.mark.slow
 def test_the_same_record_gives_the_same_bytes(hostile, tmp_path):
     first, second = hostile.html.parent, write_report(hostile_study(), tmp_path, formats=("svg", "pdf")).html.parent
     names = sorted(file.relative_to(second) for file in second.rglob("*") if file.is_file())
@@ -236,6 +237,7 @@ def test_the_answer_begins_with_the_arms_that_have_learnt():
         assert "above its start" not in text and "above the start" not in text
 
 
+@pytest.mark.slow
 def test_a_gain_counts_after_the_correction_for_the_number_of_arms():
     arms = [FakeArm(f"arm {number}", "grpo", 0.4, {}, {}) for number in range(6)]
     shown = 0
@@ -269,7 +271,6 @@ def test_accuracies_near_zero_are_reported_as_such_with_an_interval():
     assert answer(analysis).startswith("Every arm stays near zero: no difference to a (0.0 % test accuracy")
     # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
     interval = analysis.arms[0].interval
-    assert interval is not None
     assert interval.high == pytest.approx(0.0362167, rel=1e-5)
     assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in answer(analysis)
     # the difference of two such arms is as uncertain as both
@@ -281,7 +282,6 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
     record = fake_study(two_arms(0.6, 0.6))
     copies = [dataclasses.replace(trial, arm="b") for trial in record.trials[:3]]
     (comparison,) = analysed(dataclasses.replace(record, trials=[*record.trials[:3], *copies])).comparisons
-    assert comparison.interval is not None
     assert (comparison.interval.low, comparison.interval.high, comparison.p) == (0.0, 0.0, 1.0)
 
 
@@ -300,13 +300,13 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(basel
 
     analysis = analysed(with_trials(fake_study(three_algorithms()[:2], num_problems=64, num_steps=10), alike))
     interval = analysis.comparisons[0].interval
-    assert interval is not None
     # Clopper-Pearson: 64 of 64 right is above 0.025^(1/64) = 0.94400, none right below 0.056: from 0.944 - 0.056 on.
     # A score between 0 and 1 could have varied and did not.
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
     assert interval.estimate == arm - baseline
 
 
+@pytest.mark.slow
 def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path):
     record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("b", 3): "invalid"})
     broken = dataclasses.replace(record.trials[-1], summary={"test_accuracy": 0.0}, per_problem={"p": 0.0})
@@ -340,7 +340,6 @@ def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero(
     for rng_seed in range(12):
         analysis = analysed(fake_study(two_arms(0.6, 0.66), seeds=range(4), rng_seed=rng_seed, num_steps=10))
         (comparison,) = analysis.comparisons
-        assert comparison.interval is not None
         assert (comparison.p < 0.05) == (not comparison.interval.low <= 0 <= comparison.interval.high)
         sides.add(comparison.p < 0.05)
     assert sides == {True, False}
@@ -480,7 +479,7 @@ PLAIN = [dataclasses.replace(arm, algorithm="rloo") for arm in two_arms(0.4, 0.7
          "Each batch is sampled by older weights or", "The clip range has no effect"),
         (fake_study(changed(CLIPS, {}, {"staleness": 4})), "Clipping in some arms only",
          "'clip_epsilon=0.1' gives", ""),
-        (fake_study(), "One starting point", "cold_start.seed 0", "Budgets differ"),
+        (fake_study(), "One starting point", "one cold start (400 steps)", "Budgets differ"),
         (fake_study(), "Equal budgets", "All arms draw 128 rollouts per step for 100 steps.", "Equal operations"),
         (fake_study(), "Rewards that are not accuracy", "'grpo_self_consistency' is rewarded for agreement", ""),
         (fake_study(changed(PLAIN, *PAID)), "Different rewards", "'b': 1 accuracy, 0.1 format)", ""),
@@ -512,7 +511,6 @@ def equal_grid(seeds: Sequence[int] = (0, 1, 2)) -> Analysis:
 
 def test_a_grid_without_detected_effects_says_so_with_its_smallest_p():
     analysis = equal_grid()
-    assert analysis.grid is not None
     least = min(analysis.grid.effects, key=lambda effect: effect.p)
     assert answer(analysis).startswith(
         "Over the whole grid no effect of group_size and kl_beta is detected, alone or together (the smallest p is "
@@ -540,6 +538,7 @@ def by_depth(depths: Sequence[int]) -> Analysis:
     return analysed(with_trials(fake_study(num_steps=10), lambda t: {"history": {**t.history, **tagged}}))
 
 
+@pytest.mark.slow
 def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across():
     analysis = by_depth([10, 2])
     drawing = next(one for one in outcome.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
@@ -556,7 +555,6 @@ def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_othe
     analysis = analysed(by_group_and_beta(*[0.98] * 4, seeds=[0, 1]))
     for arm in analysis.arms:
         found = marginal(analysis, arm.factors)
-        assert found is not None
         assert (found.estimate, found.interval) == (arm.mean, arm.interval)
     expected = pytest.approx((analysis.arms[1].mean + analysis.arms[3].mean) / 2, rel=1e-12)
     found = marginal(analysis, {"algorithm.kl_beta": 0.1})
@@ -589,7 +587,6 @@ def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_
 def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family():
     arms = factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})
     analysis = analysed(fake_study(arms, seeds=range(4)))
-    assert analysis.grid is not None
     stated = [*analysis.comparisons, *analysis.grid.effects]
     assert len(stated) == 5 + 3
     assert [one.p_adjusted for one in stated] == statistics.holm([one.p for one in stated])
@@ -597,7 +594,6 @@ def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family():
     first = min(stated, key=lambda one: one.p)
     assert first.p_adjusted == pytest.approx(8 * first.p, rel=1e-12)
     for comparison in analysis.comparisons:
-        assert comparison.interval is not None
         error, df = comparison.interval.error, comparison.interval.df
         assert comparison.detectable == statistics.minimum_detectable_difference(error, df, 0.05 / 8)
         assert comparison.cells is not None
@@ -742,6 +738,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
     assert "Difference to baseline" not in markdown and "best of the search" in markdown
 
 
+@pytest.mark.slow
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path):
     tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
@@ -815,10 +812,8 @@ def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval
     assert list(found["test/pass_at_4"]) == ["a"]
     mean, interval = found["test/greedy_accuracy"]["a"]
     # standard deviation 0.057735, so the half width is t(3, 0.975) 3.18245 x 0.0288675
-    assert interval is not None
     assert (mean, interval.low, interval.high) == pytest.approx((0.55, 0.4581307, 0.6418693), rel=1e-6)
     _, certain = found["test/greedy_accuracy"]["b"]
-    assert certain is not None
     assert (certain.low, certain.high) == pytest.approx((0.025 ** (1 / 128), 1.0), rel=1e-9)  # 128 of 128 problems
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
@@ -833,12 +828,10 @@ def test_no_interval_of_a_fraction_leaves_its_range():
     analysis = analysed(with_scores({"a": [0.0, 0.02, 0.0, 0.4], "b": [1.0, 0.3, 0.99, 1.0]}))
     for arm in analysis.arms:
         for interval in (arm.interval, arm.student, arm.bootstrap):
-            assert interval is not None
             assert 0 <= interval.low <= interval.high <= 1
     (one,) = analysed(with_scores({"a": [0.0, 1.0, 0.0, 0.0], "b": [1.0, 0.0, 1.0, 1.0]})).comparisons
     between = outcome_contrast(analysed(with_scores({"a": [0, 1, 0, 0], "b": [1, 0, 1, 1]})), {"a": 1.0, "b": -1.0})
     for interval in (one.interval, one.student, one.bootstrap, between.interval):
-        assert interval is not None
         assert -1 <= interval.low <= interval.high <= 1
 
 
@@ -914,6 +907,7 @@ def with_ledger(record: StudyRecord, limit: float | None = None) -> StudyRecord:
     return with_trials(record, spent)
 
 
+@pytest.mark.slow
 def test_a_report_says_what_each_arm_has_cost_and_draws_curves_against_operations(hostile, tmp_path):
     files = write_report(with_ledger(fake_study()), tmp_path, formats=())
     table = files.markdown.read_text().partition("## Cost")[2].partition("## ")[0]

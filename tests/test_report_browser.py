@@ -16,7 +16,7 @@ from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_claims, with_t
 from test_report import hostile_study as hostile_arms
 from test_report import search_of
 
-pytestmark = pytest.mark.every_figure
+pytestmark = [pytest.mark.every_figure, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ CONTRASTS = """
 
 
 @pytest.fixture(scope="module", params=["hostile", "grid"])
-def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(request, tmp_path_factory) -> Path:
     levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
     record = hostile_study() if request.param == "hostile" else fake_study(factor_grid(levels), num_steps=20)
     claim = {"sentence": "Claims <script>alert(9)</script>", "contrast": dict(zip(record.arms, (1, -1), strict=False))}

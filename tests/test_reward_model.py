@@ -106,6 +106,7 @@ def test_a_language_model_is_no_reward_model(tmp_path):
         RewardModel(path=str(tmp_path / "nowhere")).check()
 
 
+@pytest.mark.slow
 def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3}
     base = {**FEW, "task": task, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 40},

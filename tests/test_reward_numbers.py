@@ -269,7 +269,6 @@ def test_several_rewards_reach_the_batch_apart_and_before_their_weights():
     sampled = [Group(Prompt("p", "p?", "8"), (5,), (Rollout("1", (10,), (0.0,), "stop"),) * 2)]
     found = score({"accuracy": Accuracy(), "format": Format(weight=0.5), "seen": Format(weight=0)}, [group])
     batch = rewarded(collate(sampled), Rollouts(sampled, scores=found), tiny_tokenizer())
-    assert batch.reward_parts_BK is not None and batch.reward_weights_BK is not None
     assert batch.reward_parts_BK.tolist() == [[1, 1], [0, 0]] and batch.reward_weights_BK.tolist() == [[1, 0.5]] * 2
     assert batch.rewards_B.tolist() == [1.5, 0]
 

@@ -19,7 +19,8 @@ from cohort.harness.run.checkpoint import fork_run
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run
-from cohort.harness.settings.run import RewardFit, parse_run
+from cohort.harness.settings.run import parse_run
+from cohort.harness.settings.stages import RewardFit
 from cohort.harness.study.estimates import passes
 from factories import FEW, make_spec
 from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
@@ -84,6 +85,7 @@ def a_run(*stages, **changes):
     return parse_run({**FEW, **fixed, **changes}, "f")
 
 
+@pytest.mark.slow
 def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the_old_ones(spec, undisturbed, tmp_path):
     folder, log, _ = undisturbed
     assert [(s.name, s.start, s.end, s.kind) for s in spec.staged()] == [
@@ -109,6 +111,7 @@ def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the
     assert drawn
 
 
+@pytest.mark.slow
 def test_a_stage_is_paid_by_the_fit_that_it_names_and_its_reference_is_the_policy_as_it_starts(undisturbed):
     folder, log, _ = undisturbed
     for step, name in ((4, "judge"), (6, "again"), (7, "again")):
@@ -122,6 +125,7 @@ def test_a_stage_is_paid_by_the_fit_that_it_names_and_its_reference_is_the_polic
     assert [step for step, _ in log.history("kl/reference")] == [1, 2, 4, 6, 7]
 
 
+@pytest.mark.slow
 def test_fits_and_passes_of_reward_models_are_operations_of_training_and_no_steps_of_the_policy(undisturbed):
     folder, log, result = undisturbed
     assert (result.summary["rollouts"], result.summary["optimizer_steps"]) == (5 * 32, 5)
@@ -148,6 +152,7 @@ def test_fits_and_passes_of_reward_models_are_operations_of_training_and_no_step
     assert cost["scoring"][1] - judged == pytest.approx(reference, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in every stage of a run")
 def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed_one(
     spec, undisturbed, tmp_path, cache, record_property
@@ -175,6 +180,7 @@ def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed
     assert not list((tmp_path / "checkpoints").glob(".partial*"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_along(spec, undisturbed, tmp_path, cache):
     folder, _, _ = undisturbed
     run = shutil.copytree(folder, tmp_path / "run")

@@ -249,6 +249,7 @@ def found_of(backend, claims=CLAIMS, **how):
     return {one.claim: one for one in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_a_fault_makes_its_own_claim_fail_and_no_other_and_every_claim_passes_without_its_fault(fake, number):
     """A fault that made another claim fail would be seen in the round that has the first and not the second."""
@@ -330,6 +331,7 @@ def test_runs_of_the_book_stay_out_of_the_store_that_the_user_named(tmp_path, mo
     assert "PATH=" in (told := (tmp_path / "one.yaml").read_text()) and "COHORT_" not in told
 
 
+@pytest.mark.slow
 def test_algorithms_are_those_that_learn_from_rewards_and_steps_of_one_device_are_equal(warm, tmp_path, monkeypatch):
     class Gpu(Backend):
         device, on_gpu = torch.device("cpu"), True

@@ -121,7 +121,7 @@ def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(runs,
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cluster(tmp_path, monkeypatch) -> Path:
     """A SLURM of this machine, whose own temporary files are elsewhere."""
     (tmp_path / "own").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
@@ -269,10 +269,11 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(runs, cluster, 
 
 
 @pytest.fixture
-def endless_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def endless_disk(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless_disk")
 @pytest.mark.parametrize("name", factories.SHAPES)
 def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
@@ -299,6 +300,7 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_wher
                 preflight.check_machine(specs, specs)
 
 
+@pytest.mark.slow
 @needs_submitit
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path, cluster):

@@ -211,7 +211,7 @@ def test_several_objectives_give_a_pareto_set_and_no_best_arm(tmp_path):
 @pytest.mark.parametrize(("pruner", "sampler"), [("median", "random"), ("hyperband", "tpe")])
 def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_order(tmp_path, pruner, sampler):
     """Every run has 7 steps and a validation after each; an arm's accuracy grows evenly to its final one."""
-    queue = a_queue(a_search(pruner=pruner, trials=12, startup=3, sampler=sampler), tmp_path)
+    queue = a_queue(a_search(pruner=pruner, trials=12, sampler=sampler), tmp_path)
     steps: dict[tuple[str, int], int] = {}
 
     def end(queue: Queue, claim: Claim) -> None:
@@ -300,20 +300,20 @@ def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm
     assert queue.status().finished
 
 
+@pytest.mark.slow
 def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs):
     # The fake's accuracy is (group size + seed / 10 + step / 100) / 100: smaller groups are behind at every step.
-    space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}}
-    study = a_search(space=space, trials=6, pruner="median", startup=2, sampler="random")
+    space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}, "algorithm.kl_beta": {"choices": [0.1, 0.2]}}
+    study = a_search(space=space, trials=12, pruner="median", sampler="random")
     status = run(study, runs, workers=1)
     counts = status.counts()
     assert (status.finished, status.all_valid) == (True, True)
     assert set(counts) == {"complete", "pruned"}
     record = read_study(runs, "s")
     assert (len(record.trials), record.expected) == (len(status.trials), len(status.trials))
-    assert record.search is not None
     found = json.loads((runs / "studies" / "s" / "search.json").read_text())
     assert found["arms"] == record.search["arms"]
-    assert found["best"].endswith("group_size=32")
+    assert "group_size=32" in found["best"]
     kept = {arm["label"] for arm in found["arms"] if arm["state"] == "complete"}
     assert {trial.arm for trial in record.trials if trial.state == "complete"} == kept
     assert list(record.arms) == [arm["label"] for arm in found["arms"]]
@@ -326,7 +326,7 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
 
 
 def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path):
-    queue = a_queue(a_search(pruner="median", trials=4, startup=1, sampler="random"), tmp_path)
+    queue = a_queue(a_search(pruner="median", trials=4, sampler="random"), tmp_path)
     reasons = []
     for arm in range(4):
         for seed in (0, 1):

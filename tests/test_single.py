@@ -58,7 +58,7 @@ def left(directory: Path) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_mirror(monkeypatch):
     monkeypatch.setenv("COHORT_MIRROR", "none")
 
 

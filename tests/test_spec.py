@@ -449,7 +449,6 @@ def test_a_seed_that_doubles_would_round_is_refused_everywhere(seed):
     for raw, name in (
         (study(seeds=[0, seed]), "seeds"),
         (study(run={**RUN, "seed": seed}), "seed"),
-        (study(run={**RUN, "cold_start": {"seed": seed}}), "cold_start.seed"),
         (study(design="compare", compare=compare, search=tuning), "search.seeds.0"),
     ):  # fmt: skip
         message = error_of(parse_study, raw, "toy.yaml")

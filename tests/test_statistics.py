@@ -23,13 +23,11 @@ def close(value: float) -> object:
 def test_the_student_interval_and_test_agree_with_scipy():
     # standard deviation 1, error 1 / sqrt(3), t(2, 0.975) = 4.302653: half width 2.484138
     interval = ours.t_interval([1.0, 2.0, 3.0])
-    assert interval is not None
     assert (interval.low, interval.estimate, interval.high) == (close(-0.4841377), close(2.0), close(4.4841377))
     rng = np.random.default_rng(0)
     arm, baseline = rng.normal(0.5, 1, 7), rng.normal(0, 1, 7)
     low, high = stats.t.interval(0.95, 6, (arm - baseline).mean(), stats.sem(arm - baseline))
     interval = ours.t_interval(arm - baseline)
-    assert interval is not None
     assert (interval.low, interval.high) == (close(low), close(high))
     assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
 
@@ -47,7 +45,6 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand():
     # MS_seed = 2 (0.0625 + 0.0625) = 0.25, MS_problem = 2 (0.25 + 0.25) = 1, MS_rest = 4 * 0.0625 = 0.25
     # variance (0.25 + 1 - 0.25) / 4 = 0.25; df = 1^2 / (0.25^2 + 1^2 + 0.25^2) = 0.889, at least 1
     interval = ours.crossed_interval([[1.0, 0.5], [1.0, -0.5]])
-    assert interval is not None
     assert (interval.estimate, interval.error, interval.df) == (close(0.5), close(0.5), close(1.0))
     assert interval.high == close(0.5 + 0.5 * stats.t.ppf(0.975, 1))
     # the mean of three 0.1 is not 0.1: what rounding leaves is no spread
@@ -60,12 +57,10 @@ def test_a_negative_variance_component_counts_as_zero():
     # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
     scores = [[1.0, 0.0], [0.0, 1.0]]
     interval = ours.crossed_interval(scores)
-    assert interval is not None
     assert interval.error == close(0.5)
     assert ours.crossed_variance(scores) == ours.CrossedVariance(0.0, 0.0, 1.0)
     random = random_scores(np.random.default_rng(3), 1, 5, 64)[0]
     interval = ours.crossed_interval(random)
-    assert interval is not None
     assert ours.crossed_variance(random).of_mean(5, 64) == close(interval.error**2)
 
 
@@ -108,7 +103,6 @@ def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals():
     row = np.random.default_rng(5).random(20)
     found = ours.t_interval(ours.in_blocks(row[None], members)[0])
     means = np.array([row[one].mean() for one in members])
-    assert found is not None
     assert found.error**2 == close(5 / 4 * ((sizes / 20) ** 2 * (means - row.mean()) ** 2).sum())
 
 
@@ -356,7 +350,6 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds, studies):
             (ours.improvement_interval(probability, num_seeds, num_seeds), higher),
         )
         for name, (interval, value) in zip(hits, intervals, strict=True):
-            assert interval is not None
             hits[name] += interval.low <= value <= interval.high
     for name, shares in ours.SIMULATED_COVERAGE.items():
         share = shares[num_seeds] / 100

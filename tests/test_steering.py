@@ -1,4 +1,4 @@
-"""Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
+"""Arms stop, go on and are cloned while their study runs; none of it changes a result."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ from factories import FEW, make_study
 from fake_study import fake_study
 from fake_trials import a_study
 from filelock import FileLock
-from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, executions, open_queue, run
+from queues import DONE, METRIC, a_queue, at_work, check_as_undisturbed, claimed, die, open_queue, run
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
@@ -57,32 +57,6 @@ def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to resume changed anything."""
     return "nothing changed" not in steer("resume", name, runs, arm, storage=storage)
-
-
-# Turns ----------------------------------------------------------------------------------------------------------------
-
-
-def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path, url):
-    queue = a_queue(a_study(interleave=2), tmp_path, url)
-    a, b, c, d = queue.plan.keys
-    claims = [claimed(queue) for _ in range(4)]
-    assert [claim.key for claim in claims] == [a, b, c, d]
-    for claim, step in zip(claims, (4, 2, 2, 4), strict=True):
-        queue.finish(claim, Outcome("paused", summary={"step": step}))
-    assert [trial.state for trial in queue.status().trials] == ["paused"] * 4
-    assert queue.unfinished()
-    assert queue.gives_way(a, 4)
-    assert not queue.gives_way(a, 2)  # nobody has come less far
-    assert [claimed(queue).key for _ in range(4)] == [b, c, a, d]
-
-
-def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs):
-    study = a_study(seeds=[0], interleave=4)
-    assert run(study, runs, workers=1).counts() == {"complete": 2}
-    # Seven steps each: the second trial finds nobody behind it at its fourth step, and goes on.
-    begun = [name.rpartition("-")[0] for name in executions(runs)]
-    assert begun == ["group_size=2-seed0", "group_size=4-seed0", "group_size=2-seed0"]
-    check_as_undisturbed(study, runs)
 
 
 # Stop and resume ------------------------------------------------------------------------------------------------------
@@ -168,7 +142,7 @@ def train_and_stop(spec: Any, directory: Path, log: Any, *, cache: Path, should_
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> tuple[Path, Path]:
+def steered(tmp_path_factory, new_runs) -> tuple[Path, Path]:
     """Runs folders: of an undisturbed trial, and of one that was stopped after step 2, cloned twice, resumed."""
     folders = [new_runs(tmp_path_factory.mktemp("steered") / name) for name in ("undisturbed", "steered")]
     for runs in folders:
@@ -201,6 +175,7 @@ def weights(directory: Path) -> dict[str, Any]:
     return load_file(directory / "checkpoints/step-00000004/policy/model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["one-seed0", "clone-1-"])
 def test_a_resumed_arm_and_a_warm_clone_that_learns_the_same_equal_a_run_that_was_never_stopped(steered, start):
     (before, undisturbed), (after, found) = trial(steered[0], "one"), trial(steered[1], start)
@@ -209,6 +184,7 @@ def test_a_resumed_arm_and_a_warm_clone_that_learns_the_same_equal_a_run_that_wa
     assert ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered):
     (_, parent), (folder, warm) = trial(steered[1], "one"), trial(steered[1], "clone-2-")
     assert all(parent[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
@@ -222,6 +198,7 @@ def max_change(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.slow
 def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(steered, tmp_path):
     status = study_status("real", steered[1])
     assert status.counts() == {"complete": 3}
@@ -284,6 +261,7 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 # Arms that are taken back ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs):
     clones: list[str] = []
 
@@ -333,6 +311,7 @@ def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path):
         assert files_of(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs, tmp_path):
     def stop(status: StudyStatus) -> None:
         if at_work(status) and (runs / "hold").exists():
@@ -368,6 +347,7 @@ def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs, url):
     assert {trial.state for trial in again.status().trials} == {"waiting"} and again.num_claims() == 0
 
 
+@pytest.mark.slow
 def test_mlflow_forgets_a_deleted_study(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     begun = a_queue(a_study(name="other"), runs).plan.folder
@@ -432,6 +412,7 @@ def killed_at(moment: int, command: Callable[[], object]) -> bool:
         os._exit(status)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill at every write of a command that stops, resumes or clones an arm")
 @pytest.mark.parametrize(
     "what", ["stop", "resume", "clone", "drop", pytest.param("warm clone", marks=pytest.mark.long)]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def database(server: postgres_server.Server) -> str:
+def database(server) -> str:
     return server.new_database()
 
 
@@ -122,7 +122,6 @@ time.sleep(600)
 
 def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path, url):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path), url or ""], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     storage = open_storage(tmp_path, "sizes", url)
     assert storage.held([tmp_path]) == {tmp_path}
@@ -165,6 +164,7 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_
     assert claimed(queue).key == claim.key
 
 
+@pytest.mark.slow
 @postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):

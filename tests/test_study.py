@@ -44,6 +44,7 @@ from queues import (
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "600")
 
@@ -71,6 +72,7 @@ def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next
     assert first.split()[1] != second.split()[1]
 
 
+@pytest.mark.slow
 def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs):
     (runs / "crash").touch()
     ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}  # see fake_trials
@@ -102,6 +104,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     assert times == {"good": 1, "diverges": 1, "crashes": 2, "mute": 2}
 
 
+@pytest.mark.slow
 def test_a_started_study_may_gain_seeds_and_lose_none(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     with pytest.raises(
@@ -117,6 +120,7 @@ def test_a_started_study_may_gain_seeds_and_lose_none(runs):
     assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
 
 
+@pytest.mark.slow
 def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_later(runs):
     def sizes(*levels: int, **changes):
         return a_study(factors={"algorithm.group_size": list(levels)}, **{"seeds": [0], **changes})
@@ -162,6 +166,7 @@ def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     assert "(--name NAME), then compare both: cohort report sizes NAME" in lines[3]
 
 
+@pytest.mark.slow
 def test_identical_arms_of_a_grid_are_named_before_it_runs_and_in_its_record(runs, caplog):
     factors = {"mismatch.bound": [2.0, 3.0], "mismatch.correction": ["none", "truncated"]}
     run(a_study(factors=factors, seeds=[0]), runs, workers=1)
@@ -193,6 +198,7 @@ def test_a_report_says_which_versions_of_packages_its_trials_had():
     assert texts["Trials whose files were changed or moved are left out"] == "'x' must hold its own run."
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
     with pytest.raises(
         RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"

@@ -161,7 +161,6 @@ def test_each_test_has_the_numbers_of_a_study_of_it_alone_and_all_differences_ar
     # the comparison of the study itself stays what it is without other tests
     assert [c.p_adjusted for c in analysis.comparisons] == [c.p_adjusted for c in analysed(fake_study()).comparisons]
     shown = suite_table(found, analysis)
-    assert shown is not None
     assert [column.name for column in shown["table"].columns] == ["Arm", "x (64 problems)", "y (30 problems)"]
     assert [[len(cell.parts) for cell in cells] for _, *cells in shown["table"].rows] == [[1, 1], [2, 2], [2, 2]]
     assert "all 4 differences of this table are one Holm family" in shown["reading"]

@@ -74,6 +74,7 @@ def head_of(vocabulary, *, bias, tied):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_bytes", [forward.KEPT_BYTES, 0])
 @pytest.mark.parametrize(("chunk", "block"), [(1, 1), (3, 2), (4, 4), (5, 7), (9, 2)])
 def test_the_head_in_chunks_has_the_gradient_of_its_numbers(chunk, block, kept_bytes, monkeypatch):

@@ -119,6 +119,7 @@ def noting(callers, name, method):
     return noted
 
 
+@pytest.mark.slow
 def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, cache, monkeypatch):
     lora, callers = {**ADAPTER, "alpha": 16.0}, {}  # the threads that call the engine, by method
     for name in ("__init__", "generate_each", "load_adapter", "close"):

@@ -5,7 +5,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.contracts.plugins import PAID, make_batch
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.learner import Learner, highest
+from cohort.harness.run.learner import Learner, highest, left_out
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec

@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import pytest
 from cohort.harness.run.build import Models
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import parse_run
@@ -118,6 +119,7 @@ per_problem 3 test_arithmetic
 """
 
 
+@pytest.mark.slow
 def test_a_run_logs_all_in_this_order_and_a_stop_changes_none_of_it(tmp_path, cache):
     models, log = Models(), Trace()
     models.now = itertools.count().__next__

@@ -38,9 +38,9 @@ from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_event
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog, drop_checkpoints, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
-from cohort.harness.settings.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec
 from cohort.harness.study.plan import Plan
-from fake_trials import a_study, begin_study, in_mlflow, open_study
+from fake_trials import a_spec, a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
@@ -51,13 +51,9 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+def runs(tmp_path, new_runs) -> Path:
     """A runs folder with an empty store; its name has a space, as users' folders do."""
     return new_runs(tmp_path / "my runs")
-
-
-def a_spec(**changes: object) -> RunSpec:
-    return parse_run(fake_trials.run_settings(**changes), "test")
 
 
 def open_log(runs: Path, directory: str = "train/run", spec: RunSpec | None = None, **settings: Any) -> RunLog:
@@ -184,6 +180,7 @@ def test_the_store_has_all_of_a_run_and_is_asked_no_more_for_one_that_was_copied
     assert in_mlflow(runs, log.directory) == run_id
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in the middle of a run")
 def test_a_run_and_its_copy_that_are_killed_continue_as_the_same_run_and_nothing_is_there_twice(runs):
     code = """
@@ -367,6 +364,7 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path, monkeypa
         read_study(runs, "size")
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A lost or locked MLflow store")
 def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs, new_runs):
     folder = begin_study(runs, a_study())
@@ -422,6 +420,7 @@ def kept_policy(directory: Path) -> Path:
     return policy
 
 
+@pytest.mark.slow
 def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy_and_mlflow_loads_it(
     runs, capsys, caplog, monkeypatch
 ):
@@ -478,9 +477,7 @@ def test_the_first_view_leaves_out_clones_and_stopped_trials(runs):
     catch_up(runs)
     client = MlflowClient(tracking_uri(runs))
     experiment = client.get_experiment_by_name("sizes")
-    assert experiment is not None
     found = read_view(experiment.tags)
-    assert found is not None
     every, shown = (client.search_runs([experiment.experiment_id], text) for text in ("", found[0]["searchFilter"]))
     assert len(every) == 4
     assert {run.data.tags.get("cohort.arm", "study") for run in shown} == {"study", "group_size=2"}

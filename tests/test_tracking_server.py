@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -61,7 +61,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, new_runs: Callable[[Path], Path]) -> Iterator[Server]:
+def running(tmp_path_factory, new_runs) -> Iterator[Server]:
     result = Server(new_runs(tmp_path_factory.mktemp("server")))
     with result.running:
         result.start()
@@ -72,7 +72,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture
-def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(running, monkeypatch) -> Server:
     """The server, where the results of the test go."""
     monkeypatch.setenv(mlflow_address.TRACKING_URI, running.uri)
     return running
@@ -239,7 +239,7 @@ def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anyt
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def silent(monkeypatch) -> Iterator[str]:
     """The address of a server that takes calls and never answers; patience is short."""
     monkeypatch.setattr(mlflow_address, "ANSWER_SECONDS", 0.4)
     monkeypatch.setattr(follow, "SILENT_SECONDS", 0.1)
@@ -250,6 +250,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield uri
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Tracking server that takes calls and never answers")
 def test_a_silent_server_is_refused_and_a_run_that_has_begun_goes_on_says_so_once_and_loses_nothing(
     silent, tmp_path, new_runs, caplog, monkeypatch

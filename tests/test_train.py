@@ -17,7 +17,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.settings.run import parse_run
 from cohort.harness.study.preflight import check_claimed
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+from fakes import MemoryLog, StopAfter, assert_same_weights, check_same_run, final_weights, gone_on
 
 BASE = {
     "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
@@ -101,6 +101,7 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert all(0 < sum(v for _, v in step) <= own[i] for i, step in enumerate(zip(*parts, strict=True), start=1))
 
 
+@pytest.mark.slow
 def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cache, undisturbed):
     folder, plain, _ = undisturbed("grpo")
     asked = MemoryLog()
@@ -117,6 +118,7 @@ def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cac
     assert not plain.history("start/accuracy")
 
 
+@pytest.mark.slow
 def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_after_a_stop_too(
     tmp_path, cache, undisturbed
 ):
@@ -132,15 +134,13 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
-    spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
     load, loaded = TransformersEngine.load_weights, []
+    whole = undisturbed(name)[:2]
     monkeypatch.setattr(TransformersEngine, "load_weights", lambda *to: (loaded.append(to[-1]), load(*to)))
-    assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
-    assert train(spec, tmp_path, parts, cache=cache).state == "complete"
-    assert parts.resumed_at == [-1, 3]
+    log = gone_on(SPECS[name], tmp_path, cache, 3)
+    assert log.resumed_at == [-1, 3]
     assert loaded == [1, 2, 3, 3, 4, 5]  # an engine that starts again gets the weights of the checkpoint
-    assert parts.without_clocks() == whole.without_clocks()
-    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+    check_same_run((tmp_path, log), whole)
 
 
 def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed):
@@ -196,6 +196,7 @@ class LateWriter:
             vars(self).pop("work", lambda: None)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "changing"])
 def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_path, cache, undisturbed, monkeypatch):
     folders = [folder / "checkpoints" for folder in (tmp_path, undisturbed(name)[0])]
@@ -211,6 +212,7 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_pa
     assert sizes[1] < 2000 < sizes[0]  # after the last step nothing is trained
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_under_a_checkpoint_ends_the_run_which_goes_on_from_the_one_before(
     tmp_path, cache, undisturbed, monkeypatch
 ):
@@ -232,6 +234,7 @@ def test_a_disk_that_fills_up_under_a_checkpoint_ends_the_run_which_goes_on_from
         assert log.without_clocks() == whole.without_clocks()
 
 
+@pytest.mark.slow
 def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):
     log = MemoryLog()
     assert train(make_spec(), tmp_path, log, cache=tmp_path, should_stop=StopAfter(7)).state == "stopped"
@@ -240,6 +243,7 @@ def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):
     assert log.phases.count(("cold start", 7, 40)) == 2
 
 
+@pytest.mark.slow
 def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cache):
     logs = {}
     for name in ("grpo", "ppo", "grpo_self_consistency"):

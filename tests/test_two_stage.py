@@ -222,7 +222,6 @@ def test_an_invalid_trial_is_not_replaced_and_a_failed_one_delays_the_decision_u
     assert queue.unfinished() and queue.status().to_come == 36
     assert finish(queue, values) == [(ARMS[1], 0), *[(arm, 4) for arm in ARMS]]
     record = queue.seeds_record()
-    assert record is not None
     assert [one["seeds"] for one in record["comparisons"]] == [[0, 1, 2, 3], [0, 2, 3]]
 
 
@@ -271,7 +270,6 @@ def test_an_interval_has_the_mean_of_all_seeds_and_the_larger_spread_with_the_fi
     # a fifth seed of 0.025: the spread of all is sqrt(0.0005 / 4) = 0.01118, less than that of the first;
     # mean 0.025, half width 3.182446 x 0.0129099 / sqrt(5) = 0.0183735
     found = statistics.t_interval((*DIFFERENCES, 0.025), first=4)
-    assert found is not None
     assert (found.estimate, found.df) == (pytest.approx(0.025), 3)
     assert (found.high - found.estimate, found.estimate - found.low) == pytest.approx([0.0183735, 0.0183735], abs=1e-6)
     # t = 0.025 x sqrt(5) / 0.0129099 = 4.330127
@@ -290,14 +288,12 @@ def test_every_interval_and_p_of_a_comparison_is_that_of_the_larger_spread():
         differences = np.array(list(one.differences.values()))
         error = max(differences[:4].std(ddof=1), differences.std(ddof=1)) / math.sqrt(7)
         half = stats.t.ppf(0.975, 3) * error
-        assert one.interval is not None
         assert (one.interval.low, one.interval.high) == pytest.approx(
             (differences.mean() - half, differences.mean() + half)
         )
         assert one.p == pytest.approx(2 * stats.t.sf(abs(differences.mean()) / error, 3))
     arm = analysis.arms[1]
     values = np.array(list(arm.scores.values()))
-    assert arm.interval is not None
     assert arm.interval.error == pytest.approx(max(values[:4].std(ddof=1), values.std(ddof=1)) / math.sqrt(7))
 
 
@@ -306,7 +302,6 @@ def test_the_stated_interval_takes_the_spread_over_problems_from_all_seeds_and_t
     cells = rng.normal(0, 1, (9, 1)) + rng.normal(0, 3, (1, 40)) + rng.normal(0, 1, (9, 40))
     cells[:4] += 3 * np.arange(4)[:, None]  # the first seeds are the more spread ones
     found, whole = statistics.crossed_interval(cells, first=4), statistics.crossed_interval(cells)
-    assert found is not None and whole is not None
     deviations = cells - cells.mean(axis=1, keepdims=True) - cells.mean(axis=0, keepdims=True) + cells.mean()
     rest = (deviations**2).sum() / (8 * 39)
     problem = 9 * cells.mean(axis=0).var(ddof=1)
@@ -350,7 +345,6 @@ def test_an_arm_that_breaks_in_the_first_stage_has_no_interval_and_the_report_sa
     states: dict[tuple[str, int], Any] = {("grpo", seed): "invalid" for seed in (0, 1, 2)}
     analysis = analysed(reported(states=states))
     one = analysis.comparison("grpo")
-    assert one is not None
     assert (list(one.differences), one.interval, math.isnan(one.p_adjusted)) == ([3, 4, 5, 6], None, True)
     why = dict(notes(analysis))["Why 7 seeds"]
     assert "'grpo' completed fewer than two of them: no interval, ignored when choosing seeds." in why
@@ -368,10 +362,8 @@ def test_a_reader_can_redo_the_number_of_seeds_and_the_intervals_from_the_table(
         deviation, overall = (np.std(differences[:count], ddof=1) for count in (len(first), None))
         quantile = stats.t.ppf(0.975, len(first) - 1)
         asked.append(math.ceil((quantile * deviation / width) ** 2))
-        assert one.over_seeds is not None
         half = quantile * max(deviation, overall) / math.sqrt(len(differences))
         assert one.over_seeds.high - one.over_seeds.estimate == pytest.approx(half)
-    assert record.two_stage is not None
     assert record.two_stage["asked"] == max(asked) > 16
     assert list(record.seeds) == list(range(min(max(asked), at_most)))
     assert "stage" not in results_csv(fake_study()).splitlines()[0]

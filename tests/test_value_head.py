@@ -70,13 +70,11 @@ def test_the_first_update_of_a_run_fits_the_head_to_the_returns_and_no_later_one
     spec = make_spec(critic, tokens_per_microbatch=20, critic_learning_rate=1e-12, learning_rate=1e-12)
     spec = spec.model_copy(update={"critic": CriticStart(head="fitted")})
     learner, policy = Learner(spec, tiny_model(0).double()), tiny_model(0).double()
-    assert learner.critic is not None
     batch = learner.algorithm.advantages(learner.annotate(shared_prompts()))
     learner.update(batch, 1)
     assert learner.critic.head.weight.abs().max() < 1e-9
     metrics = learner.update(batch, 0)
     mask, returns = batch.completion_mask_BT, batch.returns_BT
-    assert returns is not None
     half = (np.arange(8) // 2 % 2)[:, None].repeat(mask.shape[1], 1)[mask.numpy()]
     x, y = hidden_states(policy, batch.tokens_BT)[:, :-1][mask[:, 1:]].detach().numpy(), returns[mask].numpy()
     fit, explained = fitted_head(moments(x[half == 0], y[half == 0]), moments(x[half == 1], y[half == 1]))

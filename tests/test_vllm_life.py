@@ -143,6 +143,7 @@ def test_an_engine_that_closes_in_its_sleep_wakes_first_if_it_can(llm, monkeypat
         assert ("vLLM did not stop cleanly" in caplog.text) == is_full  # the run's own end is what must be told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}, "engine": BFLOAT16}])
 def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, changes):
     result = train(run_spec(**changes), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
@@ -158,6 +159,7 @@ def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, cha
     assert all(value < rounding for _, value in log.history("mismatch/after_sync"))
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Diverged run with a slept engine")
 def test_a_run_that_diverges_closes_its_engine_awake_and_the_next_run_completes(llm, tmp_path):
     diverged = train(run_spec(optimizer={"learning_rate": 1e30}), tmp_path / "a", MemoryLog(), cache=tmp_path)
@@ -166,6 +168,7 @@ def test_a_run_that_diverges_closes_its_engine_awake_and_the_next_run_completes(
     assert train(run_spec(), tmp_path / "b", MemoryLog(), cache=tmp_path).state == "complete"
 
 
+@pytest.mark.slow
 def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(llm, "loads_weights", False)
     spec = run_spec(autocast=True, optimizer={"learning_rate": 1e-6})
@@ -217,6 +220,7 @@ def test_updates_below_the_steps_of_a_bfloat16_engine_arrive_on_average_and_the_
     assert all(torch.equal(value, moved[name]) for name, value in engine.llm.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k_qwen", "math_7b"])
 def test_every_arm_of_a_study_at_scale_trains_on_the_pretended_gpu_and_the_first_resumes(llm, name, tmp_path):
     sets = factories.small_sets(name, tmp_path)
@@ -263,6 +267,7 @@ class Counter:
         self.most = max(self.most, self.now + count)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_sleeping_engine_is_no_part_of_the_peak(llm, monkeypatch):
     policy = tiny_model(0)
     engine = start(policy, sleep=True)

@@ -29,7 +29,6 @@ class Zygote:
         )  # fmt: skip
 
     def ask(self, *request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()

@@ -126,8 +126,8 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
         numbers = [re.fullmatch(r"(?:seed[-_=]?)?(\d{1,15})", seed) for _, _, seed in runs]
         places = [(file, {"arm": arm, "seed": n[1]}) for (file, arm, _), n in zip(runs, numbers, strict=True) if n]
         if not 0 < len(places) == len(files) <= MOST_FILES:
-            raise SpecError(f"'{path}' must hold ARM/SEED/ with a number and a run's files, such as grpo/0/scores.csv, "
-                            f"{MOST_FILES:,} at most; so are {len(places):,} of its {len(files):,} files")  # fmt: skip
+            raise SpecError(f"'{path}' must hold files of runs in ARM/SEED/ (grpo/0/a.csv), {MOST_FILES:,} at most; "
+                            f"only {len(places):,} of {len(files):,} files are in ARM/SEED/")  # fmt: skip
     for file, place in places:
         try:
             for number, row in enumerate(_rows(file)):
@@ -245,7 +245,7 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
     ):
         scored, spent = runs[arm, seed].setdefault(step, ({}, []))
         if len(runs) > MOST_RUNS:
-            raise SpecError(f"an arm with a seed is a run, at most {MOST_RUNS:,}; is the problem in the column seed?")
+            raise SpecError(f"too many (arm, seed) pairs, at most {MOST_RUNS:,}; is the problem in the column seed?")
         if sample in (samples := scored.setdefault(problem, {})):
             raise SpecError(f"a run must score a problem once at a step, got '{problem}' of '{arm}', seed {seed}, step "
                             f"{step} twice; number several completions in a column sample")  # fmt: skip

@@ -63,7 +63,7 @@ class Result:
 
             study, trial                 names of the study and of the trial's folder
             arm, seed                    label of the arm, and the seed
-            state                        complete, running, stopped, paused, invalid, failed or pruned
+            state                        complete, running, stopped, invalid, failed or pruned
             algorithm, task              by name
             accuracy_initial, accuracy_final   validation accuracy before the first and after the last step (fraction)
             test_accuracy                on the test split, at the end (fraction)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "IProgress not found")
 
 TINY_COLD_START = 400
-WHILE_IT_RUNS = {"interleave"}  # settings of a started study that may change
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,9 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
 def study_of(name_or_path: str | Path, settings: Settings = (), runs: str | Path | None = None) -> Study:
     """A study of the runs folder with the settings of its start, unless others are given; else as `load_study`."""
     file, texts = runs_folder(runs) / "studies" / str(name_or_path) / "study.json", as_texts(settings)
-    changes = parse_overrides(texts)
-    if not changes.keys() <= WHILE_IT_RUNS or not file.is_file():
+    if texts or not file.is_file():
         return load_study(name_or_path, texts)
-    return Study(str(name_or_path), texts, parse_study(study_settings(read_json(file)) | changes, str(file)))
+    return Study(str(name_or_path), texts, parse_study(study_settings(read_json(file)), str(file)))
 
 
 def comparison(

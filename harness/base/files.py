@@ -54,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
         )
     content = text.rpartition(_SUM)[0]
     if document.pop("sum", None) is None or text != f'{content}{_SUM}{text_sum(content.encode())}"\n}}':
-        raise ValueError(f"{file} was changed after it was written, its sum is another one; restore it from a copy")
+        raise ValueError(f"{file} was changed after it was written: its checksum does not match; restore a copy")
     return document
 
 

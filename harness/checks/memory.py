@@ -25,7 +25,8 @@ from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbat
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
 from ..settings.errors import SpecError
-from ..settings.run import RunSpec, Stage
+from ..settings.run import RunSpec
+from ..settings.stages import Stage
 from .memory_count import Counts, Shape, count
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
-            "each vLLM must have a GPU for itself, because it measures what its start takes there, got several workers "
-            "on a GPU; use fewer --workers, whole gpus or engine=transformers"
+            "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer --workers, whole gpus or "
+            "engine=transformers"
         )
     spec = decided(spec, alone=copies == together == 1)
     found, _ = estimate_run(spec, together)

@@ -174,8 +174,8 @@ def check_tokens(model: str, reference: str) -> None:
     if here != there:
         differ = sum(there.get(token) != place for token, place in here.items())
         raise SpecError(
-            f"kl.reference must have the tokenizer of the model, whose tokens it reads: of the {len(here):,} of "
-            f"'{model}' '{reference}' has {differ:,} not at all or elsewhere; use another reference"
+            f"kl.reference must have the tokenizer of the model, whose tokens it reads: {differ:,} tokens of '{model}' "
+            f"and '{reference}' differ; use another reference"
         )
 
 
@@ -191,9 +191,8 @@ def check_length(spec: RunSpec) -> None:
     found = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
     if found + spec.max_tokens > limit:
         raise ValueError(
-            f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "
-            f"or change for the whole text, got {found} + {spec.max_tokens}; lower sampling.max_tokens or use "
-            "another model"
+            f"a prompt and sampling.max_tokens must fit into '{spec.model}'s context limit of {limit} tokens, got "
+            f"{found} + {spec.max_tokens}; lower sampling.max_tokens or use another model"
         )
 
 

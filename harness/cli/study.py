@@ -59,8 +59,8 @@ def study_run(
 ) -> None:
     """Run every arm once with every seed, then write the report; the same command continues a stopped study.
 
-    Without --set, --seeds and --name, a study in the runs folder continues with the settings that it was started with;
-    --set interleave=STEPS alone may change it. --workers 0 only sets up the study.
+    Without --set, --seeds and --name, a study in the runs folder continues with the settings that it was started with.
+    --workers 0 only sets up the study.
 
     Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.

@@ -114,8 +114,8 @@ class LineView:
     def update(self, status: StudyStatus) -> None:
         for trial in status.trials:
             key = (trial.arm, trial.seed)
-            if trial.state in ("waiting", "paused"):
-                continue  # a trial that takes turns is reported once
+            if trial.state == "waiting":
+                continue
             if trial.state != self._states.get(key, "waiting"):
                 reason = f" ({trial.reason})" if trial.reason else ""
                 accuracy = "" if trial.accuracy is None else f", accuracy {percent(trial.accuracy)}"

@@ -15,7 +15,7 @@ from rich.text import Text
 from ..base.words import duration
 
 LOG_WIDTH = 120
-_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan", "invalid": "red", "failed": "red",
+_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "invalid": "red", "failed": "red",
           "problem": "red", "stopped": "yellow", "pruned": "yellow", "advice": "yellow", "PASS": "green", "FAIL": "red",
           "SKIPPED": "yellow"}  # fmt: skip
 

@@ -36,7 +36,7 @@ def notices(study: str) -> Iterator[Callable[..., None]]:
     with suppress(ValueError):  # of an open quotation
         words = shlex.split(where)
     if where and not is_url and not (words and shutil.which(words[0])):
-        raise ValueError(f"{NOTIFY} must be http(s)://... or a command that is installed, and is neither")
+        raise ValueError(f"{NOTIFY} must be http(s)://... or a command that is installed")
 
     def send() -> None:
         for document in iter(waiting.get, None):
@@ -70,4 +70,4 @@ def notices(study: str) -> Iterator[Callable[..., None]]:
         waiting.put(None)
         thread.join(NOTICE_SECONDS)
         if thread.is_alive():
-            log.warning("notices are left that what %s names has not taken after %.0f s", NOTIFY, NOTICE_SECONDS)
+            log.warning("%s did not accept all notices after %.0f s", NOTIFY, NOTICE_SECONDS)

@@ -39,7 +39,7 @@ NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
 _STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
-    "paused": "SCHEDULED", "pruned": "KILLED",
+    "pruned": "KILLED",
 }  # fmt: skip
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

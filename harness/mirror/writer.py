@@ -227,7 +227,7 @@ class RunMirror:
             summary = end["summary"].items()
             metrics = [Metric(store.SUMMARY + key, float(value), end["time"], 0) for key, value in summary]
             client.log_batch(self.place.run_id, metrics)
-        if state not in ("running", "paused") and remote_uri() is not None:
+        if state != "running" and remote_uri() is not None:
             names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
             for file in (file for name in names for file in self.directory.glob(name)):
                 folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()

@@ -27,7 +27,7 @@ from ..base.streams import generator
 from ..base.tensors import pad_right
 from ..data import InvalidRun
 from ..devices.device import resolve_device
-from ..settings.run import RewardFit
+from ..settings.stages import RewardFit
 from .library import import_generation
 from .model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
 from .sources import source_name, verify_model

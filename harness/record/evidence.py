@@ -76,7 +76,7 @@ def read_evidence(folder: Path) -> Evidence:
     file = folder / EVIDENCE
     if not file.is_file():
         fix = f"write the report with: cohort report {folder.name}"
-        raise ValueError(f"study '{folder.name}' has no {EVIDENCE}, which its report leaves; {fix}")
+        raise ValueError(f"study '{folder.name}' has no {EVIDENCE}; {fix}")
     content = read_json(file)
     try:
         evidence = TypeAdapter(Evidence).validate_python(content)

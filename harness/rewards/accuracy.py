@@ -33,7 +33,7 @@ class Accuracy(Reward):
     @model_validator(mode="after")
     def _errs_on_whole_answers(self) -> Self:
         if self.partial and self._errs:
-            raise ValueError("false_positive and false_negative must be 0 with partial: they are of right or wrong")
+            raise ValueError("false_positive and false_negative must be 0 with partial: they need right/wrong grading")
         if self.corrected and self._informs <= 0:
             rule = "false_positive + false_negative must be below 1 with corrected, or the verifier says nothing"
             raise ValueError(f"{rule}; got {1 - self._informs:g}; lower one or leave corrected out")

@@ -31,7 +31,8 @@ from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
-from ..settings.run import RunSpec, Stage
+from ..settings.run import RunSpec
+from ..settings.stages import Stage
 from .checkpoint import Snapshot, Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .guards.gates import GateState
@@ -39,7 +40,7 @@ from .guards.sync import SpotCheck
 from .learner import Learner
 from .supervised import supervised
 
-DEMONSTRATIONS = 512  # number whose mean length stands for all
+DEMONSTRATIONS = 512  # sample size for the mean length
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Totals:
 
 
 class Models:
-    """Gives a run its models and its time: here it loads its own models and has the whole process for itself."""
+    """Loads the models of a lone run, which has the whole process for itself."""
 
     is_alone = True
     now: Callable[[], float] = staticmethod(time.perf_counter)  # seconds of work for the run, from an arbitrary zero
@@ -260,7 +261,7 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
 
 
 def reward_model(directory: Path, stage: str) -> Path:
-    """The folder, in that of a run, of the reward model that a stage fits."""
+    """Folder of a stage's reward model, inside the run's folder."""
     return directory / CHECKPOINTS / f"reward-model-{stage}"
 
 

@@ -170,7 +170,7 @@ def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: A
     else:
         wrong = "a number of too many digits" if isinstance(bad[0], int) else repr(bad[0])
     raise InvalidRun(
-        f"reward '{name}' must give a list with one finite number of Python (at most {most:g}) for each of the "
+        f"reward '{name}' must give a list with one finite Python number (at most {most:g}) for each of the "
         f"{len(group.completions)} completions, and pairs (character, number) for steps, got {wrong:.60} for problem "
         f"{group.prompt_id} in step {step}; correct {type(reward).__name__} in {inspect.getfile(type(reward))}"
     )

@@ -153,7 +153,7 @@ class Learner:
         `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         `staleness/effective_samples` is the effective sample size of an update's importance weights w (policy /
-        sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2) (VCPO, arXiv:2602.17616).
+        sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []

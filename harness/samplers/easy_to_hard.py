@@ -17,6 +17,9 @@ from ..data import Prompt, PromptDraw
 from ..interfaces import Sampler
 from .uniform import shuffled
 
+FIRST_SHARE = 0.1  # easiest share of the problems, for the first step
+ALL_AFTER = 0.5  # share of the run's steps that begin with a part
+
 
 class EasyToHard(Sampler):
     """Uniform over the easiest problems, whose share grows to all."""
@@ -27,16 +30,14 @@ class EasyToHard(Sampler):
         min_length=1,
         description="tag whose number says how hard a problem is, such as level; length: characters of the prompt",
     )
-    first_share: float = Field(default=0.1, gt=0, le=1, description="easiest share of the problems, for the first step")
-    all_after: float = Field(default=0.5, gt=0, le=1, description="share of the run's steps that begin with a part")
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             self._difficulty(prompt)
 
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
-        begun = self.first_share**2
-        competence = math.sqrt(begun + (1 - begun) * min(1.0, draw.progress / self.all_after))
+        begun = FIRST_SHARE**2
+        competence = math.sqrt(begun + (1 - begun) * min(1.0, draw.progress / ALL_AFTER))
         ranked = sorted(range(len(prompts)), key=lambda i: self._difficulty(prompts[i]))
         easy = max(draw.count, math.ceil(competence * len(prompts)))
         return [*(ranked[i] for i in shuffled(prompts, draw) if i < easy), *ranked[easy:]]

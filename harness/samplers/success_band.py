@@ -14,6 +14,8 @@ from ..data import Prompt, PromptDraw
 from ..interfaces import Sampler
 from .uniform import shuffled
 
+FROM_ALL = 0.25  # share of a step's problems of any rate
+
 
 class SuccessBand(Sampler):
     """Uniform over the problems whose running pass rate lies in the band, or is not known."""
@@ -23,7 +25,6 @@ class SuccessBand(Sampler):
     name: Literal["success_band"] = "success_band"
     lowest: float = Field(default=0.2, ge=0, le=1, description="lowest running pass rate of the band")
     highest: float = Field(default=0.8, ge=0, le=1, description="highest running pass rate of the band")
-    from_all: float = Field(default=0.25, ge=0, le=1, description="share of a step's problems of any rate")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -36,4 +37,4 @@ class SuccessBand(Sampler):
         places = shuffled(prompts, draw)
         rates = [draw.pass_rates.get(prompt.id) for prompt in prompts]
         within = [i for i in places if (rate := rates[i]) is None or self.lowest <= rate <= self.highest]
-        return list(dict.fromkeys([*places[: round(self.from_all * draw.count)], *within, *places]))
+        return list(dict.fromkeys([*places[: round(FROM_ALL * draw.count)], *within, *places]))

@@ -1,12 +1,11 @@
 """The claim of a study file: a prediction about its arms that is fixed before the first trial runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..base.arms import short_path
 from ..base.words import quoted
 from ..data import Section
 from .errors import did_you_mean
@@ -29,9 +28,6 @@ class Claim(Section):
     contrast: Annotated[list[Weights], Listed] = Field(
         default_factory=list, description="arm label -> weight, with sum 0; a list: each of them must be as predicted"
     )
-    trend: str = Field(
-        default="", description="full path of a numeric factor: its highest level minus its lowest, fitted"
-    )
     order: list[str] = Field(default_factory=list, description="arm labels in rising order, for predicts: ordered")
     metric: str = Field(default="", description="metric of a run; by default that of the study")
     value: Literal["last", "mean", "gain", "fall"] = Field(
@@ -42,8 +38,8 @@ class Claim(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if sum(map(bool, (self.contrast, self.trend, self.order))) != 1:
-            raise ValueError("a claim must have one of contrast, trend and order")
+        if sum(map(bool, (self.contrast, self.order))) != 1:
+            raise ValueError("a claim must have one of contrast and order")
         if bool(self.order) != (self.predicts == "ordered") or len(self.order) == 1:
             raise ValueError("predicts: ordered must have 'order', a list of two arms or more, and no other has it")
         changes = self.value in ("gain", "fall")  # of a single arm may be claimed, too
@@ -74,15 +70,4 @@ class Claim(Section):
                 raise ValueError(f"a claim must name arms of the study, got '{label}' (--set claim=[] has none); {fix}")
         if self.order:
             return [{after: 1.0, before: -1.0} for after, before in zip(self.order[1:], self.order, strict=False)]
-        return self.contrast or [_trend(self.trend, {arm: own.get(self.trend) for arm, own in levels.items()})]
-
-
-def _trend(factor: str, level_of: Mapping[str, Any]) -> Weights:
-    """The least-squares line through the levels' means by rank, at the highest level minus at the lowest."""
-    values = list(level_of.values())
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values) or len(set(values)) < 2:
-        raise ValueError(f"trend must name a factor with two numeric levels or more, got '{short_path(factor)}'")
-    ranked: Sequence[float] = sorted(set(values))
-    middle = (len(ranked) - 1) / 2
-    scale = (len(ranked) - 1) / sum((rank - middle) ** 2 for rank in range(len(ranked)))
-    return {arm: scale * (ranked.index(v) - middle) / values.count(v) for arm, v in level_of.items()}
+        return self.contrast

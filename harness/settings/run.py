@@ -5,9 +5,8 @@ classes that it names.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, cast, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -16,27 +15,22 @@ from ..base.inputs import digest
 from ..data import PromptFormat, Sampling, Section
 from ..interfaces import Algorithm, Reward, RolloutEngine, Sampler, Task
 from .errors import parsed
-from .raw import MAX_INTEGER, is_number
+from .plugged import implied_rewards, plugin_settings, reward_settings
+from .raw import MAX_INTEGER
+from .stages import Stage, completed, staged
 
 Scalar = bool | int | float | str | None
 Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"]
-Kind = Literal["train", "rejection_sampling", "reward_model"]  # of a stage
-_OF_A_FIT = {"steps", "rollouts_per_step", "sampling", "optimizer"}  # settings of a run that a stage may change
-_OF_A_STAGE = _OF_A_FIT | {
-    "algorithm", "critic", "dynamic_sampling", "gates", "high_entropy_tokens", "kl", "mismatch", "overlong", "rewards",
-    "sampler",
-}  # fmt: skip
-_CHANGED = {"train": _OF_A_STAGE, "rejection_sampling": _OF_A_FIT, "reward_model": set()}
 
 
 class ColdStart(Section):
     """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
 
     batch_size: ClassVar[int] = 32  # worked solutions per optimiser step
+    seed: ClassVar[int] = 0  # of data order and of `tiny`'s initial weights
 
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
     learning_rate: float = Field(default=3e-3, gt=0, description="learning rate of AdamW, constant")
-    seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="seed of data order and of `tiny`'s initial weights")
 
 
 class Optimizer(Section):
@@ -151,7 +145,7 @@ class Evaluation(Section):
         given = [value] if isinstance(value, str | Mapping) else value
         if not isinstance(given, list | tuple):
             raise ValueError(f"evaluation.tests must be a list of tasks, got {value!r}")
-        tasks = [_plugin("task", one) for one in given]
+        tasks = [plugin_settings("task", one) for one in given]
         if twice := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
             raise ValueError(f"evaluation.tests must name each task once, got '{twice[0]}' twice; remove one")
         return tasks
@@ -199,119 +193,6 @@ class Gates(Section):
     answered: float | None = Field(
         default=0.25, ge=0, le=1, description="lowest share of answers, relative to the first step's, 20 steps in a row"
     )
-
-
-class Rejection(Section):
-    """The answers that a stage of rejection sampling fine-tunes on: correct ones, not cut by the token limit."""
-
-    num_prompts: int = Field(default=512, ge=1, description="training problems; all when there are fewer")
-    num_samples: int = Field(default=8, ge=1, le=10_000, description="completions of each")
-    keep: int = Field(default=1, ge=1, description="distinct correct completions kept of each, the first ones")
-    restart: bool = Field(default=False, description="fine-tune the policy that the run started from")
-    teacher: str | None = Field(
-        default=None, min_length=1, description="model that answers: a Hub id or a folder; by default the policy"
-    )
-
-
-class RewardFit(Section):
-    """A Bradley-Terry fit of a reward model on ranked rollouts (AdamW, constant rate)."""
-
-    epochs: int = Field(default=3, ge=1, description="passes over the rollouts")
-    prompts_per_batch: int = Field(default=16, ge=1, description="prompts per optimiser step, with all completions")
-    learning_rate: float = Field(default=1e-4, gt=0, description="learning rate")
-    replay: float = Field(default=0.1, ge=0, le=1, description="share of the older rollouts, which earlier fits had")
-
-
-_SECTIONS = {"rejection_sampling": ("rejection", Rejection), "reward_model": ("fit", RewardFit)}  # by the stage's kind
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of a run: its training steps `start + 1` to `end`, counted over the whole run, and its settings.
-
-    ValueError if its rewards read the model of a stage that is not among those `before` it.
-    """
-
-    name: str
-    spec: "RunSpec"
-    start: int = 0
-    kind: Kind = "train"
-    rejection: Rejection | None = None
-    fit: RewardFit | None = None
-    before: tuple["Stage", ...] = ()
-
-    def __post_init__(self) -> None:
-        self.placed(str)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.spec.steps
-
-    @property
-    def kept(self) -> range:
-        """The steps of the run whose rollouts it keeps."""
-        every = self.spec.checkpoints.rollouts_every
-        if self.kind == "train" and every:
-            return range(self.start + 1 + -self.start % every, self.end + 1, every)
-        return range(self.start + 1, self.start + 1 + (self.rejection is not None))
-
-    @property
-    def sources(self) -> tuple[list[int], list[int]]:
-        """The steps whose rollouts a fit takes: all since the fit before it, and older ones."""
-        last = max((stage.end for stage in self.before if stage.fit), default=0)
-        steps = [step for stage in self.before for step in stage.kept]
-        return [step for step in steps if step > last], [step for step in steps if step <= last]
-
-    def placed(self, folder: Callable[[str], str]) -> "RunSpec":
-        """Its settings with the rewards that it pays, of which some read the models of stages at `folder(name)`."""
-        fits = [stage.name for stage in self.before if stage.fit]
-
-        def found(name: str) -> str:
-            if name in fits:
-                return folder(name)
-            rule = f"{self.name and f'stage {self.name!r}: '}rewards must read an earlier stage of kind reward_model"
-            raise ValueError(f"{rule} ({', '.join(fits) or 'there is none'}), got '{name}'; add it before")
-
-        rewards = self.spec.rewards if self.kind == "train" else {}
-        return self.spec.model_copy(update={"rewards": {key: one.placed(found) for key, one in rewards.items()}})
-
-    @property
-    def num_rollouts(self) -> int:
-        """Completions that the stage samples, at least."""
-        if self.fit is not None:
-            return 0
-        if self.rejection is not None:
-            return self.rejection.num_prompts * self.rejection.num_samples
-        greedy = self.spec.prompts_per_step if self.spec.algorithm.needs_greedy else 0
-        return self.spec.steps * (self.spec.rollouts_per_step + greedy)
-
-
-def _implied(algorithm: Algorithm | None, overlong: str | None) -> dict[str, Reward]:
-    """The rewards that are paid although nobody names them."""
-    weights = {} if algorithm is None else {name: _reward(name, w) for name, w in algorithm.default_rewards.items()}
-    return weights | ({"overlong": _reward("overlong", {})} if overlong == "penalise" else {})
-
-
-def _reward(name: str, settings: Any) -> Reward:
-    """A reward from its weight or a mapping of its settings; reward objects pass unchanged."""
-    if isinstance(settings, Reward):
-        return settings
-    cls = cast(type[Reward], plugins.load("reward", name))
-    if is_number(settings):
-        settings = {"weight": settings}
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"rewards.{name} must be a weight or a mapping of settings, got {settings!r}")
-    return parsed(cls, dict(settings), f"rewards.{name}")
-
-
-def _plugin(kind: plugins.Kind, value: Any) -> Any:
-    """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
-    if isinstance(value, Section):
-        return value
-    fields = {"name": value} if isinstance(value, str) else value
-    if not isinstance(fields, Mapping) or "name" not in fields:
-        raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
-    return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
 
 
 class RunSpec(Section):
@@ -404,7 +285,7 @@ class RunSpec(Section):
     @classmethod
     def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
         """A plugin's settings from a name or a mapping."""
-        return _plugin(cast(plugins.Kind, info.field_name), value)
+        return plugin_settings(cast(plugins.Kind, info.field_name), value)
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -415,8 +296,8 @@ class RunSpec(Section):
         """
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
-        given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
-        return dict(sorted({**_implied(info.data.get("algorithm"), info.data.get("overlong")), **given}.items()))
+        given = {str(name): reward_settings(str(name), settings) for name, settings in value.items()}
+        return dict(sorted({**implied_rewards(info.data.get("algorithm"), info.data.get("overlong")), **given}.items()))
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -499,80 +380,13 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _stages_agree(self) -> Self:
         """Completes `stages` with what they leave out, and `steps` with their sum."""
-        if not self.stages:
-            return self
-        names = [str(stage.get("name", "")) for stage in self.stages]
-        if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
-            raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
-        for key, off in (("devices", 1), ("staleness", 0), ("lora", None)):
-            if (value := getattr(self, key)) != off:
-                rule = f"{key} must be left out with stages, which train all weights in one process"
-                raise ValueError(f"{rule}, got {value}")
-        stages = self.staged()
-        if any(stage.kind != "train" for stage in stages):
-            blind = [s.spec.algorithm.name for s in stages if s.kind == "train" and not s.spec.algorithm.sees_gold]
-            if blind or self.control not in (None, "frozen"):
-                why = f"{blind[0]} must not see gold answers" if blind else f"control {self.control} replaces them"
-                raise ValueError(f"stages that keep or rank correct answers need them, and {why}; use one of the two")
-        total = sum(stage.spec.steps for stage in stages)
-        steps = self.steps if "steps" in self.model_fields_set else total
-        if steps > total:
-            raise ValueError(f"steps must be at most those of the stages, {total}, got {steps}; leave it out")
-        complete = []
-        for stage, raw in zip(stages, self.stages, strict=True):
-            whole = stage.spec.model_dump(mode="json")
-            own = {key: whole[key] for key in raw if key in whole}
-            own |= {key: v.model_dump(mode="json") for key, _ in _SECTIONS.values() if (v := getattr(stage, key))}
-            complete.append({"name": stage.name, "kind": stage.kind, **own})
-        for name, value in (("stages", tuple(complete)), ("steps", steps)):
+        for name, value in (completed(self) if self.stages else {}).items():
             object.__setattr__(self, name, value)
         return self
 
-    def _stage(self, raw: Mapping[str, Any], before: tuple[Stage, ...]) -> Stage:
-        """A stage from what it changes; its sections change single settings, and its rewards take the others' place."""
-        name, kind = str(raw["name"]), raw.get("kind", "train")
-        where, start = f"stage '{name}'", before[-1].end if before else 0
-        if kind not in get_args(Kind):
-            raise ValueError(f"{where}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
-        own = {key: value for key, value in raw.items() if key not in ("name", "kind", "rejection", "fit")}
-        for key in own:
-            if key in type(self).model_fields and key not in _CHANGED[kind]:
-                of = f"stages of kind train, got kind {kind}" if key in _OF_A_STAGE else "the whole run; set it there"
-                raise ValueError(f"{where}: {key} belongs to {of}")
-        for of, (key, _) in _SECTIONS.items():
-            if key in raw and kind != of:
-                raise ValueError(f"{where}: {key} belongs to kind {of}, got kind {kind}")
-        own |= {"steps": 1} if kind == "reward_model" else {}
-        if own.get("steps", 0) == 0:
-            raise ValueError(f"{where}: steps must be at least 1, got {own.get('steps', 'none')}")
-        common = self.model_dump(mode="json", exclude={"stages"} if kind == "train" else {"stages", "critic"})
-        implied = _implied(self.algorithm, self.overlong)  # those of another algorithm are others
-        given = {key: common["rewards"][key] for key, reward in self.rewards.items() if reward != implied.get(key)}
-        for key, value in own.items():
-            section = common.get(key)
-            if isinstance(value, Mapping) and isinstance(section, Mapping) and key != "rewards":
-                is_other = value.get("name") not in (None, section.get("name"))  # plugin, which has settings of its own
-                own[key] = value if is_other else {**section, **value}
-        spec = parsed(RunSpec, {**common, "rewards": given, **own}, where)
-        key, section = _SECTIONS.get(kind, ("", None))
-        settings: Any = {key: parsed(section, raw.get(key, {}), f"{where}: {key}")} if section else {}
-        stage = Stage(name, spec, start, kind, before=before, **settings)
-        if stage.fit and not stage.sources[0]:
-            rule = f"{where} must have rollouts to fit, which the stages since the last fit keep"
-            every = self.checkpoints.rollouts_every
-            raise ValueError(f"{rule}, got none with checkpoints.rollouts_every={every}; set it to 1")
-        teacher = stage.rejection and stage.rejection.teacher
-        if teacher and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
-            rule = f"{where}: rejection.teacher must be left out with engine={self.engine.name}"
-            raise ValueError(f"{rule}, which keeps its weights, got {teacher}; use engine=transformers")
-        return stage
-
     def staged(self) -> list[Stage]:
         """The stages in order; without any, the run as the only one."""
-        found: list[Stage] = []
-        for raw in self.stages:
-            found.append(self._stage(raw, tuple(found)))
-        return found or [Stage("", self)]
+        return staged(self)
 
     @property
     def num_rollouts(self) -> int:

@@ -80,7 +80,6 @@ class Search(Section):
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
-    startup: int = Field(default=5, ge=1, description="random arms before the sampler learns")
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:

@@ -140,9 +140,6 @@ class StudySpec(Section):
     reverse: bool = Field(default=False, description="of a ladder: add the last component first")
     search: Search | None = None
     compare: Comparison | None = None
-    interleave: int | None = Field(
-        default=None, ge=1, description="steps after which a trial pauses for one that is behind; by default never"
-    )
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(
         default=None, description="label of the arm to compare with, or a level; by default the first"

@@ -28,7 +28,7 @@ class Attempts:
         return self.by_key[key][-1] if key in self.by_key else None
 
     def state(self, key: Key) -> str:
-        """waiting, running, complete, pruned, invalid, failed, lost, stopped or paused, by the last attempt."""
+        """waiting, running, complete, pruned, invalid, failed, lost or stopped, by the last attempt."""
         last = self.last(key)
         if last is None:
             return "waiting"

@@ -20,7 +20,8 @@ from ..base.inputs import digest
 from ..base.machine import default_workers, usable_cores
 from ..policy.sources import is_here
 from ..record.status import StudyStatus
-from ..settings.run import RunSpec, Stage, parse_run
+from ..settings.run import RunSpec, parse_run
+from ..settings.stages import Stage
 from ..settings.study import Arm, StudySpec, TwoStage
 from .plan import Plan
 

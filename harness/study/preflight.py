@@ -157,7 +157,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
     for arm, count in queue.coming():
         left += [(arm.spec, plan.folder / "trials" / "to come")] * count
     most = workers or (default_workers(plan.study.devices) if here else 1)
-    at_once = max(1, len(left) if plan.study.interleave else min(most, len(left)))  # interleaved: all are in progress
+    at_once = max(1, min(most, len(left)))
     mine = left if isinstance(queue.storage, LocalStorage) else left[:at_once]
     return check_disk(plan.runs, mine, at_once, "nothing")
 

@@ -8,8 +8,8 @@ the checkpoints in its folder.
 
 An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
 FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
-started again), "stopped" (asked to stop), "paused" (for another trial) or "lost" (its worker died); the last three are
-repeated at once. `search.py` decides the arms of a search, `steering.py` handles users' requests.
+started again), "stopped" (asked to stop) or "lost" (its worker died); the last two are repeated at once. `search.py`
+decides the arms of a search, `steering.py` handles users' requests.
 """
 
 import logging
@@ -102,8 +102,7 @@ class Queue:
             return []
         with self.storage.lock():
             attempts = self._read()
-            by_turn = attempts.step if self.plan.study.interleave else lambda key: 0
-            for key in sorted(self.plan.keys, key=by_turn):
+            for key in self.plan.keys:
                 fits = len(claims) < at_most and self._waits(key, attempts) and not self._is_stuck(key, attempts)
                 shares = fits and sharing_key(self.plan.spec(key)) == common
                 lease = self.storage.take_lease(self.plan.directory(key)) if shares else None
@@ -132,11 +131,6 @@ class Queue:
     def is_held(self, arm: str) -> bool:
         """Whether an arm was asked to stop; cheap enough for every step."""
         return arm in self._attributes().get(STOPPED, ())
-
-    def gives_way(self, key: Key, step: int) -> bool:
-        """Whether a waiting trial has done fewer steps than `key`, which has done `step`."""
-        attempts = self._read()
-        return any(k != key and self._waits(k, attempts) and attempts.step(k) < step for k in self.plan.keys)
 
     def hold(self, arm: str, held: bool) -> bool:
         """Ask an arm to stop, or let it continue; returns whether this changed anything."""
@@ -306,8 +300,6 @@ class Queue:
     def _next(self, attempts: Attempts) -> Key | None:
         """The trial to run next: one in progress, or else the first one of the plan that was never begun, or else one
         that failed or loses its workers without progress. Among several, the one begun longest ago.
-
-        If interleaved, trials never begun come first, then the one in progress with the fewest steps.
         """
 
         def turn(key: Key) -> tuple[int, int]:
@@ -316,7 +308,7 @@ class Queue:
             begun = attempts.by_key[key][-1].number
             if attempts.state(key) == "waiting" or self._is_stuck(key, attempts):
                 return 3, begun
-            return (2, attempts.step(key)) if self.plan.study.interleave else (0, begun)
+            return 0, begun
 
         return min((key for key in self.plan.keys if self._waits(key, attempts)), key=turn, default=None)
 

@@ -35,7 +35,8 @@ from .attempts import Attempts
 from .plan import Key
 
 GENERATION = 8  # arms of one generation of nsga2
-LIVE = ("waiting", "running", "stopped", "paused", "lost")
+STARTUP = 5  # random arms before a sampler learns, and complete ones before a pruner judges
+LIVE = ("waiting", "running", "stopped", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
 MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 REPEATED = "the same run as arm"  # how the reason for refusing a repeated point begins
@@ -304,14 +305,14 @@ def _keys(trial: FrozenTrial) -> list[Key]:
 
 
 _SAMPLERS: dict[str, Callable[[Search, int], BaseSampler]] = {
-    "tpe": lambda search, seed: TPESampler(n_startup_trials=search.startup, seed=seed),
-    "gp": lambda search, seed: GPSampler(n_startup_trials=search.startup, seed=seed),
+    "tpe": lambda search, seed: TPESampler(n_startup_trials=STARTUP, seed=seed),
+    "gp": lambda search, seed: GPSampler(n_startup_trials=STARTUP, seed=seed),
     "nsga2": lambda search, seed: NSGAIISampler(population_size=GENERATION, seed=seed),
     "random": lambda search, seed: RandomSampler(seed),
 }
 # Their steps are training steps, counted on from one seed of an arm to the next.
 _PRUNERS: dict[str, Callable[[SearchPlan], BasePruner]] = {
     "none": lambda plan: NopPruner(),
-    "median": lambda plan: MedianPruner(n_startup_trials=plan.search.startup),
+    "median": lambda plan: MedianPruner(n_startup_trials=STARTUP),
     "hyperband": lambda plan: HyperbandPruner(plan.base.spec.evaluation.every, len(plan.seeds) * plan.base.spec.steps),
 }

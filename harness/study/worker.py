@@ -83,8 +83,8 @@ def worker_main(
         try:
             queue = _patiently(lambda: open_queue(name, runs, storage), stop)
             if (_patiently(queue.storage.read_document, stop) or {}).get("digest") != queue.plan.study.digest():
-                raise Unfit(f"study '{name}' was started by another version of Cohort, which reads its settings "
-                            "otherwise than the one here; install the same on all hosts")  # fmt: skip
+                raise Unfit(f"study '{name}' was started by another version of Cohort, and the versions differ in "
+                            "its settings; install the same on all hosts")  # fmt: skip
             run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
             if run_trial is not None and execute == EXECUTE and not checked:
                 together = _checked(queue, together)
@@ -242,16 +242,12 @@ class _TrialLog(RunLog):
         if new is not None:
             with suppress(StorageUnavailable):  # asked to stop meanwhile
                 self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)
-        every = self._queue.plan.study.interleave
-        ends_slice = every is not None and self.step > self.resumed_at and self.step % every == 0
         if self.reason is not None:  # the search gives the arm up
             self.state = "pruned"
         elif self._stop.is_set():
             return True
         elif self._asks(lambda: self._queue.is_held(self._key[0])):
             self.reason = HELD
-        elif ends_slice and self._asks(lambda: self._queue.gives_way(self._key, self.step)):
-            self.state = "paused"
         else:
             return False
         return True

@@ -353,8 +353,8 @@ def cold_start_note(specs: _Specs) -> _Note:
             "differences, but the intervals do not cover it.",
         )
     first = next(iter(specs.values()))
-    steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
-    origin = f"one cold start ({wording.plural(steps, 'step')}, cold_start.seed {seed})" if steps else "the same model"
+    steps = setting(first, "cold_start.steps", 0)
+    origin = f"one cold start ({wording.plural(steps, 'step')})" if steps else "the same model"
     return (
         "One starting point",
         f"All arms and seeds start from {origin}. Intervals therefore cover the seeds of reinforcement learning only, "

@@ -136,6 +136,7 @@ def test_equality_overlooks_spaces_around_an_answer(task):
     assert all(task.equivalent(gold, f" {gold} ") for gold in sorted({p.gold for p in task.prompts("test")})[:8])
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_in_another_process_with_another_hash_seed():
     program = "import test_tasks as t\nprint(*(t.fingerprint(t.make(name)) for name in t.TASKS))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parent)}

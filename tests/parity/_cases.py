@@ -50,7 +50,6 @@ class Case:
 
     def completion(self, tensor_BT: Tensor | None) -> Tensor:
         """The completion columns [B, R] of a `_BT` tensor."""
-        assert tensor_BT is not None
         return tensor_BT[:, PROMPT:]
 
 

@@ -239,7 +239,6 @@ def log_prob_valued(algorithm: DPPO, case: Case) -> Numbers:
 def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
     """Our loss, with the tokens chosen by the log-probs that have moved, whatever the sign of their covariance."""
     batch, mask = prepared(algorithm, case), case.batch.completion_mask_BT
-    assert batch.advantages_BT is not None
     credit, logprobs = batch.advantages_BT[mask], case.logprobs_BT[mask]
     covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
     held = torch.zeros_like(covariance, dtype=torch.bool)
@@ -269,7 +268,6 @@ def on_policy() -> list[Case]:
 def row_losses(case: Case) -> Numbers:
     """RLOO on policy: our loss counts a row once, the sum over its tokens n times; the gradient is the same."""
     batch, ours = prepared(RLOO(kl_beta=0.05), case), our_loss(RLOO(kl_beta=0.05), case)
-    assert batch.advantages_BT is not None
     return Numbers(-batch.advantages_BT.sum() / len(batch), ours.gradient)
 
 
@@ -397,7 +395,6 @@ def their_kl(estimator: str, case: Case) -> Numbers:
 
 def cut_at_ten(case: Case) -> Numbers:
     ours = our_kl("k3", case)
-    assert ours.gradient is not None
     return Numbers(ours.value.clamp(max=10), ours.gradient.masked_fill(ours.value > 10, 0))
 
 

@@ -141,7 +141,7 @@ class Pool(ABC):
             reason = words.rpartition("Error: ")[2].partition("\n")[0]
             if not self.size or (not self._claims and self._ended_early["unfit"] >= MAX_CRASHES):
                 raise SpecError(reason)
-            log.warning("%s cannot run the study on its machine, so one less works on it: %s", worker, reason)
+            log.warning("%s cannot run the study on its machine, one worker fewer: %s", worker, reason)
             return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log.warning("%s %s:\n%s", worker, how, words)

@@ -160,6 +160,7 @@ DESIGNS = {
 }
 
 
+@pytest.mark.slow
 def test_a_higher_ceiling_and_a_slower_rise_are_told_apart_and_a_flat_arm_is_refused(tmp_path):
     record = curved_study(DESIGNS)
     found = scaled(record)
