@@ -235,7 +235,7 @@ class StoppedEarly(Exception):
     """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
 
 
-def watch(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:
+def note_progress(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:
     """Report the progress of such work; StoppedEarly if asked to stop."""
     log.progress(phase, done, total)
     if should_stop():
@@ -304,7 +304,7 @@ def prepare(
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = any(ranks.of_all(recompute))
-    policy, codec = models.policy(spec, cache, partial(watch, log, should_stop))
+    policy, codec = models.policy(spec, cache, partial(note_progress, log, should_stop))
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)

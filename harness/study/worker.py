@@ -127,9 +127,9 @@ def _run_with_others(
 ) -> None:
     """Run a claimed trial, and with it those that can share its model, each to its own end."""
     if queue.plan.study.devices > 1:
-        from ..devices.group import train
+        from ..devices.group import lead
 
-        run_trial = partial(train, run_trial)
+        run_trial = partial(lead, run_trial)
     room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
     claims = [claim, *(_patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else ())]
     if len(claims) == 1:
