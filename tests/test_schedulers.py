@@ -260,7 +260,7 @@ def refused(runs: Path, arguments: list[str], words: str) -> None:
 @needs_submitit
 def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(runs, cluster, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(runs.parent))
-    refused(runs, SLURM, "name one on a common disk with `runs`")
+    refused(runs, SLURM, "name one on a common disk with --runs")
     monkeypatch.setenv("PATH", str(runs))
     refused(runs, SLURM, "'sbatch' is not on PATH")
     find = importlib.util.find_spec
