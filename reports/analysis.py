@@ -72,7 +72,7 @@ class Comparison:
     rng_seed: int
     first: int | None = None
     share: float = 1.0
-    is_alone: bool = True  # the baseline is that of all comparisons, so that the arm names it
+    is_alone: bool = True  # all comparisons have this baseline, so that the arm names it
 
     @property
     def arm(self) -> str:

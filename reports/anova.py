@@ -24,7 +24,7 @@ from .trials import ArmSummary, awaits_seeds, num_first, share_of_alpha
 
 @dataclass(frozen=True)
 class Effect:
-    """One row of an analysis of variance; `f` and the effect size are those of the test with the larger p.
+    """One row of an analysis of variance; `f` and the effect size come from the test with the larger p.
 
     `partial_omega_squared` is the effect size, less biased than partial eta squared, at least 0. `p_adjusted` is Holm's
     over the effect's family, NaN before that is known.
@@ -100,7 +100,7 @@ def anova(
     """Main effects and interactions of the grid.
 
     `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more
-    axis, the problems over which each score is the mean. The error is at least that of rounding scores to multiples of
+    axis, the problems over which each score is the mean. The error is at least the rounding of scores to multiples of
     `resolution` (resolution^2 / 12 per run); without one an effect without error has no p, as in `t_test`. If the
     `first` seeds decided the number of seeds, the error over seeds has their degrees of freedom, and is theirs or that
     of all seeds, whichever is larger (as in `t_interval`).
@@ -124,7 +124,7 @@ def anova(
 def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float]:
     """(F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
 
-    All covariances [df, df] are those of one run's score, which is the mean over the problems.
+    All covariances [df, df] are of one run's score, which is the mean over the problems.
     """
     df, num_seeds, num_problems = y.shape
     grand = y.mean(axis=(1, 2), keepdims=True)

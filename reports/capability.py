@@ -66,7 +66,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The smallest k at which pass@k of `other` is above that of `leader`, which leads at smaller k.
+    """The smallest k at which pass@k of `other` is above `leader`'s, which leads at smaller k.
 
     k          such a k in the means; None if there is none up to `most`, or if the two agree everywhere
     low, high  limits of k; None if the lead is not shown on that side, so that k may lie outside the measured range

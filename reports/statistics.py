@@ -1,7 +1,7 @@
 """Computes the certainty of a study: intervals, paired differences and tests for few seeds.
 
 Notation: S seeds, N test problems, K samples of each problem. `scores_S` holds one number per seed. `scores_SN` holds,
-per seed and problem, the fraction of the K samples that were right. The only randomness is that of the
+per seed and problem, the fraction of the K samples that were right. The only randomness is the
 `numpy.random.Generator` that is passed in.
 
 Choice of interval. Seeds and problems are crossed random effects: every seed is scored on the same problems.
@@ -157,7 +157,7 @@ def crossed_interval(scores_SN: ArrayLike, first: int | None = None, share: floa
     Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
     (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
     component is set to 0, which can only widen the interval. If the `first` seeds have decided how many there are,
-    MS_seed is the larger of theirs and that of all seeds, with their degrees of freedom.
+    MS_seed is the larger of theirs and all seeds', with their degrees of freedom.
     """
     scores = np.asarray(scores_SN, dtype=float)
     if scores.ndim != 2 or min(scores.shape) < 2 or len(scores[:first]) < 2 or share == 0:
@@ -187,7 +187,7 @@ def cautious_interval(scores_SN: ArrayLike, first: int | None = None, share: flo
 def cautious_intervals(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> list[Interval]:
     """`t_interval` over the seeds, `crossed_interval`, and Student's over the problems given these seeds.
 
-    The last is the widest only with few blocks of problems, whose spread is as rough an estimate as that of few seeds.
+    The last is the widest only with few blocks of problems, whose spread is as rough an estimate as over few seeds.
     A single block leaves the first; there are none with fewer than 2 seeds.
     """
     scores = np.asarray(scores_SN, dtype=float)
@@ -271,7 +271,7 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
     """Two-sided p-value of a difference of 0, from the interval's error, degrees of freedom and share; NaN without.
 
     Scores that are counts of problems stand on a grid: equal differences in every seed show no spread, and yet are no
-    proof. The error therefore counts at least as that of rounding two scores to multiples of `resolution`
+    proof. The error therefore counts at least as much as rounding two scores to multiples of `resolution`
     (resolution^2 / 6 a seed). Without a resolution a difference without spread has no p-value.
     """
     if math.isnan(difference.error):
@@ -279,7 +279,7 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
     if difference.estimate == difference.error == 0:
         return 1.0
     error = max(difference.error, resolution / math.sqrt(6 * (difference.df + 1)))
-    if error <= 1e-12 * abs(difference.estimate):  # no spread but that of the computer's own rounding
+    if error <= 1e-12 * abs(difference.estimate):  # no spread but the computer's own rounding
         return math.nan
     return min(float(2 * special.stdtr(difference.df, -abs(difference.estimate) / error)) / difference.share, 1.0)
 

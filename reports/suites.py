@@ -29,7 +29,7 @@ def suite(analysis: Analysis) -> Suite | None:
     asked = [{one["name"]: one for one in setting(trial.spec, "evaluation.tests", ())} for trial in trials]
     tests = {}
     for name, task in asked[0].items() if asked else ():
-        area, scored = f"test_{name}", []  # the study's trials as if its test problems were those of this test
+        area, scored = f"test_{name}", []  # the study's trials as if this test had their test problems
         for own, trial in zip(asked, trials, strict=True):
             if own.get(name) == task and area in trial.tests:
                 areas = ((key.partition("/"), series) for key, series in trial.history.items())

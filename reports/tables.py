@@ -52,7 +52,7 @@ class Table:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str | int | Part | list[Part] | Cell]]) -> Table:
-    """A table; one without rows counts as false. A name that begins with `<` is that of a column of words."""
+    """A table; one without rows counts as false. A name that begins with `<` names a column of words."""
     labels = [name.removeprefix("<").removesuffix(LIMITS).replace("\n", " ") for name in names]
     columns = [Column(n.removeprefix("<"), n.startswith("<"), label) for n, label in zip(names, labels, strict=True)]
     return Table(columns, [[_cell(value) for value in row] for row in rows])

@@ -176,7 +176,7 @@ class ArmSummary:
     num_problems  problems behind each score; 0 if they were not counted
     interval  the one that reports state; None with fewer than 2 seeds
     gain      of the study's metric from before the first step to the last, with Student's interval over seeds; `gain_p`
-              is that of no gain; None and NaN if they are not known
+              is the p of no gain; None and NaN if they are not known
     costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
     """
 

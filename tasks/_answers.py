@@ -1,6 +1,6 @@
 r"""Tasks whose completions state an answer: `#### 42`, `\boxed{42}` or `<think>...</think><answer>42</answer>`.
 
-The formats are those of GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
+The formats come from GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
 explicit marker is unambiguous, so a reader accepts all of them and tries the configured one first; the format score
 tells whether a completion keeps that one. Reading takes time linear in the text.
 """
@@ -37,7 +37,7 @@ class AnswerTask(Task):
         return last_resort(completion)
 
     def extract(self, completion: str) -> str | None:
-        """The answer at the marker of the configured format, or else at that of another."""
+        """The answer at the marker of the configured format, or else at another's."""
         return first_readable(stated(self._own(completion), self.answer_format), self.read)
 
     def extract_lenient(self, completion: str) -> str | None:

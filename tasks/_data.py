@@ -195,7 +195,7 @@ def text_field(row: Row, *names: str) -> str:
 def _read(task: DatasetTask, split: SourceSplit) -> tuple[Sequence[Problem], int]:
     """The problems of a split's source, in the order of their hashes, and the number of skipped rows.
 
-    Repeated questions are left out, and for train those of test. ValueError for a row that may not be skipped, or if
+    Repeated questions are left out, and for train the test's. ValueError for a row that may not be skipped, or if
     the source differs from the expected one, or changes meanwhile.
     """
     known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
@@ -251,7 +251,7 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
 
 
 def _sources(task: DatasetTask, split: SourceSplit) -> Sources:
-    """The source of a split and, for train, that of test, whose questions it leaves out."""
+    """The source of a split and, for train, the source of test, whose questions it leaves out."""
     found: dict[str, Mapping[str, Path | str]] = {}
     for part in dict.fromkeys(("test", split)):
         with suppress(MissingSplit):  # whoever reads it says so

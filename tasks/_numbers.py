@@ -21,7 +21,7 @@ MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral
 MAX_EXPONENT = 100  # of ten, either sign
 MAX_DECIMAL_PLACES = 12  # spelled as a decimal up to here, as a fraction beyond
-MIN_CUT_DIGITS = 15  # significant ones of a decimal that stands for a fraction: those of a double
+MIN_CUT_DIGITS = 15  # significant ones of a decimal that stands for a fraction: as many as a double has
 MIN_CUT_PLACES = 12  # of its digits, and the largest denominator of the fraction: chance gives such a decimal in one
 MAX_CUT_DENOMINATOR = 1000  # of a million cases
 
@@ -45,7 +45,7 @@ def number(text: str, *, prose: bool = True) -> Fraction | None:
 def unrounded(text: str) -> Fraction:
     """The value of a decimal: exact, or if it is long, the fraction whose digits it writes out, cut off or rounded.
 
-    `0.0833333333333333` is 1/12, for its 15 significant digits are those of 1/12 and of no other fraction with a small
+    `0.0833333333333333` is 1/12, for its 15 significant digits fit 1/12 and no other fraction with a small
     denominator. The value does not depend on what it is compared with, so equality stays transitive.
     """
     value = decimal(text)

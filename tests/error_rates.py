@@ -92,20 +92,6 @@ def related(
     return _answered(with_trials(record, lambda _: {"families": known}))
 
 
-def missing(rng: Generator, num_seeds: int) -> bool:
-    """Five arms against a baseline; every trial lacks six of the 64 problems, others each time."""
-    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS))
-
-    def some(trial: TrialRecord) -> dict[str, Any]:
-        cells = {name: trial.per_problem[name] for name in rng.permutation(list(trial.per_problem))[6:].tolist()}
-        return {
-            "per_problem": cells,
-            "summary": {**trial.summary, "test_accuracy": float(np.mean(list(cells.values())))},
-        }
-
-    return _answered(with_trials(record, some))
-
-
 def greedy(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
     """Counts of problems that are all equally hard and whose single scores are not recorded; seeds add a point."""
     right = 1 / (1 + np.exp(-rng.normal(0.85, 0.05, (6, num_seeds))))
@@ -250,10 +236,7 @@ def two_stages(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
 def extended(rng: Generator, num_seeds: int, luck: str, any_time: bool = False) -> Iterator[Analysis]:
     """Three seeds, to which more are added until something shows; a page at each of LOOKS up to that number."""
     scores = _luck(rng, luck, 4, num_seeds)
-    for count in (look for look in LOOKS if look <= num_seeds):
-        record = _curved(_record(_arms, 4, count), scores)
-        added = list(range(LOOKS[0], count))
-        yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
+    return _looks(num_seeds, any_time, lambda count: _curved(_record(_arms, 4, count), scores))
 
 
 def extended_families(
@@ -262,11 +245,15 @@ def extended_families(
     """The same of six arms with problems in families of these sizes."""
     members = np.repeat(np.arange(len(sizes)), sizes)
     scores = random_scores(rng, 6, num_seeds, len(members), families=members.tolist(), arm_by_family=0.6)
-    known = {_problem(i): f"story {one}" for i, one in enumerate(members)}
+    known = {"families": {_problem(i): f"story {one}" for i, one in enumerate(members)}}
+    record = lambda count: _scored(_record(_arms, 6, count), scores[:, :count])  # noqa: E731
+    return _looks(num_seeds, any_time, lambda count: with_trials(record(count), lambda _: known))
+
+
+def _looks(num_seeds: int, any_time: bool, record: Callable[[int], StudyRecord]) -> Iterator[Analysis]:
     for count in (look for look in LOOKS if look <= num_seeds):
-        record = with_trials(_scored(_record(_arms, 6, count), scores[:, :count]), lambda _: {"families": known})
         added = list(range(LOOKS[0], count))
-        yield analysed(dataclasses.replace(record, any_time=any_time, added=added, looks=[3] if added else []))
+        yield analysed(dataclasses.replace(record(count), any_time=any_time, added=added, looks=[3] if added else []))
 
 
 def limited_operations(rng: Generator, num_seeds: int, by_problem: bool) -> Iterator[Analysis]:
@@ -477,7 +464,6 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "a family of half, others of 2": partial(related, sizes=(64, *(2,) * 32)),
     "5 families of 24": partial(related, sizes=(24,) * 5),
     "families of one": partial(related, sizes=(1,) * 64),
-    "missing problems": missing,
     "5 arms, unequal budgets": unequal_budgets,
     "not below, difference of the margin": partial(
         margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)

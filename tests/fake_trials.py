@@ -26,7 +26,7 @@ from cohort.harness.mirror.store import connect
 from cohort.harness.mirror.writer import Place
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
-from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.settings.study import StudySpec
 from factories import make_study
 
@@ -125,6 +125,11 @@ class FakeResult:
 def run_settings(**changes: Any) -> dict[str, Any]:
     """The run section of a study of fakes."""
     return {"task": "fake", "algorithm": "fake", "engine": "fake", "rollouts_per_step": 64, "steps": 7, **changes}
+
+
+def a_spec(**changes: Any) -> RunSpec:
+    """A run of such a study."""
+    return parse_run(run_settings(**changes), "test")
 
 
 def a_study(**changes: object) -> StudySpec:

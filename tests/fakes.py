@@ -1,10 +1,13 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
+import contextlib
+
 import torch
 from cohort.harness.contracts.plugins import batch_of, graded_group  # noqa: F401
 from cohort.harness.data import SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
+from cohort.harness.run.loop import train
 from safetensors.torch import load_file
 
 
@@ -94,6 +97,25 @@ class Killed:
         if step == self._step:
             raise self.Death
         self._log.metrics(step, values)
+
+
+def gone_on(spec, directory, cache, *ends):
+    """The log of a run that ends early again and again, each time at one of `ends`, and then goes on to its own end: a
+    number stops it when it has asked so often whether to stop, {"kill": step} kills it as it logs that step."""
+    log = MemoryLog()
+    for end in ends:
+        dies, stop = (end["kill"], lambda: False) if isinstance(end, dict) else (None, StopAfter(end))
+        with contextlib.suppress(Killed.Death):
+            assert train(spec, directory, Killed(log, dies), cache=cache, should_stop=stop).state == "stopped"
+    assert train(spec, directory, log, cache=cache).state == "complete"
+    return log
+
+
+def check_same_run(one, other):
+    """Two (folder, log) have the same values but clocks, the same files and the same weights, bit for bit."""
+    assert one[1].without_clocks() == other[1].without_clocks()
+    assert one[1].files == other[1].files
+    assert_same_weights(final_weights(one[0]), final_weights(other[0]))
 
 
 def final_weights(directory):

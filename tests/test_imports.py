@@ -261,7 +261,8 @@ REFUSED = [
     (changed(problem="p", sample=[0, 1], family=["f", "g"]), "a problem has one family, got 'g' and 'f' for 'p'", ""),
     (changed().drop(columns="seed"), "scores must have a column seed (or arm and seed as folders ARM/SEED/)", "add it"),
     (changed()[:0], "column score of the scores: list should have at least 1 item", "got 0"),
-    (pd.DataFrame([{**ROW, "seed": i} for i in range(2001)]), "too many (arm, seed) pairs, at most", "column seed"),
+    (pd.DataFrame([{**ROW, "seed": i} for i in range(2001)]),
+     "too many (arm, seed) pairs, at most 2,000;", "column seed?"),
 ]  # fmt: skip
 
 

@@ -290,7 +290,7 @@ def test_a_planted_violation_is_seen(rule, path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("algorithms/ppo.py", "from ._surrogate import loss\nfrom ..harness.base.tensors import whiten"),
+        ("algorithms/ppo.py", "from . import _functional as F\nfrom ..harness.base.tensors import whiten"),
         ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
         ("harness/mirror/writer.py", "import mlflow"),
         ("harness/study/queue.py", "import optuna\nfrom ..record.run import RunLog"),

@@ -39,7 +39,7 @@ from cohort.harness.study.estimates import passes
 from cohort.harness.study.preflight import check_claimed
 from cohort.reports.prose.notes import _clip_note, budget_note
 from factories import FEW, make_spec, make_study
-from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
+from fakes import MemoryLog, check_same_run, final_weights, gone_on, tiny_codec
 from transformers import LlamaForCausalLM
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
@@ -164,25 +164,12 @@ def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     spec, undisturbed, tmp_path, cache, record_property
 ):
     record_property("tried", 5)
-    folder, whole, _ = undisturbed
-    parts, resumed = MemoryLog(), []
     # Stops in the first stage, in the sampling of answers and in the third stage; kills, which save nothing, in the
-    # fine-tuning and in the last stage: (stop, step whose metrics are not written).
-    for stop, kill_at in ((StopAfter(2), 99), (StopAfter(2), 99), (None, 6), (StopAfter(4), 99), (None, 11)):
-        try:
-            state = train(
-                spec, tmp_path, Killed(parts, kill_at), cache=cache, should_stop=stop or (lambda: False)
-            ).state  # pyright: ignore
-            assert state == "stopped"
-        except Killed.Death:
-            pass
-        resumed.append(parts.resumed_at[-1])
-    assert train(spec, tmp_path, parts, cache=cache).state == "complete"
+    # fine-tuning and in the last stage.
+    log = gone_on(spec, tmp_path, cache, 2, 2, {"kill": 6}, 4, {"kill": 11})
     # ... from the checkpoint of step 2, of a stage's end, of the sampled answers, of step 8 and of a stage's end.
-    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 3, 4, 8, 9]
-    assert parts.without_clocks() == whole.without_clocks()
-    assert parts.files == whole.files
-    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+    assert log.resumed_at == [-1, 2, 3, 4, 8, 9]
+    check_same_run((tmp_path, log), undisturbed[:2])
 
 
 # What is kept and learnt ----------------------------------------------------------------------------------------------

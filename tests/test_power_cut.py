@@ -22,6 +22,7 @@ from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_history
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.settings.run import RunSpec, parse_run
+from fake_trials import a_spec
 
 Image = dict[str, bytes | None]  # path -> content, None for a folder
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")
@@ -179,10 +180,6 @@ def images_of(runs: Path, *work_on: Any) -> list[Image]:
     with disk.recorded():
         work(runs, *work_on, cut=disk.cut)
     return list(disk.images.values())
-
-
-def a_spec() -> RunSpec:
-    return parse_run(fake_trials.run_settings(), "test")
 
 
 @pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")

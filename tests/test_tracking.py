@@ -37,9 +37,9 @@ from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_event
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog, drop_checkpoints, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
-from cohort.harness.settings.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec
 from cohort.harness.study.plan import Plan
-from fake_trials import a_study, begin_study, in_mlflow, open_study
+from fake_trials import a_spec, a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
@@ -53,10 +53,6 @@ pytestmark = pytest.mark.usefixtures("plugins")
 def runs(tmp_path, new_runs) -> Path:
     """A runs folder with an empty store; its name has a space, as users' folders do."""
     return new_runs(tmp_path / "my runs")
-
-
-def a_spec(**changes: object) -> RunSpec:
-    return parse_run(fake_trials.run_settings(**changes), "test")
 
 
 def open_log(runs: Path, directory: str = "train/run", spec: RunSpec | None = None, **settings: Any) -> RunLog:

@@ -17,7 +17,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.settings.run import parse_run
 from cohort.harness.study.preflight import check_claimed
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+from fakes import MemoryLog, StopAfter, assert_same_weights, check_same_run, final_weights, gone_on
 
 BASE = {
     "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
@@ -134,15 +134,13 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
-    spec, parts, (folder, whole, _) = SPECS[name], MemoryLog(), undisturbed(name)
     load, loaded = TransformersEngine.load_weights, []
+    whole = undisturbed(name)[:2]
     monkeypatch.setattr(TransformersEngine, "load_weights", lambda *to: (loaded.append(to[-1]), load(*to)))
-    assert train(spec, tmp_path, parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
-    assert train(spec, tmp_path, parts, cache=cache).state == "complete"
-    assert parts.resumed_at == [-1, 3]
+    log = gone_on(SPECS[name], tmp_path, cache, 3)
+    assert log.resumed_at == [-1, 3]
     assert loaded == [1, 2, 3, 3, 4, 5]  # an engine that starts again gets the weights of the checkpoint
-    assert parts.without_clocks() == whole.without_clocks()
-    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+    check_same_run((tmp_path, log), whole)
 
 
 def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed):

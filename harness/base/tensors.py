@@ -50,7 +50,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 def checksum(values: Tensor) -> int:
     """A number in [-2^63, 2^63) of the bits of all values, whatever their order and shape; zeros add nothing.
 
-    So it is that of a fused or padded tensor too. Two different sets of values agree with a chance of about 2^-64.
+    So a fused or padded tensor has the same. Two different sets of values agree with a chance of about 2^-64.
     """
     import torch
 

@@ -60,8 +60,8 @@ UNMAPPED = Unmapped()  # of this process
 
 
 def device_bytes(device: torch.device, reserve_gib: float) -> int:
-    """Bytes that a run may use: those of a GPU that other processes leave, less the reserve, or those of the machine's
-    RAM (or the container's) that are free."""
+    """Bytes that a run may use: what other processes leave of a GPU, less the reserve, or what is free of the
+    machine's RAM (or the container's)."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for a use
         return max(0, torch.cuda.mem_get_info(device)[0] + held - int(reserve_gib * GIB))
@@ -91,7 +91,7 @@ def peak_memory() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak, so that a run does not inherit that of an earlier run of its worker."""
+    """Reset the peak, so that a run does not inherit the peak of an earlier run of its worker."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ from ..settings.errors import SpecError
 from ..settings.run import RunSpec, parse_run
 from .device import resolve_device
 
-STORE = "COHORT_STORE"  # that of a group on one host: ADDRESS:PORT
+STORE = "COHORT_STORE"  # ADDRESS:PORT of a group on one host
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
 STOP_SECONDS = 1800  # for a step and its checkpoint

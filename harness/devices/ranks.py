@@ -88,7 +88,7 @@ def of_all(value: T) -> list[T]:
 
 
 def gathered(value: T, group: Any) -> list[T]:
-    """The same, for a group as of `apart`."""
+    """The same, for a group that `apart` made."""
     if group is None:
         return [value]
     values = [value] * dist.get_world_size(group)

@@ -23,8 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) -> None:
-    """Shard a module's parameters over the devices of all processes, in place: those of the first process, which alone
-    need a storage, one tensor at a time.
+    """Shard a module's parameters over the devices of all processes, in place. The first process has the values and
+    alone needs a storage; one tensor moves at a time.
 
     Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch. With `autocast`,
     under which all passes then run, layers of products and norms are gathered in bfloat16, in which autocast computes
@@ -56,7 +56,7 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether only products and norms have parameters; those of a recurrent layer would not bear rounding."""
+    """Whether only products and norms have parameters; a recurrent layer's would not bear rounding."""
     owners = [part for part in layer.modules() if any(True for _ in part.parameters(recurse=False))]
     return all(type(part) is nn.Linear or "norm" in type(part).__name__.lower() for part in owners)
 

@@ -8,7 +8,7 @@ prompt id, sample), so a row depends on its batch only through floating-point ro
 common part of a group's prompts. The seeds are not the noise of the transformers engine: arms of a study share noise
 only among arms with this engine.
 
-Departure from vLLM's own defaults: log-probs are those of the whole tempered distribution. vLLM can state them before
+Departure from vLLM's own defaults: log-probs belong to the whole tempered distribution. vLLM can state them before
 temperature and cuts or after both, which is the same thing without a cut: so a cut is refused.
 """
 
@@ -194,7 +194,7 @@ class VLLMEngine(RolloutEngine):
                 max_tokens=sampling.max_tokens,
                 seed=seed,
                 stop_token_ids=self.end_ids,
-                ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, those of every model
+                ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, which are one model's
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=False,

@@ -25,7 +25,7 @@ from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_
 from .fused_llama import recognised
 from .model import empty_model, model_config
 
-Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
+Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and the tokens of each completion
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
 _INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's input
 _END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that nothing needs again in the backward pass
@@ -56,9 +56,9 @@ class Costs:
                         or where a model is sharded at its last hidden states
     again               of what gradient checkpointing computes again
     adapter             the share of a token in `forward` that is an adapter's
-    reference           those of the reference, if it is another model
-    sampler             those of the model that samples, if it is another one
-    scorers             those of the rewards' own models
+    reference           operations of the reference, if it is another model
+    sampler             operations of the model that samples, if it is another one
+    scorers             operations of the rewards' own models
     """
 
     forward: Work

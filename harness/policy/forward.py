@@ -53,7 +53,7 @@ def backbone(model: nn.Module) -> Any:
 def output_logits(model: nn.Module, hidden_NH: Tensor, product_NV: Tensor | None = None) -> Tensor:
     """[N, V] logits of last hidden states by the model's own forward pass: with its scale, its soft cap, its bias.
 
-    The states replace the output of the model's backbone in that pass, `product_NV` that of its language-model head.
+    The states replace the output of the model's backbone in that pass, `product_NV` its head's output.
     """
     tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
     head: Any = model.get_output_embeddings()  # pyright: ignore
@@ -129,7 +129,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
-    They are those of the model's own forward pass. Its language-model head runs on masked positions alone, so that
+    They come from the model's own forward pass. Its language-model head runs on masked positions alone, so that
     [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`,
     if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a
     gradient only if asked.

@@ -50,7 +50,7 @@ class Fused:
 
     def leaves(self) -> tuple["Fused", list[tuple[Tensor, Tensor]]]:
         """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
-        parameters when those of the leaves are sent on, once for all that was computed with them."""
+        parameters when the leaves' are sent on, once for all that was computed with them."""
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def leaf(weight: Tensor) -> Tensor:

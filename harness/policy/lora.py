@@ -103,7 +103,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Set the adapter's weights; RuntimeError if they are those of another one."""
+    """Set the adapter's weights; RuntimeError if they are another adapter's."""
     missing = adapter_weights(model).keys() ^ weights.keys()
     if missing:
         raise RuntimeError(f"the adapter has other layers: {sorted(missing)[0]}")

@@ -72,7 +72,7 @@ class TextCodec:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def end_ids(self, policy: nn.Module | None = None) -> list[int]:
-        """Every token that ends a completion: the tokenizer's, the end of turn, those of the policy's settings."""
+        """Every token that ends a completion: the tokenizer's, the end of turn, the ends in the policy's settings."""
         ids: set[Any] = {self.turn_end}
         for config in (self.tokenizer, getattr(policy, "generation_config", None), getattr(policy, "config", None)):
             value: Any = getattr(config, "eos_token_id", None)

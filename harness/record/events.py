@@ -115,7 +115,7 @@ class Tail:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a file; none if there is no file. ValueError as of `Tail.read`."""
+    """The events of a file; none if there is no file. ValueError as in `Tail.read`."""
     return Tail(file).read()[1]
 
 

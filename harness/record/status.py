@@ -61,7 +61,7 @@ class StudyStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to run, but for failed trials, which a restart repeats, and those of stopped arms."""
+        """Whether nothing is left to run, but failed trials, which a restart repeats, and trials of stopped arms."""
         return not self.to_come and not any(trial.is_open for trial in self.trials)
 
     @property

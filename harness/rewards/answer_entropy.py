@@ -2,8 +2,8 @@
 
 EMPO, Zhang et al. 2025 (arXiv:2504.05812) lowers the entropy H of the classes of equal answers: a completion earns the
 share p of its class, where the group's H lies between two bounds. Departure: it earns ln p, whose mean over the group
-is -H and whose policy gradient is that of -H, while that of p belongs to the sum of p^2; the share itself is
-`majority_vote` with `soft`. Classes are those of the task's own equality; each completion without an answer is a
+is -H and whose policy gradient is the gradient of -H, while p's belongs to the sum of p^2; the share itself is
+`majority_vote` with `soft`. Classes follow the task's own equality; each completion without an answer is a
 separate class.
 """
 

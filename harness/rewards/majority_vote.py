@@ -48,9 +48,9 @@ class MajorityVote(Reward):
         """The accuracy of the voted label, the margin of the vote, and its rate of rewarded wrong completions.
 
         `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
-        votes of the first class minus those of the second, over G; `vote/false_positive_rate` is the share of wrong
+        votes of the first class minus votes of the second, over G; `vote/false_positive_rate` is the share of wrong
         completions that are rewarded as right (NaN if none is wrong). With `min_share`, `vote/accepted` is the share of
-        votes that reward anybody, and labels are those of accepted votes.
+        votes that reward anybody, and labels are accepted votes'.
         """
         assert group.correct is not None
         right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}

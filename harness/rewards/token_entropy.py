@@ -2,7 +2,7 @@
 
 RENT, Prabhudesai et al. 2025 (arXiv:2505.22660, section 3): minus the entropy of the policy's next-token distribution,
 its mean over the tokens of a completion. It is the entropy of the whole distribution, not minus the log-probs of the
-tokens that were sampled. Departures: the distribution is that of the sampling temperature, as all log-probs here; the
+tokens that were sampled. Departures: the distribution has the sampling temperature, as all log-probs here; the
 end-of-sequence token counts.
 """
 
