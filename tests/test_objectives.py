@@ -263,10 +263,7 @@ def test_rewards_over_their_mean_have_no_scale_and_groups_without_a_gain_no_cred
 
 def test_an_answer_without_tokens_has_no_share_in_the_baseline_of_lengths():
     batch = batch_of([[True, False], [False, False]], [1.0, 0.0], 2)
-    assert OPO().advantages(batch).advantages_BT.tolist() == [
-        [0, 0],
-        [0, 0],
-    ]  # baseline (1 * 0.5 + 0) / 1
+    assert OPO().advantages(batch).advantages_BT.tolist() == [[0, 0], [0, 0]]  # baseline (1 * 0.5 + 0) / 1
 
 
 def test_certain_tokens_have_no_weight_in_the_baseline_of_least_variance():

@@ -7,14 +7,7 @@ import pytest
 import torch
 from cohort.harness import plugins
 from cohort.harness.contracts import plugins as contract
-from cohort.harness.contracts.plugins import (
-    GROUP_SIZE,
-    PAID,
-    batch_of,
-    make_batch,
-    weighted,
-    without_divergence,
-)
+from cohort.harness.contracts.plugins import GROUP_SIZE, PAID, batch_of, make_batch, weighted, without_divergence
 from cohort.harness.data import PolicyOutput
 
 
