@@ -13,21 +13,28 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import token_ratio
-from ._surrogate import GroupStandardised, TokenMean
+from . import _functional as F
 
 
-class CISPO(GroupStandardised, TokenMean):
+class CISPO(F.LossKLSettings):
     """REINFORCE on group-standardised rewards with clipped importance weights (CISPO)."""
 
-    objective = {"clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays"}
+    min_group_size = 2
+    token_mean = True
+    objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
+        "clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays",
+    }
 
     name: Literal["cispo"] = "cispo"
     clip_epsilon_high: float = Field(default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")
 
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
-        ratio_BT = token_ratio(batch, policy).detach()
+        ratio_BT = F.token_ratio(batch, policy).detach()
         weight_BT = ratio_BT.clamp(max=1 + self.clip_epsilon_high)
-        per_token = -weight_BT * batch.advantages_BT * policy.logprobs_BT
-        return self.total(batch, policy, per_token, weight_BT != ratio_BT)
+        loss_BT = -weight_BT * batch.advantages_BT * policy.logprobs_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), weight_BT != ratio_BT)

@@ -15,13 +15,24 @@ from typing import Literal
 
 from pydantic import Field
 
-from ._surrogate import ClippedLoss, GroupStandardised, TokenMean
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class DAPO(ClippedLoss, GroupStandardised, TokenMean):
+class DAPO(F.ClipSettings, F.LossKLSettings):
     """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
 
+    min_group_size = 2
     default_rewards = {"accuracy": 1.0, "overlong": 0.5}
+    token_mean = True
+    objective = {"advantage": "(r - mean) / (std + 0.0001) in the group"}
 
     name: Literal["dapo"] = "dapo"
     clip_epsilon_high: float | None = Field(default=0.28, gt=0, description="ratio's rise above 1; null: clip_epsilon")
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), clipped_BT)

@@ -14,18 +14,21 @@ from pydantic import Field
 
 from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import token_ratio, weighted_loss
-from ._surrogate import Clip, TokenMean
+from . import _functional as F
 
 
-class Distill(Clip, TokenMean):
+class Distill(F.ClipSettings):
     """Reverse KL to a teacher on the policy's own samples, token by token (on-policy distillation)."""
 
     sees_gold = False
     learns_from_rewards = False
     needs_old_logprobs = True
     default_rewards = {"accuracy": 0.0}
-    objective = {"advantage": "kl_beta * (log p_reference - log p) of each token", "kl": "it is the advantage"}
+    token_mean = True
+    objective = {
+        "advantage": "kl_beta * (log p_reference - log p) of each token",
+        "kl": "it is the advantage",
+    }
 
     name: Literal["distill"] = "distill"
     kl_beta: float = Field(default=1.0, gt=0, description="factor of the advantage; the teacher is kl.reference")
@@ -35,4 +38,5 @@ class Distill(Clip, TokenMean):
         return batch.replace(advantages_BT=-self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        return weighted_loss(batch, policy, *self.clipped(token_ratio(batch, policy), batch))
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT)

@@ -17,14 +17,12 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._advantages import group_advantages, group_centred
-from ._losses import token_ratio
-from ._surrogate import SummedLoss
+from . import _functional as F
 
 SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
 
 
-class DPPO(SummedLoss):
+class DPPO(F.SumSettings, F.LossKLSettings):
     """Dr. GRPO with a mask by the divergence of a token's probability in place of the clip (DPPO)."""
 
     min_group_size = 2
@@ -40,17 +38,18 @@ class DPPO(SummedLoss):
     weight_max: float | None = Field(default=None, ge=1, description="bound of the ratio as weight; null: no bound")
 
     def advantages(self, batch: Batch) -> Batch:
-        return group_advantages(batch, group_centred)
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_centred))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         now, old = policy.logprobs_BT.detach().clamp(max=0), batch.old_logprobs_BT
         distance = (now.exp() - old.exp()).abs() if self.divergence == "tv" else _binary_kl(old, now)
         masked_BT = (distance > self.divergence_bound) & ((now - old) * batch.advantages_BT > 0)
-        weight_BT = token_ratio(batch, policy).detach().clamp(max=self.weight_max or math.inf)
+        weight_BT = F.token_ratio(batch, policy).detach().clamp(max=self.weight_max or math.inf)
         carrier_BT = (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()  # 1, with the log-prob's gradient
-        per_token = -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0)
-        return self.total(batch, policy, per_token, masked_BT)
+        loss_BT = -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, masked_BT, F.summed_weights(batch, self.loss_denominator))
 
 
 def _binary_kl(old: Tensor, now: Tensor) -> Tensor:

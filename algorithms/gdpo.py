@@ -10,16 +10,16 @@ standard deviations have n - 1 and GRPO's floor; no KL by default.
 
 from typing import Literal
 
-from ..harness.data import Batch
-from ._advantages import group_standardised
-from ._surrogate import ClippedLoss, GroupStandardised
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class GDPO(ClippedLoss, GroupStandardised):
+class GDPO(F.ClipSettings, F.LossKLSettings):
     """GRPO with each reward standardised on its own (GDPO)."""
 
+    min_group_size = 2
     objective = {
-        "advantage": "sum of weight * (r - mean) / (std + std_floor) in the group over rewards, then the same over "
+        "advantage": "sum of weight * (r - mean) / (std + 0.0001) in the group over rewards, then the same over "
         "the batch",
     }
 
@@ -31,7 +31,11 @@ class GDPO(ClippedLoss, GroupStandardised):
             parts_BK, weights_BK = batch.rewards_B[:, None], batch.rewards_B.new_ones(len(batch))[:, None]
         assert weights_BK is not None
         own_KPG = parts_BK.T.reshape(-1, *batch.rewards_PG.shape)
-        own_BK = group_standardised(own_KPG.flatten(0, 1), self.std_floor).view(parts_BK.shape[1], -1).T
+        own_BK = F.group_standardised(own_KPG.flatten(0, 1)).view(parts_BK.shape[1], -1).T
         total_1B = (weights_BK * own_BK).sum(dim=1)[None]
-        advantages_B1 = group_standardised(total_1B, self.std_floor).T
+        advantages_B1 = F.group_standardised(total_1B).T
         return batch.replace(advantages_BT=advantages_B1 * batch.completion_mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), clipped_BT)

@@ -13,18 +13,23 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._surrogate import GroupStandardised
+from . import _functional as F
 
 
-class GMPO(GroupStandardised):
+class GMPO(F.LossKLSettings):
     """GRPO with the geometric mean of a completion's clipped ratios as its ratio (GMPO)."""
 
+    min_group_size = 2
     objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
         "clip": "ratio of each token, exp(-clip_log_ratio) to exp(clip_log_ratio), before their geometric mean",
     }
 
     name: Literal["gmpo"] = "gmpo"
     clip_log_ratio: float = Field(default=0.4, gt=0, description="nats by which a token's log-prob may move")
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
@@ -36,5 +41,5 @@ class GMPO(GroupStandardised):
         used_BT = bounded_BT.where(clipped_BT, log_ratio_BT)
         num_tokens_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
         row_ratio_B1 = (used_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1).exp()
-        per_token = -row_ratio_B1 * (used_BT - used_BT.detach()).exp() * advantages_BT
-        return self.total(batch, policy, per_token, clipped_BT)
+        loss_BT = -row_ratio_B1 * (used_BT - used_BT.detach()).exp() * advantages_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), clipped_BT)

@@ -10,27 +10,22 @@ default, as in eq. 5; one in the loss can be set.
 
 from typing import Literal
 
-from pydantic import Field
-
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import row_log_ratio
-from ._surrogate import Clip, GroupStandardised
+from . import _functional as F
 
 
-class GSPO(Clip, GroupStandardised):
+class GSPO(F.RowClipSettings, F.LossKLSettings):
     """GRPO whose ratio and clip belong to the whole completion (GSPO)."""
 
-    objective = {
-        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
-        "at most ratio_bound",
-    }
+    min_group_size = 2
+    objective = {"advantage": "(r - mean) / (std + 0.0001) in the group"}
 
     name: Literal["gspo"] = "gspo"
-    clip_epsilon: float = Field(default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1")
-    clip_epsilon_high: float | None = Field(default=4e-4, gt=0, description="ratio's rise above 1; null: clip_epsilon")
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        row_ratio_B1 = (row_log_ratio(batch, policy).detach() / num_tokens_B1).exp()
-        ratio_BT = row_ratio_B1 * (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()
-        return self.total(batch, policy, *self.clipped(ratio_BT, batch))
+        ratio_BT = F.mean_row_ratio(batch, policy)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, ratio_BT, *self.clip)
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), clipped_BT)

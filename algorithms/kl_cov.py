@@ -15,15 +15,17 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import no_clip, token_ratio
-from ._surrogate import GroupStandardised, TokenMean
+from . import _functional as F
 
 
-class KLCov(GroupStandardised, TokenMean):
+class KLCov(F.LossKLSettings):
     """GRPO without clip, with a penalty on the moves of tokens of high covariance (KL-Cov)."""
 
+    min_group_size = 2
     needs_old_logprobs = True
+    token_mean = True
     objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
         "clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance, "
         "positive covariance only",
     }
@@ -35,16 +37,17 @@ class KLCov(GroupStandardised, TokenMean):
     penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
 
     def advantages(self, batch: Batch) -> Batch:
-        batch, mask = super().advantages(batch), batch.completion_mask_BT
-        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
-        credit, logprobs = batch.advantages_BT[mask], batch.old_logprobs_BT[mask]
+        mask, advantages_BT = batch.completion_mask_BT, F.group_advantages(batch, F.group_standardised)
+        assert batch.old_logprobs_BT is not None
+        credit, logprobs = advantages_BT[mask], batch.old_logprobs_BT[mask]
         covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
         held = mask.new_zeros(len(covariance))
         held[covariance.topk(min(len(held), max(1, int(len(held) * self.covariance_share)))).indices] = True
-        return batch.replace(held_BT=mask.new_zeros(mask.shape).masked_scatter(mask, held & (covariance > 0)))
+        held_BT = mask.new_zeros(mask.shape).masked_scatter(mask, held & (covariance > 0))
+        return batch.replace(advantages_BT=advantages_BT, held_BT=held_BT)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.held_BT is not None and batch.old_logprobs_BT is not None
         moved_BT = (policy.logprobs_BT - batch.old_logprobs_BT).abs()
-        per_token = self.penalty * moved_BT * batch.held_BT - token_ratio(batch, policy) * batch.advantages_BT
-        return self.total(batch, policy, per_token, no_clip(batch))
+        loss_BT = self.penalty * moved_BT * batch.held_BT - F.token_ratio(batch, policy) * batch.advantages_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), F.no_clip(batch))

@@ -8,19 +8,28 @@ GRPO's floor, as TRL's `scale_rewards="batch"`; the mean is over the tokens of a
 GRPO.
 """
 
+from functools import partial
 from typing import Literal
 
-from ..harness.data import Batch
-from ._advantages import group_advantages, group_standardised
-from ._surrogate import ClippedLoss, GroupStandardised, TokenMean
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class LitePPO(ClippedLoss, GroupStandardised, TokenMean):
+class LitePPO(F.ClipSettings, F.LossKLSettings):
     """GRPO with the group's mean, the batch's deviation and a mean over all tokens (Lite PPO)."""
 
-    objective = {"advantage": "(r - mean in the group) / (std + std_floor) of the batch"}
+    min_group_size = 2
+    token_mean = True
+    objective = {
+        "advantage": "(r - mean in the group) / (std + 0.0001) of the batch",
+    }
 
     name: Literal["lite_ppo"] = "lite_ppo"
 
     def advantages(self, batch: Batch) -> Batch:
-        return group_advantages(batch, lambda r, mask: group_standardised(r, self.std_floor, mask, of_batch=True))
+        advantages_BT = F.group_advantages(batch, partial(F.group_standardised, of_batch=True))
+        return batch.replace(advantages_BT=advantages_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), clipped_BT)

@@ -3,22 +3,31 @@ much as one of a short answer.
 
 Length-Unbiased Sequence Policy Optimization: 2026 (LUSPO, arXiv:2602.05261): GSPO, whose mean over a completion's
 tokens gives long answers a smaller gradient per token, with each completion's loss multiplied by its length. TRL has
-the same loss (`loss_type="luspo"`). Departures are GSPO's; a constant can divide the sum (`loss_denominator`), which is
-1 in the paper.
+the same loss (`loss_type="luspo"`). Departures are GSPO's.
 """
 
 from typing import Literal
 
-from pydantic import Field
-
-from ._surrogate import SummedLoss
-from .gspo import GSPO
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class LUSPO(SummedLoss, GSPO):
+class LUSPO(F.RowClipSettings, F.LossKLSettings):
     """GSPO with the loss of each completion times its length (LUSPO)."""
 
-    objective = {"clip": GSPO.objective["clip"]}
+    min_group_size = 2
+    objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
+        "aggregation": "sum over a row's tokens, then mean over rows",
+    }
 
     name: Literal["luspo"] = "luspo"
-    loss_denominator: float = Field(default=1.0, gt=0, description="divides the sum over a completion's tokens")
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio_BT = F.mean_row_ratio(batch, policy)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, ratio_BT, *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, 1.0))

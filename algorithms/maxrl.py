@@ -15,12 +15,11 @@ completion's tokens, which the score is, is divided by a constant, as in Dr. GRP
 from typing import Literal
 
 from ..harness.base.tensors import ROUNDING
-from ..harness.data import Batch, Tensor
-from ._advantages import counted, group_advantages, group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class MaxRL(ClippedLoss, SummedLoss):
+class MaxRL(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     """The group's centred rewards divided by their mean, which approaches maximum likelihood (MaxRL)."""
 
     min_group_size = 2
@@ -29,12 +28,17 @@ class MaxRL(ClippedLoss, SummedLoss):
     name: Literal["maxrl"] = "maxrl"
 
     def advantages(self, batch: Batch) -> Batch:
-        return group_advantages(batch, _by_the_mean)
+        return batch.replace(advantages_BT=F.group_advantages(batch, _by_the_mean))
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, self.loss_denominator))
 
 
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
-    centred = group_centred(rewards_PG, mask_PG)
-    mask = counted(rewards_PG, mask_PG)
+    centred = F.group_centred(rewards_PG, mask_PG)
+    mask = F.counted(rewards_PG, mask_PG)
     paid, count = rewards_PG * mask, mask.sum(dim=1, keepdim=True)  # NaN of none, left out below
     largest = paid.abs().amax(dim=1, keepdim=True)
     mean = (paid.sum(dim=1, keepdim=True) / count).maximum(largest / count)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
-from ._losses import no_clip, row_log_ratio, weighted_loss
+from . import _functional as F
 
 SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
 
@@ -57,9 +57,9 @@ class OnlineDPO(Algorithm):
         signed_B1 = batch.advantages_BT.gather(1, first_B1)
         push_B1 = signed_B1.abs()
         # -log sigmoid(margin + moved) + log sigmoid(margin), with sigmoid(-margin) = push; 0 where push is 0.
-        moved_B1 = self.kl_beta * signed_B1.sign() * row_log_ratio(batch, policy)
+        moved_B1 = self.kl_beta * signed_B1.sign() * F.row_log_ratio(batch, policy)
         change_B1 = (-push_B1).log1p().logaddexp(push_B1.log() - moved_B1)
         per_row_B1 = change_B1 - 0.5 * (1 - push_B1).clamp(min=SMALLEST).log()
-        loss, metrics = weighted_loss(batch, policy, per_row_B1, no_clip(batch))
+        loss, metrics = F.weighted_loss(batch, policy, per_row_B1, F.no_clip(batch))
         # Weights of a row add up to 1 / rows; one group has group_size rows.
         return loss * batch.group_size, {**metrics, "policy/loss": loss.detach() * batch.group_size}

@@ -10,12 +10,11 @@ verl has the same advantage, under whatever aggregation is set (by default the m
 
 from typing import Literal
 
-from ..harness.data import Batch
-from ._advantages import group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class OPO(ClippedLoss, SummedLoss):
+class OPO(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     """The reward less the group's mean weighted by length, the baseline of least variance (OPO)."""
 
     min_group_size = 2
@@ -25,8 +24,13 @@ class OPO(ClippedLoss, SummedLoss):
 
     def advantages(self, batch: Batch) -> Batch:
         # Of centred rewards, whose differences are the same: equal ones are exact zeros.
-        centred_PG = group_centred(batch.rewards_PG)
+        centred_PG = F.group_centred(batch.rewards_PG)
         length_PG = batch.completion_mask_BT.sum(dim=1).view_as(centred_PG)
         total_P1 = length_PG.sum(dim=1, keepdim=True).clamp(min=1)
         baseline_P1 = (length_PG * centred_PG).sum(dim=1, keepdim=True) / total_P1
         return batch.replace(advantages_BT=(centred_PG - baseline_P1).reshape(-1, 1) * batch.completion_mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, self.loss_denominator))

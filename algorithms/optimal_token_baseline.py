@@ -13,14 +13,13 @@ constant, as in Dr. GRPO (verl: any aggregation); W takes no weights for the eng
 
 from typing import Literal
 
-from ..harness.data import Batch
-from ._advantages import group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 LEAST = 1e-8  # of a sum of weights, as verl adds
 
 
-class OptimalTokenBaseline(ClippedLoss, SummedLoss):
+class OptimalTokenBaseline(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     """The reward less a baseline for each place in the answer, weighted by uncertainty so far (OTB)."""
 
     min_group_size = 2
@@ -37,9 +36,14 @@ class OptimalTokenBaseline(ClippedLoss, SummedLoss):
         energy_BT = (1 - 2 * old_BT.exp() + collision_BT).clamp(min=0)  # rounding at p = 1, and -1 beside completions
         shape = (-1, batch.group_size, mask_BT.shape[1])
         weight_PGT = (energy_BT.cumsum(dim=1) * mask_BT).view(shape)
-        centred_PG1 = group_centred(batch.rewards_PG)[..., None]
+        centred_PG1 = F.group_centred(batch.rewards_PG)[..., None]
         total_P1T = weight_PGT.sum(dim=1, keepdim=True).clamp(min=LEAST)
         baseline_P1T = (weight_PGT * centred_PG1).sum(dim=1, keepdim=True) / total_P1T
         has_others = mask_BT.view(shape).sum(dim=1, keepdim=True) > 1
         advantages_PGT = centred_PG1 - baseline_P1T.where(has_others, 0.0)
         return batch.replace(advantages_BT=advantages_PGT.view(mask_BT.shape) * mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, self.loss_denominator))

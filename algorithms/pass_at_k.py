@@ -11,11 +11,11 @@ gradient is the true one divided by G * loss_denominator.
 
 from typing import Literal
 
-from ..harness.data import Batch
-from ._surrogate import ClippedLoss, SummedLoss
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class PassAtK(ClippedLoss, SummedLoss):
+class PassAtK(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     """The best answer of the group earns its lead over the second, which climbs pass@group_size."""
 
     min_group_size = 2
@@ -28,3 +28,8 @@ class PassAtK(ClippedLoss, SummedLoss):
         lead_P1 = top_P2[:, :1] - top_P2[:, 1:]
         earned_PG = top_P2.new_zeros(batch.rewards_PG.shape).scatter(1, place_P2[:, :1], lead_P1)
         return batch.replace(advantages_BT=earned_PG.reshape(-1, 1) * batch.completion_mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, self.loss_denominator))

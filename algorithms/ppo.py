@@ -18,17 +18,16 @@ from pydantic import Field
 
 from ..harness.base.tensors import whiten
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._advantages import generalised_advantages, token_rewards
-from ._losses import token_ratio, weighted_loss
-from ._surrogate import Clip, RewardKL, TokenMean
+from . import _functional as F
 
 
-class PPO(RewardKL, Clip, TokenMean):
+class PPO(F.RewardKLSettings, F.ClipSettings):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic = True
+    token_mean = True
     objective = {
-        "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens (whiten_advantages)",
+        "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens",
         "kl": "kl_beta * k1 to the reference, in the reward of each token",
     }
 
@@ -39,7 +38,6 @@ class PPO(RewardKL, Clip, TokenMean):
     length_adaptive_alpha: float | None = Field(
         default=None, gt=0, description="alpha of the policy's lambda, 1 - 1 / (alpha * tokens); null: gae_lambda"
     )
-    whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
     value_clip: float = Field(default=0.2, gt=0, description="how far a value may move from the rollout's")
     critic: Literal["separate", "shared"] = Field(default="separate", description="own network, or head on the policy")
     value_loss_weight: float = Field(default=1.0, gt=0, description="weight of half the squared error if shared")
@@ -51,7 +49,7 @@ class PPO(RewardKL, Clip, TokenMean):
     def advantages(self, batch: Batch) -> Batch:
         mask, values = batch.completion_mask_BT, batch.values_BT
         assert values is not None
-        gae = partial(generalised_advantages, token_rewards(batch, self.kl_beta), values, mask, self.gamma)
+        gae = partial(F.generalised_advantages, F.token_rewards(batch, self.kl_beta), values, mask, self.gamma)
         own, alpha = self.gae_lambda_critic, self.length_adaptive_alpha
         targets = gae(self.gae_lambda if own is None else own)
         returns, advantages = (targets + values) * mask, targets
@@ -59,15 +57,13 @@ class PPO(RewardKL, Clip, TokenMean):
             advantages = gae((1 - 1 / (alpha * mask.sum(dim=1))).clamp(min=0))
         elif own is not None:
             advantages = gae(self.gae_lambda)
-        if self.whiten_advantages:
-            advantages = whiten(advantages, mask)
-        return batch.replace(advantages_BT=advantages, returns_BT=returns)
+        return batch.replace(advantages_BT=whiten(advantages, mask), returns_BT=returns)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         weight, returns, values, old_values = batch.loss_weight_BT, batch.returns_BT, policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
-        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        policy_loss, metrics = weighted_loss(batch, policy, per_token, clipped)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        policy_loss, metrics = F.weighted_loss(batch, policy, loss_BT, clipped_BT)
         near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
         critic_loss = 0.5 * (weight * ((values - returns) ** 2).maximum((near - returns) ** 2)).sum()
         return policy_loss + self.value_loss_weight * critic_loss, {**metrics, "critic/loss": critic_loss.detach()}

@@ -15,14 +15,13 @@ from pydantic import Field, model_validator
 
 from ..harness.base.tensors import whiten
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._advantages import at_last_token, group_centred, to_go, token_rewards
-from ._losses import kl_estimate, token_ratio, weighted_loss
-from ._surrogate import Clip, RewardKL, TokenMean
+from . import _functional as F
 
 
-class ReinforcePlusPlus(RewardKL, Clip, TokenMean):
+class ReinforcePlusPlus(F.RewardKLSettings, F.ClipSettings):
     """Reward to go normalised over the batch, per-token KL in the reward, PPO's clip, no critic (REINFORCE++)."""
 
+    token_mean = True
     objective = {
         "advantage": "(reward to go - mean) / std over the batch's tokens (less the group's mean first: baseline)",
         "kl": "kl_beta * k1 to the reference, in the reward of each token (k2 beside the clip: baseline)",
@@ -47,15 +46,16 @@ class ReinforcePlusPlus(RewardKL, Clip, TokenMean):
     def advantages(self, batch: Batch) -> Batch:
         paid, mask = batch, batch.completion_mask_BT
         if self.baseline == "group":
-            centred_B = group_centred(batch.rewards_PG).flatten()  # with steps their rewards stay, less the mean
+            centred_B = F.group_centred(batch.rewards_PG).flatten()  # with steps their rewards stay, less the mean
             steps, mean_B = batch.step_rewards_BT, batch.rewards_B - centred_B
             paid = paid.replace(rewards_B=centred_B, ref_logprobs_BT=None)
             if steps is not None:
-                paid = paid.replace(step_rewards_BT=steps - at_last_token(mean_B, mask))
-        return batch.replace(advantages_BT=whiten(to_go(token_rewards(paid, self.kl_beta), self.gamma), mask))
+                paid = paid.replace(step_rewards_BT=steps - F.at_last_token(mean_B, mask))
+        to_go_BT = F.to_go(F.token_rewards(paid, self.kl_beta), self.gamma)
+        return batch.replace(advantages_BT=whiten(to_go_BT, mask))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        if self.baseline == "group" and batch.ref_logprobs_BT is not None:
-            per_token = per_token + self.kl_beta * kl_estimate("k2", policy.logprobs_BT, batch.ref_logprobs_BT)
-        return weighted_loss(batch, policy, per_token, clipped)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        if self.baseline == "group":
+            loss_BT = loss_BT + F.kl_penalty(batch, policy, self.kl_beta, "k2")
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT)

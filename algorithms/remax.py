@@ -11,11 +11,11 @@ tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by
 
 from typing import Literal
 
-from ..harness.data import Batch
-from ._surrogate import ClippedLoss, SummedLoss
+from ..harness.data import Batch, PolicyOutput, Tensor
+from . import _functional as F
 
 
-class ReMax(ClippedLoss, SummedLoss):
+class ReMax(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     """REINFORCE with the reward of the greedy answer as baseline (ReMax)."""
 
     needs_greedy = True
@@ -27,3 +27,8 @@ class ReMax(ClippedLoss, SummedLoss):
         assert batch.greedy_rewards_B is not None
         lead_B = batch.rewards_B - batch.greedy_rewards_B
         return batch.replace(advantages_BT=lead_B[:, None] * batch.completion_mask_BT)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
+        loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, self.loss_denominator))

@@ -12,18 +12,22 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import no_clip
-from ._surrogate import GroupStandardised
+from . import _functional as F
 
 
-class RGRA(GroupStandardised):
+class RGRA(F.LossKLSettings):
     """REINFORCE on group-standardised rewards, without ratio or clip (RGRA)."""
 
-    objective = {"clip": "none"}
+    min_group_size = 2
+    objective = {"advantage": "(r - mean) / (std + 0.0001) in the group"}
 
     name: Literal["rgra"] = "rgra"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
 
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
-        return self.total(batch, policy, -batch.advantages_BT * policy.logprobs_BT, no_clip(batch))
+        loss_BT = -batch.advantages_BT * policy.logprobs_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), F.no_clip(batch))

@@ -18,12 +18,10 @@ from pydantic import Field
 
 from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._advantages import leave_one_out, shrunk_leave_one_out
-from ._losses import clipped_surrogate, row_log_ratio, weighted_loss
-from ._surrogate import RewardKL
+from . import _functional as F
 
 
-class RLOO(RewardKL):
+class RLOO(F.RewardKLSettings):
     """REINFORCE on whole completions with a leave-one-out baseline, KL in the reward (RLOO)."""
 
     min_group_size = 2
@@ -45,13 +43,12 @@ class RLOO(RewardKL):
         if batch.ref_logprobs_BT is not None:
             assert batch.old_logprobs_BT is not None
             rewards_B = rewards_B - self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT).sum(dim=1)
-        centre = leave_one_out if self.baseline == "group" else shrunk_leave_one_out
+        centre = F.leave_one_out if self.baseline == "group" else F.shrunk_leave_one_out
         return batch.replace(advantages_BT=centre(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None
-        ratio_B1 = row_log_ratio(batch, policy).exp()
+        ratio_B1 = F.row_log_ratio(batch, policy).exp()
         clip = math.inf if self.clip_epsilon is None else self.clip_epsilon
         # A row's tokens all carry the row's loss; their weights add up to 1 / rows.
-        per_token, clipped = clipped_surrogate(ratio_B1, batch.advantages_BT, clip)
-        return weighted_loss(batch, policy, per_token, clipped)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, ratio_B1, 1 - clip, 1 + clip)
+        return F.weighted_loss(batch, policy, loss_BT, clipped_BT)

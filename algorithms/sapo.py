@@ -12,22 +12,29 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import no_clip, token_ratio
-from ._surrogate import GroupStandardised
+from . import _functional as F
 
 
-class SAPO(GroupStandardised):
+class SAPO(F.LossKLSettings):
     """GRPO with a smooth gate on each token's ratio in place of the clip (SAPO)."""
 
-    objective = {"clip": "gate on the ratio of each token, 4 / tau * sigmoid(tau * (ratio - 1))"}
+    min_group_size = 2
+    objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
+        "clip": "gate on the ratio of each token, 4 / tau * sigmoid(tau * (ratio - 1))",
+    }
 
     name: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0, description="steepness of the gate where the advantage is above 0")
     tau_negative: float = Field(default=1.05, gt=0, description="steepness of the gate elsewhere; larger: fades faster")
 
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
         tau_BT = batch.advantages_BT.new_full(batch.advantages_BT.shape, self.tau_negative)
         tau_BT[batch.advantages_BT > 0] = self.tau_positive
-        gate_BT = 4 / tau_BT * (tau_BT * (token_ratio(batch, policy) - 1)).sigmoid()
-        return self.total(batch, policy, -gate_BT * batch.advantages_BT, no_clip(batch))
+        gate_BT = 4 / tau_BT * (tau_BT * (F.token_ratio(batch, policy) - 1)).sigmoid()
+        loss_BT = -gate_BT * batch.advantages_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), F.no_clip(batch))

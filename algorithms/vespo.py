@@ -13,14 +13,18 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._losses import no_clip, row_log_ratio
-from ._surrogate import GroupStandardised, TokenMean
+from . import _functional as F
 
 
-class VESPO(GroupStandardised, TokenMean):
+class VESPO(F.LossKLSettings):
     """REINFORCE on group-standardised rewards with a soft weight of the whole completion's ratio (VESPO)."""
 
-    objective = {"clip": "weight of each row, ratio^k * exp(lambda * (1 - ratio)); ratio: product of its tokens'"}
+    min_group_size = 2
+    token_mean = True
+    objective = {
+        "advantage": "(r - mean) / (std + 0.0001) in the group",
+        "clip": "weight of each row, ratio^k * exp(lambda * (1 - ratio)); ratio: product of its tokens'",
+    }
 
     name: Literal["vespo"] = "vespo"
     k_positive: float = Field(default=2.0, ge=0, description="power of the ratio where the advantage is 0 or more")
@@ -28,12 +32,16 @@ class VESPO(GroupStandardised, TokenMean):
     k_negative: float = Field(default=3.0, ge=0, description="power of the ratio where the advantage is negative")
     lambda_negative: float = Field(default=2.0, gt=0, description="the weight's decay where the advantage is negative")
 
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
+
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
         rises = batch.advantages_BT >= 0
-        log_ratio_B1 = row_log_ratio(batch, policy).detach()
+        log_ratio_B1 = F.row_log_ratio(batch, policy).detach()
         ratio_B1 = log_ratio_B1.exp()
         up = self.k_positive * log_ratio_B1 + self.lambda_positive * (1 - ratio_B1)
         down = self.k_negative * log_ratio_B1 + self.lambda_negative * (1 - ratio_B1)
         weight_BT = up.where(rises, down).exp()
-        return self.total(batch, policy, -weight_BT * batch.advantages_BT * policy.logprobs_BT, no_clip(batch))
+        loss_BT = -weight_BT * batch.advantages_BT * policy.logprobs_BT
+        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), F.no_clip(batch))

@@ -63,6 +63,7 @@ class Algorithm(Section, ABC):
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
+    token_mean: ClassVar[bool] = False  # the loss is the mean over all tokens, not over those of a row, then over rows
     shares_trunk: ClassVar[bool] = False  # the critic is a head on the policy's hidden states, no separate network
     _stated: ClassVar[Mapping[str, str]] = {}
     # The formula in words. A class states what differs from its bases; the rest is filled in.
@@ -87,7 +88,8 @@ class Algorithm(Section, ABC):
         super().__init_subclass__(**kwargs)
         cls._stated = vars(cls).get("objective", {})
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Algorithm)]
-        told = [base._stated for base in bases]
+        mean = {"aggregation": "mean over all tokens"} if cls.token_mean else {}
+        told = [mean, *(base._stated for base in bases)]
         cls.objective = {**Algorithm.objective, **{key: text for words in told for key, text in words.items()}}
         methods = {name for base in bases[:-1] for name, value in vars(base).items() if inspect.isfunction(value)}
         changed = vars(cls).keys() & methods - set(dir(Section))
@@ -148,8 +150,10 @@ class Algorithm(Section, ABC):
         return loss - bonus, {**metrics, "policy/loss": metrics["policy/loss"] - bonus.detach()}
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        """Weight of each token in the loss of a minibatch, float32, with sum 1: here the mean over the tokens of a row,
-        then over rows (GRPO, arXiv:2402.03300, eq. 3)."""
+        """Weight of each token in the loss of a minibatch, float32, with sum 1: the mean over the tokens of a row, then
+        over rows (GRPO, arXiv:2402.03300, eq. 3); with `token_mean` over all (DAPO, arXiv:2503.14476, eq. 12)."""
+        if self.token_mean:
+            return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)
         tokens_B1 = completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         return completion_mask_BT / (tokens_B1 * completion_mask_BT.shape[0])
 

@@ -221,7 +221,7 @@ def _spec(arm: FakeArm, seed: int, num_steps: int) -> dict[str, Any]:
         "seed": seed,
     }
     if arm.algorithm.startswith("grpo"):
-        spec["algorithm"]["std_floor"] = 1e-4
+        spec["algorithm"]["positive_weight"] = 1.0
     for dotted, value in arm.settings.items():
         node = spec
         *parents, key = dotted.split(".")

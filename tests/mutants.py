@@ -49,7 +49,7 @@ MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the global name by which functions know where to note
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that no quicker one reaches
-SHORT = ("algorithms/_advantages.py", 12, ("tests/test_golden_objectives.py", "tests/test_objectives.py"))
+SHORT = ("algorithms/_functional.py", 12, ("tests/test_objectives.py",))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "harness/extras/scaling/fits.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
 SHIPPED_TESTS = ("harness/contracts/plugins.py", "harness/contracts/hostile.py")  # no mutants of tests

@@ -19,7 +19,7 @@ from fake_study import FakeArm, fake_study
 PARTS = {
     "high": {"algorithm.clip_epsilon_high": 0.28},
     "mean": {"algorithm.name": "dapo"},
-    "batches": {"dynamic_sampling": 2, "algorithm.std_floor": 1e-3},
+    "batches": {"dynamic_sampling": 2, "algorithm.clip_epsilon": 0.1},
 }
 OWN = {"name": "grpo", "kl_beta": 0.0, "clip_epsilon_high": None}
 RUN = {"task": "arithmetic", "algorithm": OWN, "rewards": {"overlong": 0}, "optimizer": {"num_minibatches": 2}}
@@ -33,8 +33,8 @@ def study(design: str = "leave_one_out", components: Any = PARTS, **changes: Any
 def parts_of(arm: Any) -> set[str]:
     run = arm.run_spec(0)
     on = {"high": run.algorithm.clip_epsilon_high == 0.28, "mean": run.algorithm.name == "dapo"}
-    on["batches"] = (run.dynamic_sampling, run.algorithm.std_floor) == (2, 1e-3)
-    assert on["batches"] or (run.dynamic_sampling, run.algorithm.std_floor) == (1, 1e-4)
+    on["batches"] = (run.dynamic_sampling, run.algorithm.clip_epsilon) == (2, 0.1)
+    assert on["batches"] or (run.dynamic_sampling, run.algorithm.clip_epsilon) == (1, 0.2)
     return {name for name, is_on in on.items() if is_on}
 
 

@@ -104,7 +104,7 @@ def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
         (tuned(seeds=[-1]), "search.seeds.0: Input should be greater than"),
         (tuned(spaces={"rloo": {}}), "must name compared algorithms, got 'rloo'"),
         (tuned(space={}), "search.space must have a setting to search for ppo"),
-        (tuned(space={"algorithm.std_floor": RATE}), "std_floor"),  # PPO has none
+        (tuned(space={"algorithm.positive_weight": RATE}), "positive_weight"),  # PPO has none
         ({**compare(), "baseline": "gpro"}, "did you mean 'grpo'?"),
         ({**tuned(), "baseline": "gpro"}, "did you mean 'grpo'?"),
     ],

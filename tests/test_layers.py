@@ -36,7 +36,12 @@ MAY_IMPORT = {
     "algorithms": ("harness.data", "harness.interfaces", "harness.base.tensors"),
     "tasks": ("harness.data", "harness.interfaces", *(f"harness.base.{n}" for n in ("inputs", "rationals", "words"))),
     "studies": (),
-    "reports": ("harness.data", "harness.record", "harness.extras", "harness.base.files", "harness.base.words"),
+    "reports": (
+        "harness.data",
+        "harness.record",
+        "harness.extras",
+        *(f"harness.base.{n}" for n in ("arms", "files", "words")),
+    ),
     API: ("harness.api", "harness.extras"),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
@@ -290,7 +295,7 @@ def test_a_planted_violation_is_seen(rule, path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("algorithms/ppo.py", "from ._surrogate import loss\nfrom ..harness.base.tensors import whiten"),
+        ("algorithms/ppo.py", "from . import _functional as F\nfrom ..harness.base.tensors import whiten"),
         ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
         ("harness/mirror/writer.py", "import mlflow"),
         ("harness/study/queue.py", "import optuna\nfrom ..record.run import RunLog"),

@@ -14,7 +14,7 @@ from cohort.harness.policy.forward import hidden_states, prompt_states, token_lo
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.learner import Learner, explained_variance, packed
+from cohort.harness.run.learner import Learner, explained_variance, left_out, packed
 from cohort.harness.run.rollout import older_weights
 from cohort.harness.settings.run import CriticStart
 from fakes import assert_same_weights, batch_of
@@ -196,7 +196,6 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
     settings = {"learning_rate": 1e-3, "critic_learning_rate": 4e-3, "max_grad_norm": 0.05, "weight_decay": 0.1,
                 "beta2": 0.95}  # fmt: skip
     spec = make_spec("ppo", **settings)
-    spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"whiten_advantages": False})})
     learner, by_hand = (Learner(spec, tiny_model(0).double()) for _ in range(2))
     assert by_hand.critic is not None
     by_hand.optimizers = {}  # gradients only
@@ -205,13 +204,12 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
         torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1) for module, rate in rates
     ]
     for step, scale in enumerate((30.0, 3.0)):  # AdamW forgets the scale of one gradient, not that of the next
-        batch = make_batch()
-        batch = batch.replace(rewards_B=scale * batch.rewards_B)
-        learner.update(spec.algorithm.advantages(learner.annotate(batch)), step)
+        batch, other = (spec.algorithm.advantages(one.annotate(make_batch())) for one in (learner, by_hand))
+        scaled = {"advantages_BT": scale * batch.advantages_BT, "returns_BT": scale * batch.returns_BT}
+        learner.update(batch.replace(**scaled), step)
         for optimizer in adamw:
             optimizer.zero_grad()
-        batch = spec.algorithm.advantages(by_hand.annotate(batch))
-        weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
+        batch, weights = other.replace(**scaled), spec.algorithm.loss_weights(other.completion_mask_BT)
         by_hand._optimizer_step(batch.replace(loss_weight_BT=weights), first=True)
         for (module, _), optimizer in zip(rates, adamw, strict=True):
             found = [p for p in module.parameters() if p.grad is not None]
@@ -541,8 +539,8 @@ def test_the_critic_of_a_stage_warms_up_from_the_stages_start_and_is_fitted_once
 
 
 def test_the_share_of_tokens_with_gradient_is_of_those_in_the_loss():
-    learner = Learner(factories.make_spec(rollouts_per_step=8, overlong="mask"), tiny_model(0))
+    spec = factories.make_spec(rollouts_per_step=8, overlong="mask")
     cut = torch.tensor([True, False])
     one = batch_of([[True, True], [True, False]], [1.0, 0.0], 2, truncated_B=cut)
-    found = learner._left_out(one.replace(gradient_BT=torch.tensor([[False, False], [True, False]])))
+    found = left_out(one.replace(gradient_BT=torch.tensor([[False, False], [True, False]])), spec)
     assert found == {"train/masked_tokens": pytest.approx(2 / 3), "train/gradient_tokens": 1.0}

@@ -242,11 +242,11 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
     factors = {"algorithm.group_size": [4, 8, 16], "algorithm.kl_beta": [0.5]}
     found = labels(study(factors=factors, design="one_at_a_time"))
     assert found == ["base", "group_size=4", "group_size=16", "kl_beta=0.5"]
-    # PPO has no std_floor: that arm has no level of the factor, and the study is still valid.
-    factors = {"algorithm.name": ["grpo", "ppo"], "algorithm.std_floor": [0.01]}
+    # PPO has no positive_weight: that arm has no level of the factor, and the study is still valid.
+    factors = {"algorithm.name": ["grpo", "ppo"], "algorithm.positive_weight": [0.5]}
     parsed = parse_study(study(factors=factors, design="one_at_a_time"), "toy.yaml")
-    assert [arm.label for arm in parsed.design_arms()] == ["base", "ppo", "std_floor=0.01"]
-    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.std_floor": None}
+    assert [arm.label for arm in parsed.design_arms()] == ["base", "ppo", "positive_weight=0.5"]
+    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.positive_weight": None}
 
 
 @pytest.mark.parametrize(

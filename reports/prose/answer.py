@@ -2,7 +2,7 @@
 
 import math
 
-from ...harness.data import short_path
+from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
 from ..claims import check_claims
 from ..findings import ranked_components, verdicts

@@ -129,12 +129,10 @@ def advantage_rows() -> list[Row]:
     grpo, rloo = "GRPOTrainer._generate_and_score_completions", "RLOOTrainer._generate_and_score_completions"
     theirs = partial(partial, advantages)
     return [
-        Row("grpo: advantage, default std_floor", grpo, cases, partial(our_advantages, GRPO()),
+        Row("grpo: advantage", grpo, cases, partial(our_advantages, GRPO()),
             theirs(GRPOTrainer, scale_rewards="group")),
         Row("dr_grpo: advantage", f"{grpo}(scale_rewards=none)", cases, partial(our_advantages, DrGRPO()),
             theirs(GRPOTrainer, scale_rewards="none")),
-        Row("grpo: advantage, std_over batch", f"{grpo}(scale_rewards=batch)", cases,
-            partial(our_advantages, GRPO(std_over="batch")), theirs(GRPOTrainer, scale_rewards="batch")),
         Row("lite_ppo: advantage", f"{grpo}(scale_rewards=batch)", cases, partial(our_advantages, LitePPO()),
             theirs(GRPOTrainer, scale_rewards="batch")),
         Row("gdpo: advantage of two rewards", f"{grpo}(multi_objective_aggregation=normalize_then_sum)", cases,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
-from cohort.algorithms._advantages import to_go, token_rewards
-from cohort.algorithms._losses import KLEstimator, kl_estimate
+from cohort.algorithms._functional import KLEstimator, kl_estimate, to_go, token_rewards
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO
@@ -39,8 +38,7 @@ from verl.trainer.ppo import core_algos as verl
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 THEIR_FLOOR = 1e-6
-PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)
-WHITENED_GAE = PLAIN_GAE.model_copy(update={"whiten_advantages": True})
+GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9)
 Loss = Callable[..., tuple[Tensor, Any]]
 
 
@@ -67,10 +65,8 @@ def scores(case: Case, kl_beta: float) -> Tensor:
 
 def gae(case: Case, *, whitened: bool) -> Numbers:
     values = case.completion(case.batch.values_BT)
-    rewards, mask = scores(case, PLAIN_GAE.kl_beta), case.mask.double()
-    advantages, returns = verl.compute_gae_advantage_return(
-        rewards, values, mask, PLAIN_GAE.gamma, PLAIN_GAE.gae_lambda
-    )
+    rewards, mask = scores(case, GAE.kl_beta), case.mask.double()
+    advantages, returns = verl.compute_gae_advantage_return(rewards, values, mask, GAE.gamma, GAE.gae_lambda)
     return on_tokens(case, advantages if whitened else returns - values)
 
 
@@ -120,7 +116,10 @@ def bessel(raw: Callable[[Case], Tensor]) -> Callable[[Case], Numbers]:
 
 
 def plain_gae(case: Case) -> Tensor:
-    return our_advantages(PLAIN_GAE, case).value
+    """Before it is whitened."""
+    batch = prepared(GAE, case)
+    assert batch.returns_BT is not None and batch.values_BT is not None
+    return case.completion((batch.returns_BT - batch.values_BT) * batch.completion_mask_BT)
 
 
 def plain_to_go(case: Case, gamma: float = 1.0) -> Tensor:
@@ -141,18 +140,16 @@ def advantage_rows() -> list[Row]:
     n_minus_1 = "they whiten with n - 1 tokens under the variance, we with n"
     return [
         Row("ppo: GAE, k1 in the reward", "compute_gae_advantage_return", cases,
-            partial(our_advantages, PLAIN_GAE), partial(gae, whitened=False)),
+            lambda case: Numbers(plain_gae(case)), partial(gae, whitened=False)),
         Row("ppo: GAE, whitened", "compute_gae_advantage_return", more_than_one_token,
-            partial(our_advantages, WHITENED_GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
-        Row("grpo: advantage, std_floor 1e-6", "compute_grpo_outcome_advantage", cases,
-            partial(our_advantages, GRPO(std_floor=THEIR_FLOOR)), partial(outcome, grpo_like)),
-        Row("grpo: advantage, default std_floor", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
+            partial(our_advantages, GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
+        Row("grpo: advantage", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
             partial(our_advantages, GRPO()), partial(outcome, grpo_like, epsilon=1e-4)),
         Row("dr_grpo: advantage", "compute_grpo_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
             partial(our_advantages, DrGRPO()), partial(outcome, grpo_like, norm_adv_by_std_in_grpo=False)),
-        Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage", cases,
-            partial(our_advantages, GRPO(std_floor=THEIR_FLOOR, kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
-            partial(outcome, grpo_like, kl_beta=0.05)),
+        Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
+            partial(our_advantages, GRPO(kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
+            partial(outcome, grpo_like, kl_beta=0.05, epsilon=1e-4)),
         Row("rloo: advantage, k1 in the reward", "compute_rloo_outcome_advantage", cases,
             partial(our_advantages, RLOO(kl_beta=0.05)),
             partial(outcome, verl.compute_rloo_outcome_advantage, kl_beta=0.05)),
@@ -310,9 +307,8 @@ def loss_rows() -> list[Row]:
                nothing_dual_clipped, kl=(0.1, k)) for k in ("k1", "k2")),
         explained(pair("grpo: loss, with empty rows", vanilla, grpo, row_mean, with_empty_rows, **grpo_kl), no_empty,
                   partial(mean_of_the_rest, grpo)),
-        pair("grpo: loss, sum over tokens", vanilla, GRPO(kl_beta=0.1, loss_denominator=40), "seq-mean-token-sum-norm",
+        pair("dr_grpo: loss", vanilla, dr_grpo.model_copy(update={"kl_beta": 0.1}), "seq-mean-token-sum-norm",
              nothing_dual_clipped, scale=40, **grpo_kl),
-        pair("dr_grpo: loss", vanilla, dr_grpo, "seq-mean-token-sum-norm", nothing_dual_clipped, scale=40),
         explained(pair("dr_grpo: loss, with empty rows", vanilla, dr_grpo, "seq-mean-token-sum-norm",
                        with_empty_rows, scale=40), no_empty, partial(mean_of_the_rest, dr_grpo)),
         pair("dapo: loss, no ratio above 3", vanilla, DAPO(), "token-mean", nothing_dual_clipped, high=0.28),
