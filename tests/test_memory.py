@@ -11,15 +11,7 @@ import transformers
 from cohort.harness.api.runs import estimate_runs
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
-from cohort.harness.checks.memory import (
-    check_fits,
-    check_memory,
-    decided,
-    estimate,
-    estimate_run,
-    longest,
-    peak_bytes,
-)
+from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
 from cohort.harness.data import Prompt

@@ -18,9 +18,10 @@ from typing import Any
 import fake_trials
 import mlflow
 import pytest
+from cohort.harness.base.arms import GREY, PALETTE
 from cohort.harness.base.files import file_lock, write_json
 from cohort.harness.cli import app
-from cohort.harness.data import GREY, PALETTE, SampleRow
+from cohort.harness.data import SampleRow
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import Mirror, catch_up, mirrored

@@ -52,8 +52,8 @@ def train_once(
         if final_result(directory) is None:
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop, mirrored(runs, directory):
-            run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
             if (ended := final_result(directory)) is not None:
+                run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
                 result = RunResult(ended["state"], ended["reason"], ended["summary"])
             else:
                 opened = RunLog(runs, directory, spec, experiment="train", run_name=name, on_progress=show)

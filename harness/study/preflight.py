@@ -36,7 +36,7 @@ _LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<na
     "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
     "completion": "truncated", "critic": "loss grad_norm no_signal explained_variance fitted_variance",
     "kl": "beta old reference", "reward": "mean std greedy", "sampling": "batches kept_groups filled_groups",
-    "mismatch": "kl max_ratio weight outside effective_samples at_start after_sync",
+    "mismatch": "kl max_ratio weight outside at_start after_sync",
     "staleness": "kl max_ratio weight outside effective_samples",
     "seconds": "step generate grade annotate update sync", "optimizer": "learning_rate", "grading": "unparsable",
     "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",

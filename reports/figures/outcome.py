@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from ...harness.data import short_path
+from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, Contrast, marginal
 from ..anova import Grid
 from ..claims import Claim

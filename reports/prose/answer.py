@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ...harness.data import short_path
+from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
 from ..claims import Claim
 from ..findings import ranked_components, verdicts
