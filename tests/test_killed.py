@@ -458,8 +458,7 @@ def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, n
 @pytest.mark.long
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize(
-    ("kind", "deadly"),
-    [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")],
+    ("kind", "deadly"), [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")]
 )
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):

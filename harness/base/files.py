@@ -44,13 +44,13 @@ def read_json(file: Path) -> dict[str, Any]:
         document = json.loads(text := file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
-            f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another folder of runs"
+            f"{file} is not valid JSON ({error}); restore it from a copy, or use another `name` or `runs` folder"
         ) from None
     found = document.pop("format", None) if isinstance(document, dict) else None
     if found != FORMAT:
         raise ValueError(
             f"{file} must have format {FORMAT}, got {found!r}: it was written by another version of Cohort; "
-            "use that version, or another folder of runs"
+            "use that version, or another folder with --runs"
         )
     content = text.rpartition(_SUM)[0]
     if document.pop("sum", None) is None or text != f'{content}{_SUM}{text_sum(content.encode())}"\n}}':

@@ -236,7 +236,7 @@ class _TrialLog(RunLog):
     def must_stop(self) -> bool:
         if self.resumed_at < self._least:
             rule = f"a warm clone must start from the checkpoint of step {self._least}"
-            fix = "copy it there from the host that made the clone, or clone without --warm"
+            fix = "copy it there from the host that made the clone, or clone without `warm`"
             raise ValueError(f"{rule}, which is missing from '{self.directory}': {fix}")
         new, self._validation = self._validation, None
         if new is not None:
