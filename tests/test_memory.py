@@ -210,7 +210,7 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
         return str(refused.value).split("; ")[1].split(" or ")
 
     assert advice(copies=2) == [
-        "use fewer --workers", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
+        "use fewer `workers`", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
         "use a smaller model", "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip

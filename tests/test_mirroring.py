@@ -214,7 +214,7 @@ with mirrored(runs, runs / "train/run"):
         ("keep", "did you mean 'keeps'"),
         ("mlflow,", "unknown mirror ''"),
         ("mlflow,none", "unknown mirror 'none'"),
-        ("missing", "--mirror missing needs no_such_package; pip install"),
+        ("missing", "mirror missing needs no_such_package; pip install"),
     ],
 )
 def test_a_mirror_that_cannot_be_used_is_refused(given, words, monkeypatch):

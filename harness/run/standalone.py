@@ -122,9 +122,9 @@ def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
     """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
     file = directory / "run.json"
     if file.exists() and {**read_json(file)["spec"], "devices": spec.devices} != spec.model_dump(mode="json"):
-        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name, or move it away")
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another `name`, or move it away")
     try:
         with FileLock(directory / "lock", timeout=0):  # makes the folder
             yield
     except Timeout:
-        raise SpecError(f"another process trains in '{directory}'; choose another --name or wait for it") from None
+        raise SpecError(f"another process trains in '{directory}'; choose another `name` or wait for it") from None
