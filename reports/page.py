@@ -10,7 +10,7 @@ from ..harness.data import SampleRow
 from . import contamination, tables
 from .analysis import Analysis
 from .capability import Capabilities
-from .claims import Claim
+from .claims import JudgedClaim
 from .figures import curves, outcome
 from .figures.style import Drawing, color_of, roles
 from .prose import wording
@@ -26,7 +26,7 @@ _TABLES = ("comparison", "effects", "search", "components", "controls", "gaps", 
 
 
 def page_drawings(
-    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section], claims: Sequence[Claim]
+    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section], claims: Sequence[JudgedClaim]
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
@@ -50,7 +50,7 @@ def page_values(
     drawings: Mapping[str, Sequence[Drawing]],
     capable: Capabilities | None,
     extra: Sequence[Section],
-    claims: Sequence[Claim],
+    claims: Sequence[JudgedClaim],
 ) -> dict[str, Any]:
     """The values that the templates read."""
     record = analysis.record

@@ -215,10 +215,10 @@ def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs,
 @pytest.mark.attack("Crash of the PostgreSQL server")
 def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(runs, server, monkeypatch, record_property):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
-    study, url, crashes = a_study(seeds=list(range(6))), server.new_database(), []
+    study, url, crashes = a_study(seeds=list(range(12))), server.new_database(), []
 
     def crash(status: StudyStatus) -> None:
-        if len(crashes) < 2 and status.counts().get("complete", 0) > 3 * (len(crashes) + 1):
+        if len(crashes) < 2 and status.counts().get("complete", 0) > 4 * (len(crashes) + 1):
             crashes.append(server.crash())
             server.start()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
-from ..claims import Claim
+from ..claims import JudgedClaim
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
@@ -15,7 +15,7 @@ NEAR_ZERO = 0.02
 _AGAIN = "run it again with other seeds before believing it"
 
 
-def answer(analysis: Analysis, claims: Sequence[Claim] = ()) -> str:
+def answer(analysis: Analysis, claims: Sequence[JudgedClaim] = ()) -> str:
     """The study's answer in one sentence, first of all on its `claims`, which were checked."""
     if not analysis.finished_arms:
         states = [gap.state for gap in analysis.gaps]
