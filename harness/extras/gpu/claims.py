@@ -24,7 +24,7 @@ from ...devices.sharding import copied
 from ...policy.lora import adapter_weights
 from ...policy.model import empty_model, model_config, saved_weights
 from ...record.events import RunHistory
-from ...run.checkpoint import save_checkpoint
+from ...run.checkpoint import Snapshot, save_checkpoint
 from ...run.guards.agreement import own_logprobs
 from ...run.guards.sync import BOUNDS, precision, spot_check
 from ...run.learner import Learner
@@ -324,10 +324,7 @@ def checkpoints(backend: Backend) -> list[Number]:
     learner, begin = Learner(spec, policy), backend.now()
     weights, state = copied([saved_weights(policy), learner.state()])
     made = backend.now()
-    save_checkpoint(
-        backend.folder / "written", 1, spec_digest=spec.digest(), policy=policy, weights=weights,
-        tokenizer=codec.tokenizer, learner_state=state, progress={}, keep=1,
-    )  # fmt: skip
+    save_checkpoint(backend.folder / "written", Snapshot(1, policy, codec.tokenizer, state, {}, weights), keep=1)
     seconds = backend.now() - made
     gib = sum(file.stat().st_size for file in (backend.folder / "written").rglob("*.*")) / GIB
     return [
