@@ -5,16 +5,20 @@ A test counts as one try for each set of its parameters; one that tries many thi
 `tried`. A test that is skipped has not tried anything.
 """
 
+import functools
 import gc
+import importlib
 import os
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import fake_trials
-import postgres_server
 import pytest
 from cohort.harness import engines
 from cohort.reports.figures import curves
@@ -40,6 +44,10 @@ class Row:
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is the same on every machine
 engines.__path__.append(str(Path(__file__).parent / "engines"))  # the engine `scripted`
+SERVERS: dict[str, Any] = {}  # module that starts the server of a storage, by the name of its extra
+for _file in Path(__file__).parent.glob("extras/*/*_server.py"):
+    sys.path.append(str(_file.parent))
+    SERVERS[_file.parent.name] = importlib.import_module(_file.stem)
 ROWS: defaultdict[str, Row] = defaultdict(Row)
 
 
@@ -131,12 +139,13 @@ def _line(words: str, row: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[postgres_server.Server]:
-    with postgres_server.server() as one:
-        yield one
+def servers() -> Iterator[Callable[[str], Any]]:
+    """The server of a storage by the name of its extra, started once."""
+    with ExitStack() as after:
+        yield functools.cache(lambda name: after.enter_context(SERVERS[name].server()))
 
 
-@pytest.fixture(params=["files", pytest.param("postgres", marks=postgres_server.needed)])
+@pytest.fixture(params=["files", *(pytest.param(name, marks=one.needed) for name, one in SERVERS.items())])
 def url(request) -> str | None:
     """Where the queue of the test lives; None for files."""
-    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
+    return None if request.param == "files" else request.getfixturevalue("servers")(request.param).new_database()

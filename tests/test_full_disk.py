@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import fake_slurm
 import fake_trials
 import psutil
 import pytest
@@ -18,14 +17,10 @@ from cohort.harness.base.disk import DiskFull, disk_full
 from cohort.harness.base.files import read_json
 from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.study.launchers import slurm
-from cohort.harness.study.launchers.ray import Cluster
-from cohort.harness.study.launchers.slurm import Slurm
+from cohort.harness.study.launchers.local import Place
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
-from test_ray import needs_ray
-from test_schedulers import cluster, needs_submitit  # noqa: F401
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
@@ -88,26 +83,14 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(dis
     assert ends <= {"complete", "stopped", "lost"}
 
 
-@pytest.mark.long
-@needs_ray
-@needs_submitit
-@pytest.mark.attack("A kill, a preemption and a full disk at once on SLURM or Ray")
-@pytest.mark.parametrize("where", ["slurm", "ray"])
-def test_a_kill_a_preemption_and_a_full_disk_at_once_lose_nothing_on_a_cluster(
-    disk: Path,
-    where: str,
-    cluster: Path,  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-):
+def check_three_at_once(disk: Path, empty: Path, cluster: Place, disturb: Callable[[int], object]) -> None:
+    """A worker that is killed, a full disk and what `disturb` does to another one of two workers lose nothing."""
     runs, study, fillers = disk / "runs", a_study(), []
     runs.mkdir()
-    shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
-    monkeypatch.setattr(slurm, "REFRESH_SECONDS", 2)
+    shutil.copy(empty, runs / "mlflow.db")
     (runs / "hold").touch()
 
-    def disturb(status: StudyStatus) -> None:
+    def all_three(status: StudyStatus) -> None:
         if fillers or at_work(status) < 2:
             return
         leases = [trial.directory / "lease" for trial in status.trials if trial.state == "running"]
@@ -115,20 +98,14 @@ def test_a_kill_a_preemption_and_a_full_disk_at_once_lose_nothing_on_a_cluster(
         fillers.append(fill(disk))
         (runs / "hold").unlink()
         os.kill(one, signal.SIGKILL)
-        if where == "slurm":
-            told = [job for job, now in fake_slurm.states(cluster).items() if now == "RUNNING"]
-            subprocess.run(["scancel", "--signal=USR2", told[-1]], check=True)
-        else:
-            os.kill(other, signal.SIGTERM)
+        disturb(other)
 
-    what = Slurm() if where == "slurm" else Cluster(1)
     with pytest.raises((DiskFull, OSError)) as caught:
-        run(study, runs, disturb, cluster=what)
+        run(study, runs, all_three, cluster=cluster)
     assert disk_full(caught.value, runs) is not None
     fillers[0].unlink()
-    assert run(study, runs, cluster=what).counts() == {"complete": 4}
+    assert run(study, runs, cluster=cluster).counts() == {"complete": 4}
     check_as_undisturbed(study, runs)
-    record_property("tried", 3)
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:

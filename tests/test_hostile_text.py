@@ -4,17 +4,13 @@ import shutil
 from pathlib import Path
 
 import fake_trials
-import postgres_server
 import pytest
 from cohort.harness.mirror.store import connect
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import parse_study
-from cohort.harness.study.queue import Outcome
 from fake_trials import begin_study, in_mlflow, of_study
-from queues import a_queue, claimed
-from test_storage import a_study as a_queued_study
 from test_tracking import a_spec, a_study
 
 HOSTILE = "boom \0 and \ud800, then "
@@ -46,17 +42,6 @@ def check_store(runs: Path) -> None:
 def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_replaced(tmp_path, tmp_path_factory):
     shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db")
     check_store(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.attack("NUL and broken Unicode in a reason")
-@pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
-def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path):
-    with postgres_server.server() as server:
-        queue = a_queue(a_queued_study(), tmp_path, server.new_database())
-        queue.finish(claimed(queue), Outcome("failed", HOSTILE + "x" * 1_000_000))
-        (failed,) = [trial for trial in queue.status().trials if trial.state == "failed"]
-        assert str(failed.reason).startswith("boom")
 
 
 @pytest.mark.attack("NUL and broken Unicode in a label")

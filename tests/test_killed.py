@@ -23,7 +23,6 @@ from typing import Any
 
 import fake_trials
 import kill_points
-import postgres_server
 import psutil
 import pytest
 from cohort.harness.base.files import read_json
@@ -40,7 +39,7 @@ from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
-from queues import a_queue, at_work, check_as_undisturbed, check_once_each, completions, open_queue, run
+from queues import a_queue, at_work, check_as_undisturbed, completions, open_queue, run
 from zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -208,24 +207,6 @@ def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs,
 
     assert answers(0.01) == 200
     assert answers(0.5) == 200 // 10 and answers(5.0) == 200 // 95 + 1  # 19 times as long passes between two
-
-
-@pytest.mark.long
-@postgres_server.needed
-@pytest.mark.attack("Crash of the PostgreSQL server")
-def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(runs, server, monkeypatch, record_property):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
-    study, url, crashes = a_study(seeds=list(range(12))), server.new_database(), []
-
-    def crash(status: StudyStatus) -> None:
-        if len(crashes) < 2 and status.counts().get("complete", 0) > 4 * (len(crashes) + 1):
-            crashes.append(server.crash())
-            server.start()
-
-    status = run(study, runs, crash, storage=url)
-    assert (status.finished, status.all_valid, len(crashes)) == (True, True, 2)
-    record_property("tried", len(crashes))
-    check_once_each(open_queue(study, runs, url))
 
 
 @pytest.mark.long
@@ -429,30 +410,6 @@ def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
         print(f"{kind}, round {number}: {dict(kills)}", flush=True)
         check_same_values(found, want)
     record_property("tried", kills.total())
-
-
-HOST = """
-import sys
-from pathlib import Path
-from test_killed import mixed, run, worker
-run(mixed("grid")[0], Path(sys.argv[1]), storage=sys.argv[2], execute=worker.EXECUTE)
-"""
-
-
-@pytest.mark.long
-@postgres_server.needed
-def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, new_runs, server, monkeypatch):
-    """Two workers everywhere: the number of threads of a worker follows from it, and with it the order of sums."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    study, url = mixed("grid")[0], server.new_database()
-    quiet, *places = (new_runs(tmp_path / name / "runs") for name in ("quiet", "north", "south"))
-    run(study, quiet, execute=worker.EXECUTE)
-    processes = [subprocess.Popen([sys.executable, "-c", HOST, str(place), url], cwd=place.parent) for place in places]
-    assert [process.wait(1800) for process in processes] == [0, 0]
-    check_once_each(open_queue(study, places[0], url))
-    north, south = (values(place) for place in places)
-    assert north and south and not north.keys() & south.keys()
-    check_same_values({**north, **south}, values(quiet))
 
 
 @pytest.mark.long

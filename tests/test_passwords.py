@@ -1,21 +1,13 @@
 """A password of a database reaches no message, no file of a runs folder and no arguments of a process."""
 
-import contextlib
-import logging
 from typing import Any
 
 import fake_trials
-import postgres_server
-import psutil
 import pytest
 import typer
 from cohort.harness.base.addresses import hides, shown, without_secrets
 from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.settings.errors import SpecError
-from cohort.harness.study.queue import open_storage
-from cohort.harness.study.runner import run_study
-from fake_trials import a_study
 
 SECRET = "s3cret"
 URLS = [
@@ -32,8 +24,6 @@ URLS = [
     "postgresql://db/x?sslmode=require;password=s3cret", "host=db user=me password=s3cret", "https://me:s3cret@host",
     "mysql://me:s3cret@db/x", "http://me:s3cret@127.0.0.1:9",
 ]  # fmt: skip
-
-needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +52,6 @@ def test_a_url_without_a_password_is_shown_as_it_is(url):
 def test_the_words_of_a_server_lose_every_secret():
     url = "postgresql://me:a%2Fs3cret@db/x?options=-c%20x=y"
     assert without_secrets("me a/s3cret a%2Fs3cret '-c x=y' db", url) == "me *** *** '***' db"
-
-
-@pytest.mark.attack("A password in a URL that is refused")
-def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, capsys, record_property):
-    refused = [url for url in URLS if "@b:" in url or ":@" in url or not url.startswith("postgresql")]
-    for url in refused:
-        with pytest.raises(SpecError, match=r"`storage` must be a URL as postgresql://.*%40") as caught:
-            open_storage(tmp_path, "sizes", url)
-        assert SECRET not in str(caught.value)
-        with pytest.raises(SystemExit, match="2"):
-            app.main(["report", "sizes", "--tracking-uri", url])
-        out, err = capsys.readouterr()
-        assert SECRET not in out + err
-    record_property("tried", 2 * len(refused))
 
 
 def test_a_password_on_the_command_line_is_warned_of(capsys, monkeypatch):
@@ -111,25 +87,3 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(w
     count = 3 if workers else 7
     assert asked["command"] == f"cohort study run quickstart --set 'seeds=[0]' --workers {count}"
     assert asked["workers"] == count  # named because it is used
-
-
-@pytest.mark.slow
-@needs_postgres
-@pytest.mark.attack("A password in processes, logs and files of a study")
-def test_no_process_log_or_file_of_a_study_has_the_password(server, runs, capfd, caplog):
-    caplog.set_level(logging.DEBUG)
-    arguments = set[str]()
-
-    def look(_: object) -> None:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since, a zombie too
-                arguments.add(" ".join(process.cmdline()))
-
-    study, url = a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), server.new_database()
-    status = run_study(study, runs, workers=1, command="", on_status=look, execute=fake_trials.EXECUTE, storage=url)
-    assert status.all_valid
-    assert any("cohort.harness.study.worker" in words for words in arguments)
-    files = [file for file in runs.rglob("*") if file.is_file()]
-    assert {"worker-0.log", "mlflow.db", "study.json"} <= {file.name for file in files}
-    assert [file for file in files if server.password.encode() in file.read_bytes()] == []
-    assert server.password not in " ".join([*arguments, *capfd.readouterr(), caplog.text])

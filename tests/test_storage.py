@@ -1,28 +1,20 @@
-"""The queue keeps its promises wherever it lives: in files or in PostgreSQL, whose clock and connections it trusts."""
+"""The queue keeps its promises wherever it lives: in files or in a storage of an extra."""
 
 import subprocess
 import sys
 import threading
-import time
 
 import fake_trials
-import postgres_server
 import pytest
 from cohort.harness.base.files import read_json, write_json
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage, study_status
-from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage
 from fake_trials import a_study
 from queues import DONE, a_queue, claimed, die, open_queue, run
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-@pytest.fixture
-def database(server) -> str:
-    return server.new_database()
 
 
 def one_trial() -> StudySpec:
@@ -110,8 +102,10 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from cohort.harness.study.queue import open_storage
-from cohort.harness.study.storage import files, postgres
-files.BEAT_SECONDS = postgres.BEAT_SECONDS = 0.05
+from cohort.harness.study.storage import files
+from cohort.harness import extras
+for one in (files, *extras.modules("storage").values()):
+    one.BEAT_SECONDS = 0.05
 storage = open_storage(Path(sys.argv[1]), "sizes", sys.argv[2])
 storage.write_document({})
 assert storage.take_lease(Path(sys.argv[1]))
@@ -140,68 +134,6 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path, url, new_runs):
     with pytest.raises(SpecError, match=words):
         run(a_study(run=fake_trials.run_settings(steps=8)), second, storage=url)
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
-
-
-# PostgreSQL -----------------------------------------------------------------------------------------------------------
-
-
-@postgres_server.needed
-def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_path, database, monkeypatch):
-    from cohort.harness.study.storage import postgres
-
-    queue = a_queue(one_trial(), tmp_path, database)
-    storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
-    claim = claimed(queue)
-    claim.lease._released.set()  # pyright: ignore
-    storage._rows("UPDATE cohort_leases SET host = 'elsewhere'")  # pyright: ignore
-    assert storage.held([directory]) == {directory}
-    storage._rows("UPDATE cohort_leases SET beat = clock_timestamp() - interval '1 day'")  # pyright: ignore
-    # The server started less than an hour ago: until then no heartbeat could be written, so nobody is dead yet.
-    monkeypatch.setattr(postgres, "GRACE_SECONDS", 3600.0)
-    assert storage.held([directory]) == {directory}
-    monkeypatch.setattr(postgres, "GRACE_SECONDS", 0.0)
-    assert storage.held([directory]) == set()
-    assert claimed(queue).key == claim.key
-
-
-@pytest.mark.slow
-@postgres_server.needed
-@pytest.mark.attack("Loss of the PostgreSQL server")
-def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):
-    from cohort.harness.study.storage import postgres
-
-    monkeypatch.setattr(postgres, "BEAT_SECONDS", 0.1)
-    with postgres_server.server() as own:
-        queue = a_queue(one_trial(), tmp_path, own.url())
-        claim = claimed(queue)
-        queue.plan.directory(claim.key).mkdir(parents=True)
-        write_json(queue.plan.directory(claim.key) / "progress.json", {"step": 3, "phase": "train", "done": 3})
-        own.stop()
-        with pytest.raises(StorageUnavailable, match=r"postgresql://cohort:\*\*\*@.*cannot be used now"):
-            queue.status()
-        own.start()
-        south = open_queue(one_trial(), tmp_path / "south", own.url())  # another host: it has no folder of the trial
-        deadline = time.monotonic() + 240
-        while south.status().trials[0].done != 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        (trial,) = south.status().trials
-        assert (trial.state, trial.phase, trial.done) == ("running", "train", 3)
-        queue.finish(claim, DONE)
-        assert queue.status().counts() == {"complete": 1}
-
-
-@postgres_server.needed
-@pytest.mark.attack("Loss of the PostgreSQL server")
-def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_before_anything_is_written(
-    server, tmp_path
-):
-    nobody, words = "postgresql://me:wr0ng@127.0.0.1:1/x", r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now"
-    refused = server.url().replace(server.password, "wr0ng")
-    for url, message in ((nobody, words + ".*`storage`"), (refused, "authentication failed")):
-        with pytest.raises(ConnectionError, match=message) as caught:
-            run(a_study(), tmp_path / "new", storage=url)
-        assert "wr0ng" not in str(caught.value)
-    assert not (tmp_path / "new").exists()
 
 
 # Torn files -----------------------------------------------------------------------------------------------------------

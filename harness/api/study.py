@@ -1,26 +1,25 @@
 """Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
-COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, COHORT_NOTIFY.
+COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and those of extras.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import extras
 from ..base.files import read_json
 from ..base.machine import default_workers
 from ..console import progress, terminal
-from ..mirror.notices import notices
 from ..record.status import StudyStatus
 from ..record.study import StudyRecord, read_folder, study_settings
 from ..settings import load
@@ -30,9 +29,7 @@ from ..settings.run import Optimizer
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
-from ..study.launchers.local import CORES_PER_GPU
-from ..study.launchers.ray import Cluster
-from ..study.launchers.slurm import Slurm, sbatch_parameters
+from ..study.launchers.local import Place
 from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
@@ -200,7 +197,7 @@ def run_to_report(
     workers: int | None = None,
     *,
     storage: str | None = None,
-    cluster: Cluster | Slurm | None = None,
+    cluster: Place | None = None,
     together: bool | None = None,
 ) -> Ended:
     """Run a study, show its progress, and write its report.
@@ -217,6 +214,11 @@ def run_to_report(
         if at_work := queue.study_status(spec.name, runs, storage).counts().get("running"):
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
+
+    def notify(event: str, text: str, **facts: Any) -> None:
+        for hear in heard:
+            hear(event, f"{spec.name}: {text}", **facts)
+
     told: set[Path] | None = None  # trials that ended badly
 
     def show(status: StudyStatus) -> None:
@@ -226,10 +228,11 @@ def run_to_report(
         for folder in bad.keys() - (bad.keys() if told is None else told):  # an earlier command told of the first ones
             facts = {key: getattr(bad[folder], key) for key in ("arm", "seed", "state", "reason")}
             text = "{arm} | seed {seed} is {state}: {reason}".format(**facts)
-            notify("trial failed", f"{spec.name}: {text}", trial=folder.name, **facts)
+            notify("trial failed", text, trial=folder.name, **facts)
         told = {*bad}
 
-    with notices(spec.name) as notify:
+    with ExitStack() as after:
+        heard = [after.enter_context(one.notices(spec.name)) for one in extras.modules("notices").values()]
         with progress.study_view() as view:
             status = runner.run_study(
                 spec, runs, workers=workers, command=command, on_status=show, storage=storage,
@@ -241,8 +244,8 @@ def run_to_report(
             record, files = reporting.write_report(spec.name, runs)
         for sentence, verdict in files.claims:
             if verdict in ("supported", "contradicted"):
-                notify("claim decided", f"{spec.name}: {verdict}: {sentence}", claim=sentence, verdict=verdict)
-        notify("study ended", f"{spec.name}: {files.answer}", answer=files.answer, counts=status.counts())
+                notify("claim decided", f"{verdict}: {sentence}", claim=sentence, verdict=verdict)
+        notify("study ended", files.answer, answer=files.answer, counts=status.counts())
     return Ended(status, record, files)
 
 
@@ -295,34 +298,23 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(words: str, study: Study) -> Cluster | Slurm | None:
-    """What runs the workers instead of this machine: `local` (None), `ray` or `slurm`, then its settings NAME=VALUE.
-    ValueError if its package is not installed."""
+def launcher(words: str, study: Study) -> Place | None:
+    """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
+    NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]
-    if name not in ("local", "ray", "slurm"):
-        raise SpecError(f"`launcher` must begin with local, ray or slurm, got '{words}'")
-    if name == "local":
-        if given:
-            raise SpecError(f"launcher local has no settings, got '{words}'; use ray or slurm, or leave them out")
-        return None
-    package = "submitit" if name == "slurm" else name
-    if importlib.util.find_spec(package) is None:
-        raise SpecError(f"launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
-    wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
-    if name == "ray":
-        counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
-        if len(counts) != len(given):
-            raise SpecError(f"settings of launcher ray must be cpus=N or gpus=N, each once, got '{words}'")
-        cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
-        return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
-    asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
-    asked |= sbatch_parameters(given)
-    gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
-    if gpus == "0":
-        del asked["gpus-per-node"]
-    elif gpus.isdecimal() and not {"cpus-per-gpu", "cpus-per-task"} & asked.keys():  # sbatch takes one of the two
-        asked["cpus-per-task"] = str(CORES_PER_GPU * int(gpus))
-    return Slurm(asked)
+    known = extras.modules("launcher")
+    others = " or ".join(known)
+    if name not in ("local", *known):
+        raise SpecError(f"`launcher` must begin with {' or '.join(['local', *known])}, got '{words}'")
+    if name != "local":
+        wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
+        if importlib.util.find_spec(known[name].NEEDS) is None:
+            raise SpecError(f"launcher {name} needs {known[name].NEEDS}; pip install 'cohort-rl[{name}]'")
+        return known[name].place(given, wanted)
+    if given:
+        fix = f"use {others}, or leave them out" if others else "leave them out"
+        raise SpecError(f"launcher local has no settings, got '{words}'; {fix}")
+    return None
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

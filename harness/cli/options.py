@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .. import api
+from .. import api, extras
 from ..console import terminal
 
 RUNS = Path("runs")
@@ -79,8 +79,7 @@ Storage = Annotated[
         envvar="COHORT_STORAGE",
         metavar="URL",
         callback=_warn_of_password,
-        help="postgresql://... for hosts without a common disk; by default files. A password not in the URL comes from "
-        "~/.pgpass.",
+        help="; ".join(["Where the queue is, by default in files", *extras.told("storage").values()]),
     ),
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")]

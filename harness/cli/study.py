@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import api
+from .. import api, extras
 from ..console import terminal, views
 from . import options
 from .commands import command
 
 if TYPE_CHECKING:
-    from ..study.launchers.ray import Cluster
-    from ..study.launchers.slurm import Slurm
+    from ..study.launchers.local import Place
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -29,9 +28,6 @@ AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TE
     "cohort study run my_study.yaml --workers 2 --seeds 0,1,2",
     "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
     "cohort study run group_size --dry-run",
-    "RAY_ADDRESS=10.0.0.1:6379 cohort study run group_size --launcher ray --runs /shared/runs",
-    "cohort study run group_size --launcher 'slurm partition=gpu' --workers 4 --runs /shared/runs",
-    "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
     study: options.Study,
@@ -43,9 +39,8 @@ def study_run(
     launcher: Annotated[
         str,
         typer.Option(
-            metavar="local|ray|slurm",
-            help="Where the workers run; ray: the cluster of RAY_ADDRESS, or a new one here. With settings: 'ray "
-            "cpus=8 gpus=1'; options of sbatch, as 'slurm partition=gpu time=4:00:00'.",
+            metavar="|".join(["local", *extras.told("launcher")]),
+            help="; ".join(["Where the workers run", *extras.told("launcher").values()]),
         ),
     ] = "local",
     together: Annotated[
@@ -64,9 +59,6 @@ def study_run(
 
     Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.
-
-    COHORT_NOTIFY=https://... or a command gets a JSON document when a trial fails, a claim is decided and the study
-    ends.
     """
     given = list(sets or ())
     given += [] if seeds is None else [f"seeds={options.integers(seeds)}"]
@@ -94,7 +86,7 @@ def study_run(
 @command(
     "study work",
     "cohort study work group_size --runs /shared/runs",
-    "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study work group_size    (in a job of a scheduler)",
+    "cohort study work group_size --storage URL    (in a job of a scheduler)",
     "srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort study work s",
 )
 def study_work(
@@ -322,7 +314,7 @@ def _run(
     as_json: bool,
     dry_run: bool,
     storage: str | None = None,
-    cluster: Cluster | Slurm | None = None,
+    cluster: Place | None = None,
     together: bool | None = None,
 ) -> None:
     """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""

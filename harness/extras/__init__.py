@@ -7,6 +7,10 @@ is found by the name of its file or folder:
     commands.py   registers its commands
     section.py    `section(analysis)`: its section of a report, or None
     record.py     `kept(runs, trials, inputs)`: what a study's record has of it, as plain data, or nothing
+    launcher.py   the launcher called as the extra: `NEEDS`, a package; `place(given, wanted)`, where workers with these
+                  settings run, each with so many GPUs unless they say more; the extra's docstring is its help
+    storage.py    `FORM`, of the URLs that it serves; `open_storage(study, url)`: a study's storage, or None
+    notices.py    `notices(study)`: a context that yields a function which is told of events
     tasks/, rewards/, mirrors/, ...   its plugins
 
 A product without the folder lacks what the extra brings and nothing else.
@@ -34,6 +38,12 @@ def packages(part: str) -> list[str]:
 def modules(part: str) -> dict[str, ModuleType]:
     """Name of each extra that has a file or folder `part` -> that module, loaded."""
     return {full.split(".")[-2]: importlib.import_module(full) for full in packages(part)}
+
+
+def told(part: str) -> dict[str, str]:
+    """Name of each extra that has a file or folder `part` -> its docstring."""
+    homes = [full.rpartition(".")[0] for full in packages(part)]
+    return {home.rpartition(".")[2]: (importlib.import_module(home).__doc__ or "").strip() for home in homes}
 
 
 def public() -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""What follows the record and shows it elsewhere: MLflow, mirrors that are plugins, notices."""
+"""What follows the record and shows it elsewhere: MLflow, and mirrors that are plugins."""

@@ -26,6 +26,8 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
+from .. import extras
+from ..base.addresses import shown
 from ..base.files import sweep
 from ..base.machine import usable_gpus
 from ..data import ENDED, FINAL, TrialState
@@ -368,13 +370,17 @@ class Queue:
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     """The storage of the study `name`, whose folder on this host is `folder`; connects to nothing yet.
 
-    ValueError for a URL that is not PostgreSQL's, or if its driver is missing.
+    ValueError for a URL that no extra's storage has, or if its driver is missing.
     """
     if not url:
         return LocalStorage(folder)
-    from .storage.postgres import PostgresStorage
-
-    return PostgresStorage(name, url)
+    kinds = extras.modules("storage").values()
+    found = next(filter(None, (kind.open_storage(name, url) for kind in kinds)), None)
+    if found is None:
+        forms = " or ".join(kind.FORM for kind in kinds) or "an extra brings, and none is here"
+        rule = f"`storage` must be a URL as {forms}"
+        raise SpecError(f"{rule}, got '{shown(url)}'; write '@' in user and password as %40")
+    return found
 
 
 def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:

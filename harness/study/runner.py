@@ -19,9 +19,7 @@ from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
 from ..settings.study import StudySpec
-from .launchers.local import WorkerPool
-from .launchers.ray import Cluster, RayPool
-from .launchers.slurm import Slurm, SlurmPool
+from .launchers.local import Place, WorkerPool
 from .plan import Plan
 from .pool import watch
 from .preflight import check_room, check_study, check_unchanged, missing_here, trials_together
@@ -38,18 +36,18 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    cluster: Cluster | Slurm | None = None,
+    cluster: Place | None = None,
     together: bool | None = None,
 ) -> StudyStatus:
     """Run the study's missing trials with `workers` processes; returns the study's progress.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
-    cluster or the SLURM jobs that run the workers instead of this machine. Trials that can share a model train
-    `together`: True insists, False forbids it.
+    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster`
+    what runs the workers instead of this machine. Trials that can share a model train `together`: True insists, False
+    forbids it.
     """
-    if isinstance(cluster, Slurm):
+    if cluster is not None:
         cluster.check(runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
@@ -67,7 +65,7 @@ def run_study(
     options: dict[str, Any] = {"name": study.name, "runs": str(runs), "execute": execute, "together": at_once}
     options |= {"checked": True} if cluster is None else {}
     secret = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}  # no process has a password in its arguments
-    kind = WorkerPool if cluster is None else SlurmPool if isinstance(cluster, Slurm) else RayPool
+    kind = WorkerPool if cluster is None else cluster.pool
     size = workers or (default_workers(study.devices) if cluster is None else 0)
     pool = kind(options, size, plan.folder / "logs", secret, study.devices, cluster)
     with pool.running():

@@ -1,1 +1,1 @@
-"""Where the workers of a study run: this machine, Ray, SLURM."""
+"""Where the workers of a study run: this machine, or what an extra brings."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...base.disk import EXIT_STATUS, UNFIT, full
 from ...base.machine import SHARED_GPU, python_path, usable_cores, usable_gpus
@@ -44,6 +44,15 @@ def start_worker(
 def last_words(log_file: Path) -> str:
     """The last lines of a worker's output."""
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
+
+
+class Place(ABC):
+    """Where the workers of a study run, if not on this machine."""
+
+    pool: ClassVar[type["Pool"]]
+
+    def check(self, runs: Path, workers: int | None) -> None:  # noqa: B027
+        """ValueError if that many workers cannot be started from here, or would not find the runs folder."""
 
 
 class WorkersCrash(ChildProcessError, RuntimeError):

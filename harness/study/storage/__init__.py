@@ -1,1 +1,1 @@
-"""Stores a study's queue in files or in PostgreSQL."""
+"""Stores a study's queue in files, or where an extra does."""

@@ -1,7 +1,7 @@
 """Defines the storage of a study's queue: Optuna's storage, one lock, the leases of running trials, and a document.
 
-By default all four are files in the study's folder (`files.py`). With `--storage postgresql://...` they are in a
-database (`postgres.py`), and hosts without a common disk can share a study. Only `open_storage` depends on the kind.
+By default all four are files in the study's folder (`files.py`). With `--storage URL` an extra keeps them in
+a database, and hosts without a common disk can share a study. Only `open_storage` depends on the kind.
 """
 
 import logging

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
-from .address import NoRedirect
+from ...mirror.address import NoRedirect
 
 NOTIFY = "COHORT_NOTIFY"
 NOTICE_SECONDS = 10.0  # for one of them, and for those that are left at the end

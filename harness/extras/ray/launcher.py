@@ -7,6 +7,7 @@ on one node. Ray is imported only for a study that uses it.
 
 import os
 import platform
+import re
 import signal
 import time
 import uuid
@@ -17,8 +18,19 @@ from typing import Any
 
 from ...base.machine import SHARED_GPU, usable_cores, usable_gpus
 from ...settings.errors import SpecError
-from ..worker import STORAGE
-from .local import CORES_PER_GPU, POLL_SECONDS, Pool, last_words, start_worker
+from ...study.launchers.local import CORES_PER_GPU, POLL_SECONDS, Place, Pool, last_words, start_worker
+from ...study.worker import STORAGE
+
+NEEDS = "ray"
+
+
+def place(given: Sequence[str], wanted: int) -> "Cluster":
+    """The cluster of workers with the settings cpus=N and gpus=N; without GPUs by default if none is `wanted`."""
+    counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
+    if len(counts) != len(given):
+        raise SpecError(f"settings of launcher ray must be cpus=N or gpus=N, each once, got '{' '.join(given)}'")
+    cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
+    return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
 
 
 def import_ray(address: str) -> Any:
@@ -32,23 +44,6 @@ def import_ray(address: str) -> Any:
     import ray
 
     return ray
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What each worker asks for: `num_gpus`, by default one for each device of its trials if the cluster has GPUs, and
-    `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
-    cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
-
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-
-    def asked(self, devices: int, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """The cores and GPUs of one worker on a cluster whose nodes have these."""
-        there = [node.get("CPU", 0) / node["GPU"] for node in nodes if node.get("GPU")]
-        gpus = self.num_gpus if self.num_gpus is not None else devices if there else 0
-        cores = max(devices, int(gpus * min([CORES_PER_GPU, *there])))
-        return {"CPU": cores if self.num_cpus is None else self.num_cpus * devices, "GPU": gpus}
 
 
 class RayPool(Pool):
@@ -113,9 +108,27 @@ class RayPool(Pool):
         if code is None:
             raise SpecError(
                 f"the node '{words}' of the cluster does not share the runs folder '{self.options['runs']}': give "
-                "the nodes a database with `storage` postgresql://..., or a folder on a common disk with `runs`"
+                "the nodes a database with `storage`, or a folder on a common disk with `runs`"
             )
         return "a worker", code, words
+
+
+@dataclass(frozen=True)
+class Cluster(Place):
+    """What each worker asks for: `num_gpus`, by default one for each device of its trials if the cluster has GPUs, and
+    `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
+    cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
+
+    pool = RayPool
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+
+    def asked(self, devices: int, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """The cores and GPUs of one worker on a cluster whose nodes have these."""
+        there = [node.get("CPU", 0) / node["GPU"] for node in nodes if node.get("GPU")]
+        gpus = self.num_gpus if self.num_gpus is not None else devices if there else 0
+        cores = max(devices, int(gpus * min([CORES_PER_GPU, *there])))
+        return {"CPU": cores if self.num_cpus is None else self.num_cpus * devices, "GPU": gpus}
 
 
 def run_worker(

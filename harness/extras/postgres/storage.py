@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from ...base.addresses import shown, without_secrets
 from ...record.run import read_progress
 from ...settings.errors import SpecError
-from .base import Lease, Storage, StorageUnavailable, is_alive, this_process
+from ...study.storage.base import Lease, Storage, StorageUnavailable, is_alive, this_process
 
+FORM = "postgresql://USER:PASSWORD@HOST:5432/DATABASE"
 BEAT_SECONDS = 5.0
 GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be
 CONNECT_SECONDS = 10
@@ -49,12 +51,20 @@ SESSION = f"""SET lock_timeout = '{LOCK_SECONDS}s'; SET tcp_keepalives_idle = 10
     SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"""
 
 
+def open_storage(study: str, url: str) -> "PostgresStorage | None":
+    """The queue of a study in the database; None for a URL that is not PostgreSQL's. SpecError without psycopg."""
+    if (full := _with_driver(url)) is None:
+        return None
+    if find_spec("psycopg") is None:
+        raise SpecError("a storage in PostgreSQL needs psycopg 3; pip install 'cohort-rl[postgres]'")
+    return PostgresStorage(study, full, shown(url))
+
+
 class PostgresStorage(Storage):
     """The queue of one study in a database; starting the study creates the tables."""
 
-    def __init__(self, study: str, url: str) -> None:
-        self._study, self._url = study, _with_driver(url)
-        self.place = shown(url)
+    def __init__(self, study: str, url: str, place: str) -> None:
+        self._study, self._url, self.place = study, url, place
         self.document_place = f"the table cohort_studies of {self.place}"
 
     def check(self) -> None:
@@ -203,17 +213,12 @@ class PostgresStorage(Storage):
             return [dict(row) for row in result.mappings()] if result.returns_rows else []
 
 
-def _with_driver(url: str) -> str:
-    """The URL in SQLAlchemy's form. SpecError for a URL that cannot be parsed, or without the driver."""
+def _with_driver(url: str) -> str | None:
+    """The URL in SQLAlchemy's form; None for a URL that cannot be parsed or is another database's."""
     try:
         parsed = sqlalchemy.make_url(re.sub(r"^postgres(ql)?(\+psycopg)?://", "postgresql+psycopg://", url))
     except (ArgumentError, ValueError):
-        parsed = None
-    if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database or url.count("@") > 1:
-        rule = "`storage` must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE"
-        raise SpecError(f"{rule}, got '{shown(url)}'; write '@' in user and password as %40")
-    try:
-        import psycopg  # noqa: F401
-    except ImportError:
-        raise SpecError("a storage in PostgreSQL needs psycopg 3; pip install 'cohort-rl[postgres]'") from None
+        return None
+    if parsed.drivername != "postgresql+psycopg" or not parsed.database or url.count("@") > 1:
+        return None
     return parsed.render_as_string(hide_password=False)

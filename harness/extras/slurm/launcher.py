@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from typing import Any
 from ...base.disk import EXIT_STATUS, UNFIT, disk_full
 from ...base.stop import LEAVE
 from ...settings.errors import SpecError
-from ..pool import work
-from ..worker import STORAGE
-from .local import Pool, last_words, log
+from ...study.launchers.local import CORES_PER_GPU, Place, Pool, last_words, log
+from ...study.pool import work
+from ...study.worker import STORAGE
 
+NEEDS = "submitit"
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 SIGNAL_SECONDS = 120  # before SLURM ends a job: time for a step and a checkpoint
 REFRESH_SECONDS = 15  # between two calls of sacct
@@ -38,32 +39,16 @@ ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable", "requeue", "wrap")
 
 
-@dataclass(frozen=True)
-class Slurm:
-    """The options of sbatch for each job: its resources, partition, time limit."""
-
-    parameters: Mapping[str, str | bool] = field(default_factory=dict)
-
-    def check(self, runs: Path, workers: int | None) -> None:
-        """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
-        if workers is None:
-            raise SpecError("launcher slurm needs `workers`, the number of jobs at a time; give it")
-        if missing := [command for command in COMMANDS if shutil.which(command) is None]:
-            rule, fix = "launcher slurm needs the commands of SLURM", "start the study on a login node of the cluster"
-            raise SpecError(f"{rule}, '{missing[0]}' is not on PATH; {fix}")
-        folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
-        if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
-            got, fix = f"'{folder}' is where each node has files of its own", "name one on a common disk with `runs`"
-            raise SpecError(f"the jobs of launcher slurm must share the runs folder, and {got}; {fix}")
-        if "%" in str(folder):
-            rule = "the runs folder of launcher slurm must have no % in its path"
-            raise SpecError(f"{rule}, got '{folder}', because SLURM fills it in; name another one with `runs`")
-        flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in self.parameters.items()]
-        test = ["sbatch", "--test-only", *flags, "--wrap=true"]
-        tried = subprocess.run(test, capture_output=True, text=True, check=False)
-        if tried.returncode:
-            said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
-            raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change its options")
+def place(given: Sequence[str], wanted: int) -> "Slurm":
+    """Jobs with these options of sbatch, by default with the `wanted` GPUs and CORES_PER_GPU cores for each."""
+    asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
+    asked |= sbatch_parameters(given)
+    gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
+    if gpus == "0":
+        del asked["gpus-per-node"]
+    elif gpus.isdecimal() and not {"cpus-per-gpu", "cpus-per-task"} & asked.keys():  # sbatch takes one of the two
+        asked["cpus-per-task"] = str(CORES_PER_GPU * int(gpus))
+    return Slurm(asked)
 
 
 @dataclass(frozen=True)
@@ -181,7 +166,36 @@ class SlurmPool(Pool):
         self.alive |= {job.job_id: job for job in jobs}
 
 
-def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
+@dataclass(frozen=True)
+class Slurm(Place):
+    """The options of sbatch for each job: its resources, partition, time limit."""
+
+    pool = SlurmPool
+    parameters: Mapping[str, str | bool] = field(default_factory=dict)
+
+    def check(self, runs: Path, workers: int | None) -> None:
+        """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
+        if workers is None:
+            raise SpecError("launcher slurm needs `workers`, the number of jobs at a time; give it")
+        if missing := [command for command in COMMANDS if shutil.which(command) is None]:
+            rule, fix = "launcher slurm needs the commands of SLURM", "start the study on a login node of the cluster"
+            raise SpecError(f"{rule}, '{missing[0]}' is not on PATH; {fix}")
+        folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
+        if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
+            got, fix = f"'{folder}' is where each node has files of its own", "name one on a common disk with `runs`"
+            raise SpecError(f"the jobs of launcher slurm must share the runs folder, and {got}; {fix}")
+        if "%" in str(folder):
+            rule = "the runs folder of launcher slurm must have no % in its path"
+            raise SpecError(f"{rule}, got '{folder}', because SLURM fills it in; name another one with `runs`")
+        flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in self.parameters.items()]
+        test = ["sbatch", "--test-only", *flags, "--wrap=true"]
+        tried = subprocess.run(test, capture_output=True, text=True, check=False)
+        if tried.returncode:
+            said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
+            raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change its options")
+
+
+def sbatch_parameters(texts: Sequence[str]) -> dict[str, str | bool]:
     """The options of sbatch that texts NAME=VALUE, or NAME alone, give, and a time limit in any case."""
     found: dict[str, str | bool] = {"time": "4:00:00"}
     for text in texts:
