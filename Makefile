@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
+.PHONY: quickstart test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,15 @@ test: $(BIN)/.gym
 # The others, without those that `make chaos` alone runs.
 test-slow: $(BIN)/.gym
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 3 --dist worksteal
+
+# The product without two of its extras: what is left passes its own tests.
+WITHOUT ?= scaling cmath
+test-without: $(BIN)/.gym
+	rm -rf build/without
+	mkdir -p build/without
+	git archive HEAD | tar -x -C build/without
+	cd build/without && rm -r $(foreach name,$(WITHOUT),harness/extras/$(name) tests/extras/$(name))
+	cd build/without && PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -m "not slow" -n 3 --dist worksteal
 
 # All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; and all tests that are too long for
 # CI. Writes docs/attacks.md. `.ci/chaos` calls it.

@@ -26,7 +26,7 @@ Weights = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Claim:
+class JudgedClaim:
     """A registered claim beside what this study measured; `p_adjusted` is NaN for a claim that was not tested.
 
     found   (the contrast in words, its values), on a logarithmic scale for ratios
@@ -46,7 +46,7 @@ class Claim:
     region: tuple[float, float]
 
 
-def check_claims(analysis: Analysis) -> list[Claim]:
+def check_claims(analysis: Analysis) -> list[JudgedClaim]:
     """Every registered claim with its verdict, in the study's order; p-values form one Holm family."""
     given = analysis.record.claims
     regions = [(-math.inf if low is None else low, math.inf if high is None else high)
@@ -75,7 +75,7 @@ def check_claims(analysis: Analysis) -> list[Claim]:
         if lost := sum(gap.arm in arms and gap.state in ("invalid", "no value") for gap in analysis.gaps):
             measured += f" {wording.plural(lost, 'invalid trial')} left out."
         day = datetime.fromtimestamp(one["time"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        claims.append(Claim(
+        claims.append(JudgedClaim(
             one["sentence"], one["source"], f"registered {day}, digest {one['digest']}",
             _predicted(one, metric, region), measured, verdict, p, metric, is_ratio, some, region,
         ))  # fmt: skip

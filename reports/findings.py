@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..harness.data import component_arm
+from ..harness.base.arms import component_arm
 from .analysis import Analysis, Comparison
 from .prose import wording
 from .statistics import ALPHA, Interval

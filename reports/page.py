@@ -10,7 +10,7 @@ from ..harness.data import SampleRow
 from . import contamination, tables
 from .analysis import Analysis
 from .capability import Capabilities
-from .claims import check_claims
+from .claims import JudgedClaim
 from .figures import curves, outcome
 from .figures.style import Drawing, color_of, roles
 from .prose import wording
@@ -26,7 +26,7 @@ _TABLES = ("comparison", "effects", "search", "components", "controls", "gaps", 
 
 
 def page_drawings(
-    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section]
+    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section], claims: Sequence[JudgedClaim]
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
@@ -40,7 +40,7 @@ def page_drawings(
         "slices": outcome.slices(analysis),
         "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
-        "claims": outcome.claims(check_claims(analysis)),
+        "claims": outcome.claims(claims),
         **{one.id: one.drawings for one in extra},
     }
 
@@ -50,9 +50,10 @@ def page_values(
     drawings: Mapping[str, Sequence[Drawing]],
     capable: Capabilities | None,
     extra: Sequence[Section],
+    claims: Sequence[JudgedClaim],
 ) -> dict[str, Any]:
     """The values that the templates read."""
-    record, found = analysis.record, check_claims(analysis)
+    record = analysis.record
     seeds = f"{'seed' if len(record.seeds) == 1 else 'seeds'} {', '.join(map(str, record.seeds))}"
     facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), seeds]
     if analysis.controls:
@@ -66,7 +67,7 @@ def page_values(
     return {
         "record": record,
         "analysis": analysis,
-        "answer": answer(analysis),
+        "answer": answer(analysis, claims),
         "facts": facts,
         "drawings": drawings,
         "outcome": analysis.outcome.label,
@@ -77,8 +78,8 @@ def page_values(
         "capability": capable,
         "capabilities": tables.capability(capable),
         "sections": extra,
-        "claims": found,
-        "claims_table": tables.claims(found),
+        "claims": claims,
+        "claims_table": tables.claims(claims),
         "probes": [
             {**one, "table": tables.table(["Test", *one["headers"][1:]], one["rows"])}
             for one in map(contamination.summary, record.probes)

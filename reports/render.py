@@ -27,6 +27,7 @@ from ..harness.data import SampleRow
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
+from .claims import check_claims
 from .figures import curves, outcome
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
@@ -78,11 +79,11 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     """
     record = visible(record)
     analysis = analysed(record)
-    capable, extra = capabilities(analysis), sections(analysis)
-    drawings = page_drawings(analysis, capable, extra)
+    capable, extra, claims = capabilities(analysis), sections(analysis), check_claims(analysis)
+    drawings = page_drawings(analysis, capable, extra, claims)
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {
-        **page_values(analysis, drawings, capable, extra),
+        **page_values(analysis, drawings, capable, extra, claims),
         "bootstrap_seed": BOOTSTRAP_SEED,
         "comparison_csv": b64encode(csv_text(*comparison_table(analysis)).encode()).decode(),
         "files": ["results.csv", *([CAPABILITY] if capable is not None else [])],
@@ -90,7 +91,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     files = ReportFiles(
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
-        [(claim.sentence, claim.verdict) for claim in values["claims"]],
+        [(claim.sentence, claim.verdict) for claim in claims],
     )  # fmt: skip
     markdown = Environment(
         autoescape=False, keep_trailing_newline=True, **_JINJA,
@@ -135,7 +136,7 @@ def record_parts(record: StudyRecord) -> dict[str, str]:
     analysis = analysed(visible(record))
     drawings = [*outcome.estimates(analysis), *curves.learning_curves(analysis, ["steps"])]
     return {
-        "results": live_part("results", answer=answer(analysis), drawings=drawings),
+        "results": live_part("results", answer=answer(analysis, check_claims(analysis)), drawings=drawings),
         "rollouts": live_part("rollouts", rollouts=sampled_rollouts(analysis)),
     }
 

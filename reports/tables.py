@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..harness.base.words import duration
 from .analysis import PLANNED_DIFFERENCES, Analysis, held_out_accuracies
 from .capability import TAUS, Capabilities, table_sizes
-from .claims import Claim
+from .claims import JudgedClaim
 from .figures.style import color_of
 from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
@@ -253,7 +253,7 @@ def gaps(analysis: Analysis) -> Table:
     return table(["Arm", "Seed", "State", "<Reason"], [[gap.arm, gap.seed, gap.state, gap.reason] for gap in found])
 
 
-def claims(found: Sequence[Claim]) -> Table:
+def claims(found: Sequence[JudgedClaim]) -> Table:
     """Every claim with its verdict."""
     rows = []
     for one in found:
@@ -262,7 +262,7 @@ def claims(found: Sequence[Claim]) -> Table:
         if verdict == "not tested":
             p, verdict = "", f"{verdict} here"
         rows.append([sentence, one.predicted, one.measured, p, Cell([(verdict, "")], f"claim {look}")])
-    return table(["Claim", "<Predicted", "<Measured here", _HOLM, "<Verdict"], rows)
+    return table(["JudgedClaim", "<Predicted", "<Measured here", _HOLM, "<Verdict"], rows)
 
 
 def statistics(analysis: Analysis) -> Mapping[str, Table]:

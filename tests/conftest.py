@@ -38,7 +38,7 @@ class Row:
     tests: set[str] = field(default_factory=set)
 
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is the same on every machine; `cohort doctor --gpu` asks a real GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is the same on every machine
 engines.__path__.append(str(Path(__file__).parent / "engines"))  # the engine `scripted`
 ROWS: defaultdict[str, Row] = defaultdict(Row)
 

@@ -187,10 +187,7 @@ def _trial(
         "peak_memory_bytes": 6.1e8 if arm.algorithm == "ppo" else 4.2e8,
     }
     if complete:
-        summary |= {
-            "accuracy_final": history["validation/accuracy"][-1][1],
-            "test_accuracy": float(fractions.mean()),
-        }
+        summary |= {"accuracy_final": history["validation/accuracy"][-1][1], "test_accuracy": float(fractions.mean())}
         history["test/accuracy_level_1"] = [(last, min(1.0, float(fractions.mean()) + 0.1))]
         history["test/accuracy_level_2"] = [(last, max(0.0, float(fractions.mean()) - 0.1))]
         history["test/accuracy"] = [(last, float(fractions.mean()))]

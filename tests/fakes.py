@@ -101,12 +101,15 @@ class Killed:
 
 def gone_on(spec, directory, cache, *ends):
     """The log of a run that ends early again and again, each time at one of `ends`, and then goes on to its own end: a
-    number stops it when it has asked so often whether to stop, {"kill": step} kills it as it logs that step."""
+    number stops it when it has asked so often whether to stop, {"kill": step} kills it as it logs that step, and what
+    stands at "then" is called after that."""
     log = MemoryLog()
     for end in ends:
         dies, stop = (end["kill"], lambda: False) if isinstance(end, dict) else (None, StopAfter(end))
         with contextlib.suppress(Killed.Death):
             assert train(spec, directory, Killed(log, dies), cache=cache, should_stop=stop).state == "stopped"
+        if isinstance(end, dict):
+            end.get("then", lambda: None)()
     assert train(spec, directory, log, cache=cache).state == "complete"
     return log
 

@@ -1,4 +1,5 @@
-"""Figures of the house: rooms and their lines, arrows, circles, a step's files, settings, commands and options.
+"""Figures of the house: lines of the core, of each extra and of the tests; rooms, arrows, circles, a step's files,
+settings, commands and options.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -62,7 +64,15 @@ def own(module: str) -> str:
 
 def room(module: str) -> str:
     parts = module.split(".")
+    if extra(module) != "core":
+        return f"extra {extra(module)}"
     return ".".join(parts[:2]) if parts[0] == "harness" else parts[0]
+
+
+def extra(module: str) -> str:
+    """The extra that a module belongs to; `core` for all others."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["harness", "extras"] and len(parts) > 2 and parts[2] != "__init__" else "core"
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
@@ -80,7 +90,9 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return sorted({tuple(sorted(o for o in below[n] if n in below.get(o, ()))) for n in arrows if n in below[n]})
 
 
-def load(root: Path, module: str) -> Any:
+def load(root: Path, *names: str) -> Any:
+    """The module; of several names, by which commits knew it, the first that is there."""
+    module = next(name for name in names if (root / f"{name.replace('.', '/')}.py").exists() or name == names[-1])
     return importlib.import_module(f"cohort.{module}" if (root / "cohort").exists() else module)
 
 
@@ -94,9 +106,9 @@ def step_stays(root: Path) -> tuple[int, int]:
     home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
     step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
     raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
-    spec = load(root, "harness.settings.run").parse_run(raw, "house")
+    spec = load(root, "harness.settings.run", "harness.spec.run").parse_run(raw, "house")
     seen: set[Any] = set()
-    files: list[str] = []
+    read: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -105,7 +117,7 @@ def step_stays(root: Path) -> tuple[int, int]:
             return
         seen.add(code)
         if file.startswith(PRODUCT) and not file.startswith(NOT_FOLLOWED):
-            files.append(file)
+            read.append(file)
 
     class Forgetful:
         def __getattr__(self, _: str) -> Any:
@@ -119,7 +131,7 @@ def step_stays(root: Path) -> tuple[int, int]:
 
     load(root, "harness.run.grading")._thread = AtOnce()
     with tempfile.TemporaryDirectory() as folder:
-        prepare = load(root, "harness.run.build").prepare
+        prepare = load(root, "harness.run.build", "harness.run.state").prepare
         run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
         prompts = spec.task.prompts("train")
         sys.setprofile(note)
@@ -127,11 +139,11 @@ def step_stays(root: Path) -> tuple[int, int]:
             step_module.train_step(run, prompts, 0)
         finally:
             sys.setprofile(None)
-    return sum(before != file for before, file in zip(["", *files], files, strict=False)), len(set(files))
+    return sum(before != file for before, file in zip(["", *read], read, strict=False)), len(set(read))
 
 
-def settings(root: Path) -> int:
-    """Declared fields of all sections of runs, studies and plugins, except `name`."""
+def settings(root: Path) -> Counter[str]:
+    """Declared fields of all sections of runs, studies and plugins, except `name`: of the core and of each extra."""
     for file in sorted(file for folder in PRODUCT for file in (root / folder).rglob("*.py")):
         if "Section" in file.read_text("utf-8") or file.parent.name in (
             "algorithms",
@@ -147,7 +159,9 @@ def settings(root: Path) -> int:
         return {inner for one in cls.__subclasses__() for inner in (one, *below(one))}
 
     sections: Any = below(load(root, "harness.data").Section)
-    return sum(name in one.model_fields and name != "name" for one in sections for name in one.__annotations__)
+    homes = {one: extra(one.__module__.removeprefix("cohort.")) for one in sections}
+    known = ((one, name) for one in sections for name in one.__annotations__ if name in one.model_fields)
+    return Counter(homes[one] for one, name in known if name != "name")
 
 
 def commands(root: Path) -> tuple[int, int]:
@@ -168,16 +182,22 @@ def main(root: Path) -> None:
     trees = modules(root)
     arrows = {name: imported(name, tree, set(trees)) - {name} for name, tree in trees.items()}
     rooms = {r: {room(m) for n in arrows if room(n) == r for m in arrows[n]} - {r} for r in {room(n) for n in arrows}}
-    lines = Counter[str]()
-    for file in product_files(root):
-        lines[room(file.removesuffix(".py").replace("/", "."))] += (root / file).read_text("utf-8").count("\n")
-    code = sum(len(code_lines((root / f).read_text("utf-8"))) for f in product_files(root))
+    lines, parts = Counter[str](), Counter[str]()
+    for file in files(root, *PRODUCT):
+        module, count = file.removesuffix(".py").replace("/", "."), (root / file).read_text("utf-8").count("\n")
+        lines[room(module)] += count
+        parts[extra(module)] += count
+    code = sum(len(code_lines((root / f).read_text("utf-8"))) for f in files(root, *PRODUCT))
+    wing = {name: count for name, count in sorted(parts.items()) if name != "core"}
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
     print(f"product lines of Python {lines.total()}, of them {code} neither import nor docstring nor comment nor blank")
+    print(f"  core {parts['core']}, extras {sum(wing.values())}: {words(wing)}")
     print(f"  by room: {', '.join(f'{name} {count}' for name, count in lines.most_common())}")
     print("one train_step is {} stays in {} files".format(*step_stays(root)))
-    print(f"settings {settings(root)}")
+    print(f"lines of tests {sum((root / f).read_text('utf-8').count(chr(10)) for f in files(root, 'tests'))}")
+    found = settings(root)
+    print(f"settings of the core {found.pop('core')}, of extras {sum(found.values())}: {words(found)}")
     print("commands {}, options {}".format(*commands(root)))
 
 
@@ -195,8 +215,13 @@ def code_lines(text: str) -> list[int]:
     return [number for number, line in lines if number not in other and line.strip() and line.strip()[0] != "#"]
 
 
-def product_files(root: Path) -> list[str]:
-    listed = subprocess.run(["git", "-C", str(root), "ls-files", *PRODUCT], capture_output=True, text=True, check=True)
+def words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+def files(root: Path, *folders: str) -> list[str]:
+    """The files of Python that git knows below these folders."""
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", *folders], capture_output=True, text=True, check=True)
     return [name for name in listed.stdout.split() if name.endswith(".py")]
 
 

@@ -16,7 +16,7 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study, study_document
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Claim, Outcome, Queue, open_storage
+from cohort.harness.study.queue import ClaimedTrial, Outcome, Queue, open_storage
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import FileLease
 
@@ -40,7 +40,7 @@ def a_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
     return queue
 
 
-def claimed(queue: Queue) -> Claim:
+def claimed(queue: Queue) -> ClaimedTrial:
     claim = queue.claim()
     assert claim is not None
     return claim
@@ -53,7 +53,7 @@ def gone() -> int:
     return process.pid
 
 
-def die(claim: Claim, queue: Queue) -> None:
+def die(claim: ClaimedTrial, queue: Queue) -> None:
     """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
     claim.lease._released.set()  # pyright: ignore
     if isinstance(claim.lease, FileLease):

@@ -261,7 +261,7 @@ def group_of_two(rank: int, folder: Path, port: int) -> None:
     for seed, how in enumerate(ENDS):
         spec = parse_run({**RUN, "device": "cpu", "devices": 2, "seed": seed}, "test")
         try:
-            found.append([how, group.train(execute, spec, folder, None, cache=folder, should_stop=None).state])
+            found.append([how, group.lead(execute, spec, folder, None, cache=folder, should_stop=None).state])
         except (Exception, InvalidRun) as error:
             found.append([how, type(error).__name__, str(error)])
     (folder / "ends.json").write_text(json.dumps(found))

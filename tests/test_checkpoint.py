@@ -18,7 +18,7 @@ from cohort.harness.record.events import EVENTS, event_line, read_events
 from cohort.harness.record.run import CHECKPOINTS, LEARNER
 from cohort.harness.run import build as state
 from cohort.harness.run.build import prepare
-from cohort.harness.run.checkpoint import Checkpoint, Writer, fork_run, latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import Checkpoint, Snapshot, Writer, fork_run, latest_checkpoint, save_checkpoint
 from cohort.harness.run.step import train_step
 from factories import make_spec
 from fakes import MemoryLog, assert_same_weights
@@ -27,17 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def save(folder, step, seed=0, keep=2, digest="abc", **facts):
-    save_checkpoint(
-        folder,
-        step,
-        spec_digest=digest,
-        policy=tiny_model(seed),
-        tokenizer=tiny_tokenizer(),
-        learner_state={"policy": {"step": torch.tensor(step)}},
-        progress={"totals": {"rollouts": step}, "num_events": 0},
-        keep=keep,
-        **facts,
-    )
+    progress = {"totals": {"rollouts": step}, "num_events": 0}
+    facts = {"spec_digest": digest, "inputs": {}, "progress": progress, **facts}
+    learner = {"policy": {"step": torch.tensor(step)}}
+    save_checkpoint(folder, Snapshot(step, tiny_model(seed), tiny_tokenizer(), learner, facts), keep)
 
 
 def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
@@ -228,7 +221,7 @@ def test_a_checkpoint_that_is_copied_while_the_run_samples_has_the_state_before_
     run.close()
     assert order == ["copied", "copied", "changes"]  # weights, moments
     assert threading.current_thread() not in copier
-    saved = latest_checkpoint(tmp_path / CHECKPOINTS, run.spec.digest(), run.inputs)
+    saved = latest_checkpoint(tmp_path / CHECKPOINTS, run.spec.digest())
     assert_same_weights(policy, saved.policy_weights(run.learner.policy))
     for place, own in saved.learner_state()["policy"]["state"].items():
         assert_same_weights(moments[place], own)

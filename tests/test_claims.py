@@ -15,18 +15,18 @@ from cohort.harness.study.preflight import check_claimed, check_study, check_unc
 from cohort.harness.study.worker import EXECUTE
 from cohort.reports import statistics
 from cohort.reports.analysis import analysed
-from cohort.reports.claims import Claim, check_claims
+from cohort.reports.claims import JudgedClaim, check_claims
 from cohort.reports.render import write_report
 from fake_study import FakeArm, fake_study, with_claims, with_trials
 from scipy import stats
 
 
-def checked(record: StudyRecord, **claim: Any) -> Claim:
+def checked(record: StudyRecord, **claim: Any) -> JudgedClaim:
     (found,) = check_claims(analysed(with_claims(record, claim)))
     return found
 
 
-def scored(differences: list[float], base: float = 0.5, num_problems: int = 0, **claim: Any) -> Claim:
+def scored(differences: list[float], base: float = 0.5, num_problems: int = 0, **claim: Any) -> JudgedClaim:
     """A claim on b minus a, with these differences of a validation accuracy over the seeds."""
     arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in ("a", "b")]
     record = fake_study(arms, seeds=range(len(differences)), num_problems=2, num_steps=10)

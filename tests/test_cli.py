@@ -106,7 +106,7 @@ def test_every_command_explains_itself_with_an_example(command, cohort):
         ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
-        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "distinct names separated by commas"),
+        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "--algorithms must be distinct names, got"),
         (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
         (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
         (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
@@ -537,3 +537,14 @@ def test_retries_of_the_hub_are_told_once(caplog):
         "The Hub does not answer ('[Errno 111] refused'); each request is tried for some 25 s",
         "Rate limited. Waiting 9s before retry [Retry 1/5].",
     ]
+
+
+def test_an_error_names_the_arguments_of_a_function_and_the_options_of_a_command(cohort):
+    with pytest.raises(ValueError, match="`split` must be one of train, validation, test, got 'dev'"):
+        evaluate("tiny", "arithmetic", split="dev")
+    assert cohort("evaluate", "tiny", "--task", "arithmetic", "--split", "dev") == 2
+    assert "--split must be one of train, validation, test, got 'dev'" in cohort.err
+    with pytest.raises(ValueError, match="`tasks` must be distinct names, got 'a,a'"):
+        comparison(["grpo"], ["a", "a"])
+    assert cohort("compare", "--algorithms", "grpo", "--task", "a,a") == 2
+    assert "--task must be distinct names, got 'a,a'" in cohort.err

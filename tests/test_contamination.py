@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cohort.harness.api import contamination
-from cohort.harness.api.contamination import (
-    knowledge,
-    mean_logprobs,
-    parted,
-    probe,
-    renumbered,
-    rouge_l,
-    scores,
-    words,
-)
+from cohort.harness.api.contamination import knowledge, mean_logprobs, parted, probe, renumbered, rouge_l, scores, words
 from cohort.harness.data import Demonstration
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer

@@ -135,7 +135,7 @@ def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path):
     file.write_text(yaml.safe_dump(search()))
     changed = load_study(str(file), ["search.trials=7", "search.space.optimizer.learning_rate={choices: [1, 2, 3, 4]}"])
     assert (changed.search.trials, changed.search.space["optimizer.learning_rate"].choices) == (7, [1, 2, 3, 4])
-    with pytest.raises(SpecError, match=r"the study searches it; change the range: --set 'search.space.optimizer"):
+    with pytest.raises(SpecError, match=r"the study searches it; change the range: 'search.space.optimizer"):
         load_study(str(file), ["optimizer.learning_rate=0.1"])
 
 

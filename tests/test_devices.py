@@ -260,7 +260,7 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
 
 def test_a_run_on_several_devices_needs_a_group(tmp_path):
     with pytest.raises(SpecError, match=r"devices=2 needs a group of as many processes.*`cohort train`"):
-        group.train(train, parse_run({**RUN, "devices": 2}, "alone"), tmp_path, MemoryLog(), cache=tmp_path)
+        group.lead(train, parse_run({**RUN, "devices": 2}, "alone"), tmp_path, MemoryLog(), cache=tmp_path)
 
 
 def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch, tmp_path):

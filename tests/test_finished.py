@@ -17,7 +17,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.sources import Base, start_name
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import drop_checkpoints, model_folder
-from cohort.harness.run.checkpoint import save_checkpoint
+from cohort.harness.run.checkpoint import Snapshot, save_checkpoint
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.standalone import train_once
 from cohort.harness.settings.errors import SpecError
@@ -172,10 +172,8 @@ def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_pa
     learner = Learner(spec, policy)
     batch = learner.annotate(make_batch())
     learner.update(spec.algorithm.advantages(batch), 0)
-    save_checkpoint(
-        tmp_path, 1, spec_digest="", policy=policy, tokenizer=tiny_tokenizer(), learner_state=learner.state(),
-        progress={}, keep=1, base=Base.of("tiny", 0),
-    )  # fmt: skip
+    run = Snapshot(1, policy, tiny_tokenizer(), learner.state(), {}, base=Base.of("tiny", 0))
+    save_checkpoint(tmp_path, run, keep=1)
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     found = estimate_disk(spec, "weights")
     # The rest is names: of tensors in two files, of settings and characters.

@@ -12,7 +12,7 @@ import torch
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.run.checkpoint import latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import Snapshot, latest_checkpoint, save_checkpoint
 from cohort.tasks.gsm8k import GSM8K
 
 
@@ -93,10 +93,8 @@ def test_a_loading_script_beside_the_data_does_not_run(tmp_path, mark):
 def test_a_checkpoint_with_an_object_in_it_does_not_build_it(tmp_path, mark):
     """Its hashes fit: they tell damage, not intent."""
     state = {"weights": Payload(mark)}
-    save_checkpoint(
-        tmp_path / "checkpoints", 1, spec_digest="abc", policy=tiny_model(0), tokenizer=tiny_tokenizer(),
-        learner_state=state, progress={"num_events": 0}, keep=1,
-    )  # fmt: skip
+    facts = {"spec_digest": "abc", "inputs": {}, "progress": {"num_events": 0}}
+    save_checkpoint(tmp_path / "checkpoints", Snapshot(1, tiny_model(0), tiny_tokenizer(), state, facts), keep=1)
     checkpoint = latest_checkpoint(tmp_path / "checkpoints", "abc")
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
         checkpoint.learner_state()

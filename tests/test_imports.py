@@ -368,11 +368,7 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
     ("change", "question", "words"),
     [
         ({}, "compared", "They were fixed before the first run."),
-        (
-            {"added": [2], "looks": [2]},
-            "compared",
-            "Not all of them were fixed before the first run, as",
-        ),
+        ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the first run, as"),
         ({}, "settings", "Nothing was tuned in this study"),
         (
             {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},

@@ -84,7 +84,7 @@ def test_a_study_whose_data_were_edited_takes_no_more_seeds_until_they_are_resto
         with pytest.raises(InputsChanged) as refused:
             again(a_study(data, [0, 1]), runs)
         assert f"'train.jsonl' of data {data} (main, train) was {old[:16]} and is {new[:16]}" in str(refused.value)
-        assert "restore it, or start again under another name (--name NAME)" in str(refused.value)
+        assert "restore it, or start again under another `name`" in str(refused.value)
     assert read_json(runs / "studies" / "sizes" / "study.json") == document
     write_rows(data)
     assert start(a_study(data, [0, 1]), runs).finished

@@ -215,10 +215,10 @@ def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs,
 @pytest.mark.attack("Crash of the PostgreSQL server")
 def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(runs, server, monkeypatch, record_property):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
-    study, url, crashes = a_study(seeds=list(range(6))), server.new_database(), []
+    study, url, crashes = a_study(seeds=list(range(12))), server.new_database(), []
 
     def crash(status: StudyStatus) -> None:
-        if len(crashes) < 2 and status.counts().get("complete", 0) > 3 * (len(crashes) + 1):
+        if len(crashes) < 2 and status.counts().get("complete", 0) > 4 * (len(crashes) + 1):
             crashes.append(server.crash())
             server.start()
 
@@ -458,8 +458,7 @@ def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, n
 @pytest.mark.long
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize(
-    ("kind", "deadly"),
-    [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")],
+    ("kind", "deadly"), [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")]
 )
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):

@@ -14,7 +14,7 @@ from cohort.harness.policy.forward import hidden_states, prompt_states, token_lo
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.learner import Learner, explained_variance, packed
+from cohort.harness.run.learner import Learner, explained_variance, left_out, packed
 from cohort.harness.run.rollout import older_weights
 from cohort.harness.settings.run import CriticStart
 from fakes import assert_same_weights, batch_of
@@ -539,8 +539,8 @@ def test_the_critic_of_a_stage_warms_up_from_the_stages_start_and_is_fitted_once
 
 
 def test_the_share_of_tokens_with_gradient_is_of_those_in_the_loss():
-    learner = Learner(factories.make_spec(rollouts_per_step=8, overlong="mask"), tiny_model(0))
+    spec = factories.make_spec(rollouts_per_step=8, overlong="mask")
     cut = torch.tensor([True, False])
     one = batch_of([[True, True], [True, False]], [1.0, 0.0], 2, truncated_B=cut)
-    found = learner._left_out(one.replace(gradient_BT=torch.tensor([[False, False], [True, False]])))
+    found = left_out(one.replace(gradient_BT=torch.tensor([[False, False], [True, False]])), spec)
     assert found == {"train/masked_tokens": pytest.approx(2 / 3), "train/gradient_tokens": 1.0}

@@ -16,7 +16,7 @@ from cohort.harness.run.guards.sync import _learner_scores
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
-from fakes import MemoryLog, StopAfter
+from fakes import MemoryLog, gone_on
 from safetensors.torch import load_file
 from test_learner import make_batch
 
@@ -206,10 +206,8 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
 def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(tmp_path):
     changes = {"algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.02}, "lora": LORA, "steps": 3}
     spec = make_spec(**{**FEW, **changes, "optimizer": {"learning_rate": 1e-2}})
-    whole, parts = MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=tmp_path / "cache")
-    train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache", should_stop=StopAfter(2))
-    assert train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache").state == "complete"
+    whole = gone_on(spec, tmp_path / "whole", tmp_path / "cache")
+    parts = gone_on(spec, tmp_path / "parts", tmp_path / "cache", 2)
     assert parts.without_clocks() == whole.without_clocks()
     assert all(value < 1e-6 for _, value in whole.history("mismatch/kl"))
     (folder, *_) = (tmp_path / "whole/checkpoints").glob("step-*3/policy")

@@ -11,15 +11,7 @@ import transformers
 from cohort.harness.api.runs import estimate_runs
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
-from cohort.harness.checks.memory import (
-    check_fits,
-    check_memory,
-    decided,
-    estimate,
-    estimate_run,
-    longest,
-    peak_bytes,
-)
+from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
 from cohort.harness.data import Prompt
@@ -218,7 +210,7 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
         return str(refused.value).split("; ")[1].split(" or ")
 
     assert advice(copies=2) == [
-        "use fewer --workers", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
+        "use fewer `workers`", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
         "use a smaller model", "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip

@@ -99,12 +99,7 @@ def test_a_mirror_gets_the_events_of_each_run_while_it_grows_and_the_rest_at_the
 
 
 @pytest.mark.parametrize(
-    ("mirror", "words"),
-    [
-        ("raises", r"to the door\x1b[31m"),
-        ("hangs", "a call took more than 2 s"),
-        ("dies", "''"),
-    ],
+    ("mirror", "words"), [("raises", r"to the door\x1b[31m"), ("hangs", "a call took more than 2 s"), ("dies", "''")]
 )
 @pytest.mark.attack("A mirror that raises, hangs or dies")
 def test_a_mirror_that_fails_costs_a_warning(mirror, words, runs, monkeypatch, caplog):
@@ -219,7 +214,7 @@ with mirrored(runs, runs / "train/run"):
         ("keep", "did you mean 'keeps'"),
         ("mlflow,", "unknown mirror ''"),
         ("mlflow,none", "unknown mirror 'none'"),
-        ("missing", "--mirror missing needs no_such_package; pip install"),
+        ("missing", "mirror missing needs no_such_package; pip install"),
     ],
 )
 def test_a_mirror_that_cannot_be_used_is_refused(given, words, monkeypatch):

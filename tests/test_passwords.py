@@ -68,7 +68,7 @@ def test_the_words_of_a_server_lose_every_secret():
 def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, capsys, record_property):
     refused = [url for url in URLS if "@b:" in url or ":@" in url or not url.startswith("postgresql")]
     for url in refused:
-        with pytest.raises(SpecError, match=r"--storage must be a URL as postgresql://.*%40") as caught:
+        with pytest.raises(SpecError, match=r"`storage` must be a URL as postgresql://.*%40") as caught:
             open_storage(tmp_path, "sizes", url)
         assert SECRET not in str(caught.value)
         with pytest.raises(SystemExit, match="2"):

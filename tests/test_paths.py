@@ -64,7 +64,7 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
     runs = tmp_path / "here" / f"a{part}b"
     with pytest.raises(ValueError, match=r"must not have '\?', '%' before two hexadecimal digits"):
         run_study(a_study(), runs, workers=1, command="", execute=fake_trials.EXECUTE)
-    with pytest.raises(ValueError, match="choose another with --runs or COHORT_RUNS"):
+    with pytest.raises(ValueError, match="choose another with `runs` or COHORT_RUNS"):
         in_mlflow(runs, begin_study(runs, a_study()))
     shutil.rmtree(tmp_path / "here")
     evaluate = ["evaluate", "tiny", "--task", "arithmetic"]

@@ -23,7 +23,7 @@ from cohort.harness.settings.run import parse_run
 from cohort.harness.settings.stages import RewardFit
 from cohort.harness.study.estimates import passes
 from factories import FEW, make_spec
-from fakes import Killed, MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
+from fakes import MemoryLog, assert_same_weights, check_same_run, gone_on, tiny_codec
 from safetensors.torch import load_file
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
@@ -158,25 +158,16 @@ def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed
     spec, undisturbed, tmp_path, cache, record_property
 ):
     record_property("tried", 5)
-    folder, whole, _ = undisturbed
-    parts, resumed = MemoryLog(), []
+
+    def half_written() -> None:
+        shutil.rmtree(model_of(tmp_path, "again"))
+        shutil.copytree(model_of(tmp_path, "judge"), tmp_path / "checkpoints/.partial-reward-model-again")
+
     # Stopped in the first fit; killed when it has written its model and logged nothing; killed in the second fit, in
     # which its model's folder is half written; stopped after it; killed in the last stage.
-    for stop, kill_at in ((StopAfter(4), 99), (None, 3), (None, 5), (StopAfter(3), 99), (None, 7)):
-        try:
-            log, should_stop = Killed(parts, kill_at), stop or (lambda: False)
-            assert train(spec, tmp_path, log, cache=cache, should_stop=should_stop).state == "stopped"  # pyright: ignore
-        except Killed.Death:
-            pass
-        resumed.append(parts.resumed_at[-1])
-        if kill_at == 5:
-            shutil.rmtree(model_of(tmp_path, "again"))
-            shutil.copytree(model_of(tmp_path, "judge"), tmp_path / "checkpoints/.partial-reward-model-again")
-    assert train(spec, tmp_path, parts, cache=cache).state == "complete"  # pyright: ignore
-    assert [*resumed, parts.resumed_at[-1]] == [-1, 2, 2, 4, 5, 5]
-    assert parts.without_clocks() == whole.without_clocks()
-    assert parts.files == whole.files
-    assert_same_weights(final_weights(folder), final_weights(tmp_path))
+    log = gone_on(spec, tmp_path, cache, 4, {"kill": 3}, {"kill": 5, "then": half_written}, 3, {"kill": 7})
+    assert log.resumed_at == [-1, 2, 2, 4, 5, 5]
+    check_same_run((tmp_path, log), undisturbed[:2])
     assert not list((tmp_path / "checkpoints").glob(".partial*"))
 
 

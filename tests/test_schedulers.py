@@ -229,7 +229,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     "text", ["Account=lab", "--account=lab", "account=lab\n#SBATCH --x", "output=here", "array=1-9"]
 )
 def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text):
-    with pytest.raises(SpecError, match=r"--launcher slurm (takes|must leave)"):
+    with pytest.raises(SpecError, match=r"launcher slurm (takes|must leave)"):
         sbatch_parameters([text])
 
 
@@ -393,7 +393,7 @@ def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device, given, asked):
     assert launcher("ray", study) == Cluster(None, 0 if device == "cpu" else None)
     assert launcher("ray cpus=4 gpus=0.5", study) == Cluster(4, 0.5)
     for bad in ("cpus=-1", "cpus=1 cpus=2", "partition=gpu", "gpus=x"):
-        with pytest.raises(SpecError, match="settings of --launcher ray must be cpus=N or gpus=N, each once, got"):
+        with pytest.raises(SpecError, match="settings of launcher ray must be cpus=N or gpus=N, each once, got"):
             launcher(f"ray {bad}", study)
 
 

@@ -15,7 +15,7 @@ from cohort.harness.base.files import write_json
 from cohort.harness.record.study import SEARCH, STATUS, read_folder, read_study
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Claim, Outcome, Queue
+from cohort.harness.study.queue import ClaimedTrial, Outcome, Queue
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE
 from factories import make_study
 from optuna.trial import TrialState
@@ -39,14 +39,14 @@ def accuracy(levels: Mapping[str, Any], seed: int) -> float:
     return 0.9 - (math.log10(levels["algorithm.kl_beta"]) + 2) ** 2 / 10 + seed / 100
 
 
-def complete(queue: Queue, claim: Claim) -> None:
+def complete(queue: Queue, claim: ClaimedTrial) -> None:
     levels = queue.plan.arms[claim.key[0]].levels
     tokens = float(levels.get("algorithm.group_size", 0))
     values = {METRIC: accuracy(levels, claim.key[1]), "train/generated_tokens": tokens}
     queue.finish(claim, Outcome("complete", metrics=values))
 
 
-def drive(queue: Queue, end: Callable[[Queue, Claim], None] = complete) -> list[tuple[str, int]]:
+def drive(queue: Queue, end: Callable[[Queue, ClaimedTrial], None] = complete) -> list[tuple[str, int]]:
     """Be the only worker until nothing is left; what was claimed, in order."""
     claimed = []
     while queue.unfinished():
@@ -149,7 +149,7 @@ def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_th
     queue = a_queue(a_search(trials=3), tmp_path)
     ends = iter([Outcome("invalid", "loss is NaN"), None, Outcome("failed", "no memory"), None, None, None])
 
-    def end(queue: Queue, claim: Claim) -> None:
+    def end(queue: Queue, claim: ClaimedTrial) -> None:
         outcome = next(ends)
         complete(queue, claim) if outcome is None else queue.finish(claim, outcome)
 
@@ -214,7 +214,7 @@ def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_orde
     queue = a_queue(a_search(pruner=pruner, trials=12, sampler=sampler), tmp_path)
     steps: dict[tuple[str, int], int] = {}
 
-    def end(queue: Queue, claim: Claim) -> None:
+    def end(queue: Queue, claim: ClaimedTrial) -> None:
         final = accuracy(queue.plan.arms[claim.key[0]].levels, claim.key[1])
         for step in range(1, 8):
             steps[claim.key] = step
@@ -263,7 +263,7 @@ def a_tuned_comparison(seeds: list[int], trials: int, tuned_on: list[int]) -> St
 def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(tmp_path):
     queue = a_queue(a_tuned_comparison(seeds=[0, 1], trials=4, tuned_on=[7, 8]), tmp_path)
 
-    def end(queue: Queue, claim: Claim) -> None:
+    def end(queue: Queue, claim: ClaimedTrial) -> None:
         spec = queue.plan.spec(claim.key)
         wanted = {"grpo": -3, "ppo": -4}[spec.algorithm.name]
         value = 0.9 - (math.log10(spec.optimizer.learning_rate) - wanted) ** 2 / 100
@@ -290,7 +290,7 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
 def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(tmp_path):
     queue = a_queue(a_tuned_comparison(seeds=[0], trials=2, tuned_on=[7]), tmp_path)
 
-    def end(queue: Queue, claim: Claim) -> None:
+    def end(queue: Queue, claim: ClaimedTrial) -> None:
         valid = queue.plan.spec(claim.key).algorithm.name == "grpo"
         queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}) if valid else Outcome("invalid", "NaN"))
 

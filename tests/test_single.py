@@ -69,7 +69,7 @@ def no_mirror(monkeypatch):
 def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(state, finished, stays, tmp_path, monkeypatch):
     spec, directory, seen = a_spec(checkpoints={"finished": finished}), tmp_path / "train" / "one", []
     loop = Loop(state)
-    monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
+    monkeypatch.setattr(group, "lead", lambda train, *args, **keywords: loop(*args, **keywords))
     monkeypatch.setattr(single, "stop_on_signals", lambda: nullcontext(lambda: True))
     assert recorded_inputs(directory) == {}
     found = train_once(spec, tmp_path, "one", seen.append)
@@ -91,7 +91,7 @@ def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(state, finishe
 
 def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
     loop, spec = Loop(), a_spec()
-    monkeypatch.setattr(group, "train", lambda train, *args, **keywords: loop(*args, **keywords))
+    monkeypatch.setattr(group, "lead", lambda train, *args, **keywords: loop(*args, **keywords))
     with monkeypatch.context() as small:
         small.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**5))
         with pytest.raises(SpecError, match="the run must fit on the disk"):

@@ -143,9 +143,9 @@ def test_a_run_loads_from_yaml_with_overrides_or_from_overrides_alone(tmp_path):
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ("steps", "--set takes path=value, got 'steps'"),
-        (" =3", "--set takes path=value, got ' =3'"),
-        ("steps=[1", "--set steps: the value is not valid YAML"),
+        ("steps", "a setting must be path=value, got 'steps'"),
+        (" =3", "a setting must be path=value, got ' =3'"),
+        ("steps=[1", "steps: the value is not valid YAML"),
         ("steps.x=1", "'steps.x': 'steps' is 3, which has no keys"),
         ("algorithm.kl_bta=1", "unknown key 'kl_bta'; did you mean 'kl_beta'?"),
     ],
@@ -330,7 +330,7 @@ def test_an_override_that_every_arm_replaces_is_refused(tmp_path, path):
     file = tmp_path / "toy.yaml"
     arms = {name: {"algorithm.name": name, "algorithm.kl_beta": 0.1} for name in ("grpo", "ppo")}
     file.write_text(yaml.safe_dump(study(arms=arms)))
-    words = f"--set {path}: every arm of the study sets it, so nothing would change; change the arms"
+    words = f"{path}: every arm of the study sets it, so nothing would change; change the arms"
     assert words in error_of(load_study, str(file), [f"{path}={0.2 if '.' in path else 'dapo'}"])
     file.write_text(yaml.safe_dump(study(arms={**arms, "other": {"steps": 3}})))
     assert load_study(str(file), ["algorithm.kl_beta=0.2"]).design_arms()[1].spec.algorithm.kl_beta == 0.2
@@ -361,8 +361,8 @@ def test_a_study_file_takes_its_name_from_the_file_and_overrides_from_the_comman
     assert [arm.label for arm in levels] == ["group_size=16", "group_size=32"]
     # overriding what the study varies is refused with the way to do it
     message = error_of(load_study, str(file), ["algorithm.group_size=4"])
-    assert message.startswith("--set algorithm.group_size: the study varies it; override the levels: ")
-    assert message.endswith("--set 'factors.algorithm.group_size=[...]'")
+    assert message.startswith("algorithm.group_size: the study varies it; override the levels: ")
+    assert message.endswith("'factors.algorithm.group_size=[...]'")
 
 
 def test_an_unknown_study_is_refused_with_what_there_is():
@@ -429,7 +429,7 @@ def test_a_file_of_hostile_yaml_ends_in_one_sentence(what, tmp_path):
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ("model=" + "[" * 3000, "--set model: the value is not valid YAML: line 1: must be nested at most 50 deep"),
+        ("model=" + "[" * 3000, "model: the value is not valid YAML: line 1: must be nested at most 50 deep"),
         ("a." * 3000 + "b=1", "a path must have at most 50 keys, got 3001: 'a.a."),
         (
             f"seed={MAX_INTEGER + 1}",

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_copied_while_older_weights_sample_has_the_newest_o
     run.save(1)
     train_step(run, spec.task.prompts("train"), 1)
     run.close()
-    saved = latest_checkpoint(tmp_path / CHECKPOINTS, spec.digest(), run.inputs)
+    saved = latest_checkpoint(tmp_path / CHECKPOINTS, spec.digest())
     for name, value in saved.policy_weights(policy).items():
         assert torch.equal(value, newest[name]), name
 

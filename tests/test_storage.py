@@ -136,7 +136,7 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path, url, new_runs):
     here, there = new_runs(tmp_path / "here"), new_runs(tmp_path / "there")
     a_queue(a_study(), here, url)
     second = here if url is None else there  # another host knows of it by the database alone
-    words = r"(?s)a started study cannot change.*run.steps: then 7, now 8\n.*restore the settings.*--name"
+    words = r"(?s)a started study cannot change.*run.steps: then 7, now 8\n.*restore the settings.*`name`"
     with pytest.raises(SpecError, match=words):
         run(a_study(run=fake_trials.run_settings(steps=8)), second, storage=url)
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
@@ -197,7 +197,7 @@ def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_bef
 ):
     nobody, words = "postgresql://me:wr0ng@127.0.0.1:1/x", r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now"
     refused = server.url().replace(server.password, "wr0ng")
-    for url, message in ((nobody, words + ".*--storage"), (refused, "authentication failed")):
+    for url, message in ((nobody, words + ".*`storage`"), (refused, "authentication failed")):
         with pytest.raises(ConnectionError, match=message) as caught:
             run(a_study(), tmp_path / "new", storage=url)
         assert "wr0ng" not in str(caught.value)

@@ -29,17 +29,7 @@ from cohort.reports.analysis import analysed
 from cohort.reports.prose.notes import notes
 from fake_study import fake_study, with_trials
 from fake_trials import a_study
-from queues import (
-    METRIC,
-    a_queue,
-    claimed,
-    completions,
-    die,
-    executions,
-    open_queue,
-    run,
-    workers_of,
-)
+from queues import METRIC, a_queue, claimed, completions, die, executions, open_queue, run, workers_of
 
 pytestmark = pytest.mark.usefixtures("plugins")
 

@@ -5,7 +5,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.contracts.plugins import PAID, make_batch
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.learner import Learner, highest
+from cohort.harness.run.learner import Learner, highest, left_out
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
@@ -26,7 +26,7 @@ def updated(spec, batch):
         batch = spec.algorithm.advantages(learner.annotate(batch))
     learner.optimizers = {}
     (minibatch,) = learner._minibatches(batch, 0, 0)
-    metrics = learner._optimizer_step(minibatch, first=True) | learner._left_out(batch)
+    metrics = learner._optimizer_step(minibatch, first=True) | left_out(batch, learner.spec)
     return metrics, torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None]), batch
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import fake_trials
 import mlflow
 import pytest
+from cohort.harness.base.arms import GREY, PALETTE
 from cohort.harness.base.files import file_lock, write_json
 from cohort.harness.cli import app
-from cohort.harness.data import GREY, PALETTE, SampleRow
+from cohort.harness.data import SampleRow
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import Mirror, catch_up, mirrored
@@ -461,7 +462,7 @@ def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs,
         with pytest.raises(ValueError, match="only a run that has ended"):
             register_policy(runs, directory, directory, "a")
     ended = log_trial(runs, "group_size=2", 0, "complete").directory
-    with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with --runs"):
+    with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with `runs`"):
         register_policy(tmp_path / "none", ended, ended, "a")
     assert not (tmp_path / "none").exists()
 

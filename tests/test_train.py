@@ -219,10 +219,10 @@ def test_a_disk_that_fills_up_under_a_checkpoint_ends_the_run_which_goes_on_from
     _, whole, _ = undisturbed("grpo")
     for step in (4, 5):  # the next step raises it, or the end of the run
 
-        def save(*given, step=step, **named):
-            if given[1] == step:
+        def save(directory, run, *given, step=step):
+            if run.step == step:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            save_checkpoint(*given, **named)
+            save_checkpoint(directory, run, *given)
 
         log = MemoryLog()
         monkeypatch.setattr(state, "save_checkpoint", save)

@@ -97,8 +97,7 @@ def test_every_part_of_the_key_changes_a_requests_seed():
 
 @needs_vllm
 @pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.5}, {"temperature": 0.0, "top_p": 0.5}],
+    "sampling", [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.5}, {"temperature": 0.0, "top_p": 0.5}]
 )
 def test_logprobs_are_the_learners_at_the_sampling_temperature_before_any_cut(engine, sampling):
     sampling = Sampling(max_tokens=12, **sampling)

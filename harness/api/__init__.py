@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
     from .contamination import probe
-    from .gpu import run_book
     from .hub import publish
     from .imports import import_scores
     from .machine import check_machine
-    from .planner import plan
     from .regrade import grade
     from .reporting import report
     from .result import Evaluation, Report, Result

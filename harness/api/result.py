@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from ...reports.analysis import Analysis
 from ...reports.capability import capabilities, curves_of_counts, pass_table
+from ...reports.claims import check_claims
 from ...reports.figures.style import Drawing
 from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
@@ -55,7 +56,7 @@ class Result:
     @property
     def answer(self) -> str:
         """The report's answer, in one or a few sentences."""
-        return answer(self._analysis)
+        return answer(self._analysis, check_claims(self._analysis))
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -203,7 +204,7 @@ class Result:
     @cached_property
     def _drawings(self) -> dict[str, Drawing]:
         analysis = self._analysis
-        parts = page_drawings(analysis, capabilities(analysis), sections(analysis))
+        parts = page_drawings(analysis, capabilities(analysis), sections(analysis), check_claims(analysis))
         return {drawing.name: drawing for drawings in parts.values() for drawing in drawings}
 
 

@@ -103,7 +103,7 @@ def evaluate(
     """
     part, folder = checked_split(split), runs_folder(runs)
     if tests and part != "test":
-        raise SpecError(f"--tests are test problems, so --split must be test, got '{split}'; leave out one of them")
+        raise SpecError(f"`tests` are test problems, so `split` must be test, got '{split}'; leave out one of them")
     counts = {"num_samples": samples, "num_test_prompts" if part == "test" else "num_prompts": limit}
     texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
@@ -153,11 +153,11 @@ def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | No
 
 def checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise SpecError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
+        raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
     return name
 
 
 def checked_split(split: str) -> Split:
     if split not in get_args(Split):
-        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+        raise SpecError(f"`split` must be one of {', '.join(get_args(Split))}, got '{split}'")
     return cast("Split", split)

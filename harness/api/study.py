@@ -109,9 +109,9 @@ def comparison(
     name: str | None = None,
 ) -> Study:
     """The study of `compare`: an arm for each algorithm and task, all else equal; the first one is the baseline."""
-    for what, names in (("--algorithms", algorithms), ("--task", tasks), ("--controls", controls)):
-        if len(set(names)) != len(names) or not all(names) or not (names or what == "--controls"):
-            raise SpecError(f"{what} must be distinct names separated by commas, got '{','.join(names)}'")
+    for what, names in (("algorithms", algorithms), ("tasks", tasks), ("controls", controls)):
+        if len(set(names)) != len(names) or not all(names) or not (names or what == "controls"):
+            raise SpecError(f"`{what}` must be distinct names, got '{','.join(names)}'")
     texts = as_texts(settings)
     texts += scale_settings(model, texts)
     run: dict[str, Any] = {"model": model} | ({"cold_start": {"steps": TINY_COLD_START}} if model == "tiny" else {})
@@ -291,7 +291,7 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     """(setting, in the study that it extends, here) of each setting that a study file changes or adds."""
     path, own, base = load.study_mapping(name_or_path)
     if not base:
-        raise SpecError(f"--diff compares a study file with the one that it extends, and '{path}' extends none")
+        raise SpecError(f"a study file must extend another one to differ from it, and '{path}' extends none")
     return list(differences(base, own))
 
 
@@ -300,19 +300,19 @@ def launcher(words: str, study: Study) -> Cluster | Slurm | None:
     ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]
     if name not in ("local", "ray", "slurm"):
-        raise SpecError(f"--launcher must begin with local, ray or slurm, got '{words}'")
+        raise SpecError(f"`launcher` must begin with local, ray or slurm, got '{words}'")
     if name == "local":
         if given:
-            raise SpecError(f"--launcher local has no settings, got '{words}'; use ray or slurm, or leave them out")
+            raise SpecError(f"launcher local has no settings, got '{words}'; use ray or slurm, or leave them out")
         return None
     package = "submitit" if name == "slurm" else name
     if importlib.util.find_spec(package) is None:
-        raise SpecError(f"--launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
+        raise SpecError(f"launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
     wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     if name == "ray":
         counts = dict(re.findall(r"^(cpus|gpus)=(\d+\.?\d*)$", "\n".join(given), re.MULTILINE))
         if len(counts) != len(given):
-            raise SpecError(f"settings of --launcher ray must be cpus=N or gpus=N, each once, got '{words}'")
+            raise SpecError(f"settings of launcher ray must be cpus=N or gpus=N, each once, got '{words}'")
         cpus, gpus = (float(counts[key]) if key in counts else None for key in ("cpus", "gpus"))
         return Cluster(cpus, 0 if gpus is None and not wanted else gpus)
     asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}

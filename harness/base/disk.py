@@ -1,4 +1,4 @@
-"""Recognises errors of a full disk or a damaged MLflow store, and writes the message for them."""
+"""Recognises errors of a full disk, and writes the message for them."""
 
 import errno
 import resource
@@ -12,7 +12,6 @@ _ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Libraries that write below Python (SQLite, safetensors, torch) have words instead of a number.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file",
           "File too large")  # fmt: skip
-_DAMAGED = ("file is not a database", "database disk image is malformed")
 
 
 class DiskFull(OSError):
@@ -24,7 +23,7 @@ def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
 
     `folder` is where its process writes, for an error that names no file.
     """
-    for one in _chain(error):
+    for one in chain(error):
         if isinstance(one, DiskFull):
             return one
         if getattr(one, "errno", None) in _ERRNOS or any(words in str(one) for words in _WORDS):
@@ -33,18 +32,7 @@ def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
     return None
 
 
-def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
-    """The error to raise instead if this one, or one that it came from, tells of a damaged SQLite file."""
-    told = next((words for one in _chain(error) for words in _DAMAGED if words in str(one)), None)
-    if told is None:
-        return None
-    return ValueError(
-        f"{runs / 'mlflow.db'} is damaged ({told}); nothing was changed. Restore it from a backup; what each trial has "
-        f"logged is safe in {runs / 'studies'}"
-    )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """An error and those that it came from."""
     one: BaseException | None = error
     while one is not None:

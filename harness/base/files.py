@@ -44,7 +44,7 @@ def read_json(file: Path) -> dict[str, Any]:
         document = json.loads(text := file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
-            f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another --runs"
+            f"{file} is not valid JSON ({error}); restore it from a copy, or use another `name` or `runs` folder"
         ) from None
     found = document.pop("format", None) if isinstance(document, dict) else None
     if found != FORMAT:

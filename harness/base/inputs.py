@@ -75,7 +75,7 @@ def check_same(then: Inputs, now: Inputs) -> None:
                 what = source if name == REVISION else f"'{name}' of {source}"
                 raise InputsChanged(
                     f"the inputs of a started run cannot change, or its results would mix: the {kind} of {what} was "
-                    f"{old[:16]} and is {new[:16]}; restore it, or start again under another name (--name NAME)"
+                    f"{old[:16]} and is {new[:16]}; restore it, or start again under another `name`"
                 )
 
 

@@ -83,6 +83,6 @@ def check_disk(
         raise SpecError(
             f"{who} must fit on the disk of '{runs}': it has {gib(free)} free, and about {gib(needed)} is "
             "needed for checkpoints, cold starts and weights that stay; free some space"
-            f"{', take fewer --workers' if at_once > 1 and len(left) > 1 else ''} or use another --runs"
+            f"{', take fewer `workers`' if at_once > 1 and len(left) > 1 else ''} or use another folder in `runs`"
         )
     return {"needed": needed, "free": free}

@@ -43,7 +43,7 @@ def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
-            "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer --workers, whole gpus or "
+            "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
             "engine=transformers"
         )
     spec = decided(spec, alone=copies == together == 1)
@@ -106,7 +106,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
         "rewards": ["use a smaller reward model"],
         "policy": ["use a smaller model", wider, *["set dtype=bfloat16"] * (spec.dtype == "float32")],
     }
-    fix = [*["use fewer --workers"] * (copies > 1), *(f for n in large if n not in in_turn for f in fixes.get(n, []))]
+    fix = [*["use fewer `workers`"] * (copies > 1), *(f for n in large if n not in in_turn for f in fixes.get(n, []))]
     raise SpecError(
         f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
         f"{' or '.join(dict.fromkeys(fix))}"

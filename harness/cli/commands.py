@@ -2,12 +2,14 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
+from typer.models import OptionInfo
 
 from ..console import terminal
 
@@ -55,8 +57,9 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                from ..base.disk import damaged_store, disk_full
+                from ..base.disk import disk_full
                 from ..data import InvalidRun
+                from ..mirror.store import damaged_store
                 from ..plugins import raised_by
 
                 runs = Path(kwargs.get("runs", "."))
@@ -66,8 +69,9 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
                 plugin = raised_by(shown)
                 if not (bad or plugin) or os.environ.get("COHORT_TRACEBACK"):
                     raise
+                told = _in_options(str(shown), function)
                 hint = "; COHORT_TRACEBACK=1 before the command shows where it was called"
-                terminal.fail(f"{plugin}{hint}" if plugin else shown)
+                terminal.fail(f"{plugin}{hint}" if plugin else told)
                 raise typer.Exit(2 if isinstance(shown, ValueError) and not plugin else 1) from None
             except KeyboardInterrupt:
                 terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
@@ -79,3 +83,14 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
         return function
 
     return register
+
+
+def _in_options(text: str, function: Callable[..., None]) -> str:
+    """An error of the API, which names arguments (`name`), in the words of a command: their options (--name)."""
+    words: dict[str, str] = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for about in getattr(hint, "__metadata__", ()):
+            written = getattr(about, "param_decls", None) or [f"--{name.replace('_', '-')}"]
+            words[name] = written[0] if isinstance(about, OptionInfo) else about.metavar or name
+    words |= {ours: words[own] for own, ours in (("sets", "settings"), ("task", "tasks")) if own in words}
+    return re.sub(r"`(\w+)`", lambda found: words.get(found[1], found[0]), text)

@@ -302,7 +302,7 @@ def enter() -> Group | None:
     return _own
 
 
-def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
+def lead(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
     """The result of `execute(spec, directory, log, **how)`, on `spec.devices` processes of the group that this one
     leads. Raises the first error of any; ChildProcessError if one of them is gone."""
     if spec.devices == 1:

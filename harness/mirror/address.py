@@ -32,7 +32,7 @@ def tracking_uri(runs: Path) -> str:
     as_database = unquote(str(store).partition("?")[0])  # as SQLAlchemy reads its URL
     if as_database != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
         rule = "'?', '%' before two hexadecimal digits or bytes that are not UTF-8, for MLflow reads it as a URL"
-        got, fix = ascii(str(runs))[1:-1], "choose another with --runs or COHORT_RUNS"
+        got, fix = ascii(str(runs))[1:-1], "choose another with `runs` or COHORT_RUNS"
         raise ValueError(f"the path of the runs folder must not have {rule}, got '{got}'; {fix}")
     return f"sqlite:///{store}"
 
@@ -45,9 +45,9 @@ def mirrors() -> list[str]:
         try:
             package = plugins.load("mirror", name).package
         except ValueError as error:
-            raise ValueError(f"--mirror and {MIRROR} name {MLFLOW}, plugins, or none: {error}") from None
+            raise ValueError(f"`mirror` and {MIRROR} name {MLFLOW}, plugins, or none: {error}") from None
         if package and find_spec(package) is None:
-            raise ValueError(f"--mirror {name} needs {package}; pip install 'cohort-rl[{name}]'")
+            raise ValueError(f"mirror {name} needs {package}; pip install 'cohort-rl[{name}]'")
     return names
 
 

@@ -24,7 +24,7 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
     if RunInfo.load(directory) is None or final_result(directory) is None:
         rule = "RUN must be its folder, as RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL"
         raise ValueError(f"only a run that has ended can be registered: {rule}, got '{directory}'")
-    refusal = ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
+    refusal = ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with `runs`")
     if not directory.resolve().is_relative_to(runs.resolve()):
         raise refusal
     catch_up(runs, runs.joinpath(*directory.resolve().relative_to(runs.resolve()).parts[:2]))  # RUNS/train/NAME

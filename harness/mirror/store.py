@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
+from ..base.disk import chain
 from ..base.files import file_lock
 from ..base.inputs import short
 from ..data import TrialState
@@ -54,6 +55,7 @@ _PLACES = (  # tables and columns of the store that may name a file of the runs 
     ("model_versions", "source"), ("model_versions", "storage_location"), ("logged_models", "artifact_location"),
 )  # fmt: skip
 LEASE_SECONDS = 60.0  # after which the lease of a worker that is at work was renewed
+_DAMAGED = ("file is not a database", "database disk image is malformed")
 _KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
 
 
@@ -65,13 +67,13 @@ def check_runs_folder(runs: Path) -> None:
     tracking_uri(runs)
     folder = next(one for one in (runs.resolve(), *runs.resolve().parents) if one.exists())
     if not folder.is_dir():
-        raise ValueError(f"the runs folder must be a folder, but '{folder}' is a file; choose another with --runs")
+        raise ValueError(f"the runs folder must be a folder, but '{folder}' is a file; choose another with `runs`")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         rule = f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror})"
-        raise ValueError(f"{rule}; choose another with --runs or COHORT_RUNS") from None
+        raise ValueError(f"{rule}; choose another with `runs` or COHORT_RUNS") from None
     traces_per_split()
     mirrors()
     check_server()
@@ -98,6 +100,17 @@ def import_mlflow() -> None:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every retry in an outage
     logging.getLogger("alembic").setLevel(logging.WARNING)
     import mlflow  # noqa: F401
+
+
+def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
+    """The error to raise instead if this one, or one that it came from, tells of a damaged SQLite file."""
+    told = next((words for one in chain(error) for words in _DAMAGED if words in str(one)), None)
+    if told is None:
+        return None
+    return ValueError(
+        f"{runs / 'mlflow.db'} is damaged ({told}); nothing was changed. Restore it from a backup; what each trial has "
+        f"logged is safe in {runs / 'studies'}"
+    )
 
 
 def connect(runs: Path) -> MlflowClient:
@@ -237,11 +250,11 @@ def _check_file(runs: Path) -> None:
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             by = "by another process, such as another cohort or a database viewer; end that and start again"
             raise ValueError(f"{store} was locked for {LOCK_SECONDS:.0f} s {by}") from None
-        fix = "nothing was changed: restore it from a copy, or use another folder with --runs"
+        fix = "nothing was changed: restore it from a copy, or use another folder with `runs`"
         raise ValueError(f"{store} is not an MLflow store, or it is damaged ({error}); {fix}") from None
     if revision != (head := _schema_version()):
         rule = f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}"
-        fix = f"upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
+        fix = f"upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with `runs`"
         raise ValueError(f"{rule}; another version wrote it; {fix}")
     if moved is None:
         return

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.arms import GREY
 from ..base.files import publish_folder, read_json
 from ..base.words import in_markdown
-from ..data import FINAL, GREY
+from ..data import FINAL
 from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF

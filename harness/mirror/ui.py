@@ -63,7 +63,7 @@ def serve_ui(
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise ValueError(f"port {port} on 127.0.0.1 cannot be used ({reason}); choose another with --port") from None
+        raise ValueError(f"port {port} on 127.0.0.1 cannot be used ({reason}); choose another `port`") from None
     check_runs_folder(runs)
     connect(runs)
     place = (runs / "mlartifacts").resolve().as_uri()

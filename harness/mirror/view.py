@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..data import GREY
+from ..base.arms import GREY
 
 VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag
 COLORS = "cohort.colors"  # an experiment tag: group -> colour

@@ -69,7 +69,7 @@ def check_model(name: str, setting: str = "model") -> None:
         except ValueError as error:
             raise ValueError(
                 f"{setting} '{name}' is an adapter and needs the model that it changes: {error}; a cold start that was "
-                "deleted is made again by a run with the same cold_start and --runs"
+                "deleted is made again by a run with the same cold_start and folder of runs"
             ) from None
 
 

@@ -19,7 +19,6 @@ from .. import plugins
 from ..base.files import sha256, sync, write_text
 from ..base.inputs import Inputs
 from ..checks.memory import decided, estimate_run, longest, peak_bytes, read_prompts
-from ..checks.preflight import run_inputs
 from ..data import Demonstration, Prompt, Split, TrialState
 from ..devices import ranks
 from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
@@ -34,7 +33,7 @@ from ..policy.text import TextCodec, load_codec
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
 from ..settings.stages import Stage
-from .checkpoint import Writer, latest_checkpoint, save_checkpoint
+from .checkpoint import Snapshot, Writer, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .guards.gates import GateState
 from .guards.sync import SpotCheck
@@ -103,7 +102,7 @@ class Run:
     codec: TextCodec
     models: Models = OWN_MODELS
     memory_before: int = 0  # bytes in use before the models were loaded
-    inputs: Inputs = field(default_factory=dict)  # what it reads
+    inputs: Inputs = field(default_factory=dict)  # what it reads, which its checkpoints name
     base: Base | None = None  # seed of its adapter
     spot_check: SpotCheck | None = None  # of the engine's weights in the last step
     totals: Totals = field(default_factory=Totals)
@@ -163,18 +162,17 @@ class Run:
             "pass_rates": self.pass_rates,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
-        weights, state = saved_weights(self.learner.policy), self.learner.state(to_train=not is_last)
+        facts = {"spec_digest": self.whole.digest(), "inputs": self.inputs, "progress": deepcopy(progress)}
+        policy, directory, keep = self.learner.policy, self.directory / CHECKPOINTS, self.spec.checkpoints.keep
+        weights, state = saved_weights(policy), self.learner.state(to_train=not is_last)
         group, on_first = self.writer.group, self.spec.lora is not None
-        save = partial(
-            save_checkpoint, self.directory / CHECKPOINTS, step, spec_digest=self.whole.digest(),
-            policy=self.learner.policy, tokenizer=self.tokenizer, progress=deepcopy(progress),
-            keep=self.spec.checkpoints.keep, inputs=self.inputs, base=self.base, is_last=is_last,
-            group=group,
-        )  # fmt: skip
-        self.writer.begin(
-            lambda: (copied(weights, on_first=on_first), copied(state)),
-            lambda copies: save(weights=assembled(copies[0], group), learner_state=assembled(copies[1], group)),
-        )
+        base, tokenizer, facts = self.base, self.tokenizer, facts | {"is_last": is_last}
+
+        def write(copies: Any) -> None:
+            own, learner = (assembled(copy, group) for copy in copies)
+            save_checkpoint(directory, Snapshot(step, policy, tokenizer, learner, facts, own, base), keep, group)
+
+        self.writer.begin(lambda: (copied(weights, on_first=on_first), copied(state)), write)
 
     def close(self) -> None:
         """Wait for the last checkpoint, unless a user ends the process at once, and end the engine."""
@@ -237,7 +235,7 @@ class StoppedEarly(Exception):
     """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
 
 
-def watch(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:
+def note_progress(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:
     """Report the progress of such work; StoppedEarly if asked to stop."""
     log.progress(phase, done, total)
     if should_stop():
@@ -299,15 +297,14 @@ def prepare(
     """The run with its models loaded, and the number of finished training steps."""
     reset_peak_memory()
     memory_before = resident_bytes()
-    inputs = run_inputs([spec], cache)
-    checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, log.holds))
+    checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), log.holds))
     log.resume(checkpoint.step if checkpoint else -1, ranks.of_all(torch.get_num_threads()))
 
     recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = any(ranks.of_all(recompute))
-    policy, codec = models.policy(spec, cache, partial(watch, log, should_stop))
+    policy, codec = models.policy(spec, cache, partial(note_progress, log, should_stop))
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
@@ -315,8 +312,8 @@ def prepare(
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(
-        learner.spec, engine, learner, log, directory, codec, models, memory_before, inputs, base, cache=cache,
-        whole=spec, stage=stage,
+        learner.spec, engine, learner, log, directory, codec, models, memory_before, base=base, cache=cache, whole=spec,
+        stage=stage,
     )  # fmt: skip
     if checkpoint is None:
         return run, 0

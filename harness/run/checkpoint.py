@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..base.files import partial_folder, publish_folder, whole_manifest, write_hashed, write_manifest, write_text
-from ..base.inputs import NO_INPUTS, Inputs, check_same
+from ..base.inputs import all_expected, check_same
 from ..devices import ranks
 from ..devices.sharding import joined
 from ..policy.model import save_model
@@ -97,54 +97,54 @@ class Writer:
             raise error
 
 
-def save_checkpoint(
-    directory: Path,
-    step: int,
-    *,
-    spec_digest: str,
-    policy: nn.Module,
-    weights: Mapping[str, torch.Tensor | None] | None = None,
-    tokenizer: PreTrainedTokenizerBase,
-    learner_state: Mapping[str, Any],
-    progress: Mapping[str, Any],
-    keep: int,
-    inputs: Inputs = NO_INPUTS,
-    base: Base | None = None,
-    is_last: bool = False,
-    group: Any = None,
-) -> None:
-    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` and `base` as `save_model`
-    takes them. Processes that `group` together each write their parts of weights and state."""
-    folder, rank = directory / f"step-{step:08d}", 0 if group is None else ranks.rank()
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds of a run at one of its steps.
+
+    weights, base   as `save_model` takes them
+    learner         `Learner.state`
+    facts           what `state.json` says besides: spec_digest, inputs, progress, is_last
+    """
+
+    step: int
+    policy: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    learner: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor | None] | None = None
+    base: Base | None = None
+
+
+def save_checkpoint(directory: Path, run: Snapshot, keep: int, group: Any = None) -> None:
+    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints. Processes that `group` together each
+    write their parts of weights and state."""
+    folder, rank = directory / f"step-{run.step:08d}", 0 if group is None else ranks.rank()
     with publish_folder(folder) if rank == 0 else nullcontext(partial_folder(folder)) as partial:
         ranks.gathered(None, group)  # the folder is there
         name = LEARNER if rank == 0 else f"{rank}-{LEARNER}"
-        own = {name: write_hashed(partial / name, lambda stream: torch.save(dict(learner_state), stream))}
+        own = {name: write_hashed(partial / name, lambda stream: torch.save(dict(run.learner), stream))}
         known = {k: digest for one in ranks.gathered(own, group) for k, digest in one.items()}
-        saved = save_model(partial / "policy", policy, tokenizer, weights, base, group)
+        saved = save_model(partial / "policy", run.policy, run.tokenizer, run.weights, run.base, group)
         if rank > 0:
             return
-        facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": progress, "is_last": is_last}
-        write_manifest(partial, STATE, known=known | {f"policy/{k}": digest for k, digest in saved.items()}, **facts)
+        known |= {f"policy/{name}": digest for name, digest in saved.items()}
+        write_manifest(partial, STATE, known=known, step=run.step, **run.facts)
     for old in sorted(directory.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
 
 def latest_checkpoint(
-    directory: Path,
-    spec_digest: str,
-    inputs: Inputs = NO_INPUTS,
-    holds: Callable[[int, int], bool] = lambda step, num_events: True,
+    directory: Path, spec_digest: str, holds: Callable[[int, int], bool] = lambda step, num_events: True
 ) -> Checkpoint | None:
     """The newest intact checkpoint whose events the run's log `holds`, or None; a warning names each that is passed
-    over. ValueError if it belongs to another run or to one with other inputs."""
+    over. ValueError if it belongs to another run or to one with other inputs than those that are expected."""
     passed: list[str] = []
     for folder, state in _intact(directory, passed):
         if state["spec_digest"] != spec_digest:
             raise ValueError(
                 f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
             )
-        check_same(state.get("inputs", {}), inputs)
+        check_same(state["inputs"], all_expected())
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
         if holds(checkpoint.step, checkpoint.progress["num_events"]):
             say_passed(passed, f"continues from step {checkpoint.step}")

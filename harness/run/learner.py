@@ -104,15 +104,10 @@ class Learner:
 
             batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
         if self.spec.high_entropy_tokens < 1:
-            counted = batch.completion_mask_BT & self._in_loss(batch)[:, None]
+            counted = batch.completion_mask_BT & in_loss(batch, self.spec)[:, None]
             entropies_BT = self._measured(batch, "entropy")
             batch = batch.replace(gradient_BT=highest(entropies_BT, counted, self.spec.high_entropy_tokens))
         return batch
-
-    def _in_loss(self, batch: Batch) -> Tensor:
-        """[B] bool: the completions whose tokens are in the loss."""
-        cut = batch.truncated_B if self.spec.overlong == "mask" else None
-        return torch.ones_like(batch.lengths_B, dtype=torch.bool) if cut is None else ~cut
 
     @property
     def reads_old(self) -> bool:
@@ -157,8 +152,8 @@ class Learner:
         A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
         `critic/`) is the share of such steps. Schedules count them like any other.
         If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
-        `effective_samples` there is the effective sample size of an update's importance weights w (policy / sampler, of
-        whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
+        `staleness/effective_samples` is the effective sample size of an update's importance weights w (policy /
+        sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
@@ -173,7 +168,7 @@ class Learner:
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
         metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
-        metrics |= fitted | self._left_out(batch)
+        metrics |= fitted | left_out(batch, self.spec)
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
@@ -181,17 +176,6 @@ class Learner:
             self.kl_beta = adapted_kl_beta(self.spec.kl, self.kl_beta, metrics["kl/reference"])
         rate = self.optimizers["policy"].param_groups[0]["lr"]
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
-
-    def _left_out(self, batch: Batch) -> dict[str, float]:
-        """Shares of a batch's tokens: left out by `overlong: mask`; with gradient by `high_entropy_tokens`, of the
-        rest."""
-        mask, found = batch.completion_mask_BT, {}
-        counted = (mask & self._in_loss(batch)[:, None]).sum()
-        if self.spec.overlong == "mask":
-            found["train/masked_tokens"] = float(1 - counted / mask.sum())
-        if batch.gradient_BT is not None:
-            found["train/gradient_tokens"] = float(batch.gradient_BT.sum() / counted.clamp(min=1))
-        return found
 
     def operations(
         self, costs: flops.Costs, drawn: flops.Lengths, trained: flops.Lengths, greedy: flops.Lengths
@@ -273,7 +257,6 @@ class Learner:
             optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
-        wants_shares = self.spec.staleness > 0
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         with torch.set_grad_enabled(not self.warms_critic):
             prompts = [self._prompt_states(self.policy, minibatch)]
@@ -287,7 +270,7 @@ class Learner:
             loss, metrics = self.algorithm.minimised(micro, output)
             loss.backward()
             logprobs = output.logprobs_BT.detach()
-            if wants_shares:
+            if self.spec.staleness:
                 log_weight_B = ((logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT).sum(dim=1)
                 weight_B = log_weight_B.clamp(-20, 20).double().exp()
                 sums["weights"] += weight_B.sum()
@@ -307,9 +290,9 @@ class Learner:
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
         totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
-        if wants_shares:
+        if self.spec.staleness:
             share = totals.pop("weights") ** 2 / (totals.pop("squares") * len(minibatch))
-            totals[f"{behind}/effective_samples"] = share
+            totals["staleness/effective_samples"] = share
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
@@ -418,7 +401,7 @@ class Learner:
             order = generator("minibatches", self.spec.seed, step, epoch).permutation(len(batch))
         for rows in np.split(order, count):
             part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
-            kept_B, mask = self._in_loss(part), part.completion_mask_BT
+            kept_B, mask = in_loss(part, self.spec), part.completion_mask_BT
             weights = self.algorithm.loss_weights(mask[kept_B])
             yield part.replace(loss_weight_BT=weights.new_zeros(mask.shape).masked_scatter(kept_B[:, None], weights))
 
@@ -432,6 +415,23 @@ class Learner:
         order = torch.argsort(lengths_B, descending=True, stable=True)
         sizes = packed(lengths_B[order].tolist(), budget, ranks.world_size())
         return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
+
+
+def in_loss(batch: Batch, spec: RunSpec) -> Tensor:
+    """[B] bool: the completions whose tokens are in the loss."""
+    cut = batch.truncated_B if spec.overlong == "mask" else None
+    return torch.ones_like(batch.lengths_B, dtype=torch.bool) if cut is None else ~cut
+
+
+def left_out(batch: Batch, spec: RunSpec) -> dict[str, float]:
+    """Shares of a batch's tokens: left out by `overlong: mask`; with gradient by `high_entropy_tokens`, of the rest."""
+    mask, found = batch.completion_mask_BT, {}
+    counted = (mask & in_loss(batch, spec)[:, None]).sum()
+    if spec.overlong == "mask":
+        found["train/masked_tokens"] = float(1 - counted / mask.sum())
+    if batch.gradient_BT is not None:
+        found["train/gradient_tokens"] = float(batch.gradient_BT.sum() / counted.clamp(min=1))
+    return found
 
 
 def packed(lengths: Sequence[int], budget: int, world: int = 1) -> list[int]:

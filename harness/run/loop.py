@@ -63,6 +63,7 @@ def train(
             raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")
         try:
             run, step = prepare(spec, directory, log, cache, should_stop, models)
+            run.inputs = inputs
             return _loop(run, prompts, step, should_stop)
         except InvalidRun as invalid:
             return RunResult("invalid", str(invalid), run.summary() if run else {})

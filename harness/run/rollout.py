@@ -81,8 +81,8 @@ class Rollouts:
 
     def at(self, places: Sequence[int]) -> "Rollouts":
         """Those of some groups."""
-        groups, graded, scores = ([own[p] for p in places] for own in (self.groups, self.graded, self.scores))
-        return Rollouts(groups, graded, scores, self.greedy and self.greedy.at(places))
+        graded, scores = [self.graded[p] for p in places], [self.scores[p] for p in places]
+        return Rollouts([self.groups[p] for p in places], graded, scores, self.greedy and self.greedy.at(places))
 
     def trained_on(self, count: int) -> "Rollouts":
         """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed. Where no

@@ -30,7 +30,7 @@ from ..policy.bradley_terry import fit_ranked, read_ranked, split
 from ..policy.model import load_policy
 from ..policy.sources import start_name
 from ..policy.text import load_codec
-from .build import Run, build_engine, placed, reward_model, watch
+from .build import Run, build_engine, note_progress, placed, reward_model
 from .cold_start import start_policy
 from .evaluate import PROMPTS_AT_ONCE
 from .grading import grade, sample_rows
@@ -88,7 +88,7 @@ def _sampled(
             part, sampling = prompts[first : first + PROMPTS_AT_ONCE], stage.spec.sampling_with_limit()
             new = engine.sample(part, settings.num_samples, sampling, seed=run.spec.seed, step=stage.start)
             groups, graded = groups + new, graded + grade(task, new, run.spec.max_tokens)
-            watch(run.log, should_stop, "sample", len(groups), len(prompts))
+            note_progress(run.log, should_stop, "sample", len(groups), len(prompts))
     scores = [Score(paid, paid, None, {}) for paid in ([float(right) for right in g.correct or ()] for g in graded)]
     rows = [asdict(row) for row in sample_rows(groups, graded, scores, step=stage.start + 1, split="train")]
     run.keep(stage.start + 1, rows)
@@ -157,7 +157,7 @@ def reward_fit_step(
 
     known = [reward_model(run.directory, one.name) for one in stage.before if one.fit]
     start = str(known[-1]) if known else start_name(run.whole, run.cache)
-    on_progress = partial(watch, run.log, should_stop, "reward model")
+    on_progress = partial(note_progress, run.log, should_stop, "reward model")
     found = fit_ranked(parts, start, reward_model(run.directory, stage.name), fit, run.spec.seed, on_progress)
     read, said = run.codec.encode, run.codec.encode_completion
     rows, held_out = ([(len(read(p)), [len(said(text)) for text in ranks]) for p, ranks in part] for part in parts)

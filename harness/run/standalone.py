@@ -52,13 +52,13 @@ def train_once(
         if final_result(directory) is None:
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop, mirrored(runs, directory):
-            run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
             if (ended := final_result(directory)) is not None:
+                run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
                 result = RunResult(ended["state"], ended["reason"], ended["summary"])
             else:
                 opened = RunLog(runs, directory, spec, experiment="train", run_name=name, on_progress=show)
                 with expecting(recorded_inputs(directory)), opened as log:
-                    result = group.train(train, spec, directory, log, cache=runs / "cache", should_stop=should_stop)
+                    result = group.lead(train, spec, directory, log, cache=runs / "cache", should_stop=should_stop)
                     log.finish(result.state, result.reason, result.summary)
             if result.state in FINAL:  # also those that a killed attempt had no time to delete
                 drop_checkpoints(directory, spec.checkpoints.finished or "weights")
@@ -122,9 +122,9 @@ def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
     """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
     file = directory / "run.json"
     if file.exists() and {**read_json(file)["spec"], "devices": spec.devices} != spec.model_dump(mode="json"):
-        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name, or move it away")
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another `name`, or move it away")
     try:
         with FileLock(directory / "lock", timeout=0):  # makes the folder
             yield
     except Timeout:
-        raise SpecError(f"another process trains in '{directory}'; choose another --name or wait for it") from None
+        raise SpecError(f"another process trains in '{directory}'; choose another `name` or wait for it") from None

@@ -67,7 +67,7 @@ class Claim(Section):
         for label in [*self.order, *(label for weights in self.contrast for label in weights)]:
             if label not in levels:
                 fix = f"{did_you_mean(label, list(levels))}arms: {quoted(list(levels))}"
-                raise ValueError(f"a claim must name arms of the study, got '{label}' (--set claim=[] has none); {fix}")
+                raise ValueError(f"a claim must name arms of the study, got '{label}' (claim=[] has none); {fix}")
         if self.order:
             return [{after: 1.0, before: -1.0} for after, before in zip(self.order[1:], self.order, strict=False)]
         return self.contrast

@@ -43,12 +43,12 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     for dotted in run:
         why = "every arm of the study sets it, so nothing would change; change the arms"
         if dotted in space:
-            why = f"the study searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
+            why = f"the study searches it; change the range: 'search.space.{dotted}={{low: ..., high: ...}}'"
         elif dotted in study.factors:
-            why = f"the study varies it; override the levels: --set 'factors.{dotted}=[...]'"
+            why = f"the study varies it; override the levels: 'factors.{dotted}=[...]'"
         elif not arms or not all({dotted, f"{dotted}.name"} & arm.overrides.keys() for arm in arms):
             continue
-        raise SpecError(f"--set {dotted}: {why}")
+        raise SpecError(f"{dotted}: {why}")
     return study
 
 

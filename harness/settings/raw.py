@@ -24,17 +24,17 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         if item.startswith("@"):
             read = read_yaml(path := Path(item[1:]))
             if not isinstance(read, Mapping):
-                rule = f"--set @{path}: the file must hold settings, such as engine: vllm"
+                rule = f"@{path}: the file must hold settings, such as engine: vllm"
                 raise SpecError(f"{rule}, got {type(read).__name__}")
             result |= flat(read)
             continue
         path, equals, value = item.partition("=")
         if not equals or not path.strip():
-            raise SpecError(f"--set takes path=value, got '{item}'; for example --set algorithm.kl_beta=0.01")
+            raise SpecError(f"a setting must be path=value, got '{item}'; for example algorithm.kl_beta=0.01")
         try:
             result[path.strip()] = _Loader(value).get_single_data()
         except yaml.YAMLError as error:
-            raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {_words(error)}") from None
+            raise SpecError(f"{path.strip()}: the value is not valid YAML: {_words(error)}") from None
     return result
 
 

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from ..base.arms import GREY, PALETTE, component_arm, short_path
 from ..base.inputs import digest
 from ..base.words import quoted
-from ..data import GREY, PALETTE, Section, component_arm, short_path
+from ..data import Section
 from .claim import Claim, Listed, Weights
 from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import plugins
+from ..base.arms import GREY, PALETTE
 from ..base.inputs import NO_INPUTS, Inputs, digest
-from ..data import GREY, PALETTE
 from ..interfaces import RolloutEngine
 from ..settings.run import RunSpec
 from ..settings.study import Arm, StudySpec

@@ -36,7 +36,7 @@ _LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<na
     "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
     "completion": "truncated", "critic": "loss grad_norm no_signal explained_variance fitted_variance",
     "kl": "beta old reference", "reward": "mean std greedy", "sampling": "batches kept_groups filled_groups",
-    "mismatch": "kl max_ratio weight outside effective_samples at_start after_sync",
+    "mismatch": "kl max_ratio weight outside at_start after_sync",
     "staleness": "kl max_ratio weight outside effective_samples",
     "seconds": "step generate grade annotate update sync", "optimizer": "learning_rate", "grading": "unparsable",
     "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",
@@ -127,7 +127,7 @@ def trials_together(
         why = "they must have lora, devices=1, staleness=0 and an engine that serves adapters (transformers, vllm)"
         if len(sets) > 1:
             why = f"all differ in one of {', '.join(SHARED)}, lora.rank and lora.targets"
-        raise SpecError(f"--together needs two trials that can share a model, but {why}; leave it out")
+        raise SpecError(f"`together` needs two trials that can share a model, but {why}; leave it out")
     count = workers or (default_workers(plan.study.devices) if here else None)
     if together is False or count is None:
         return {}
@@ -212,7 +212,7 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
         return {}
     if lost := {"digest", "seeds", "inputs"} - started.keys():
         rule = f"the record of a started study must say what it was started with, {storage.document_place} has no "
-        fix = "restore it from a copy, or choose another name with --name NAME"
+        fix = "restore it from a copy, or choose another `name`"
         raise SpecError(f"{rule}{' and no '.join(sorted(lost))}; {fix}")
     if started["digest"] != study.digest() and not _only_adds_arms(started, study):
         now, then = study.model_dump(mode="json"), study_settings(started)
@@ -225,12 +225,12 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
             f"settings{f':{chr(10)}{what}' if changes else ', by another version of Cohort'}\n"
             f"To continue it, restore the settings (they are in {storage.document_place}); arms and seeds may be "
             f"added. To change one arm beside the others: cohort study clone {name} ARM --set ... To run the new "
-            f"settings: choose another name (--name NAME), then compare both: cohort report {name} NAME"
+            f"settings: choose another `name`, then compare both: cohort report {name} NAME"
         )
     missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
     if missing:
         rule = f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}"
-        raise SpecError(f"{rule}, got {study.seeds}; add {missing}, or give this one another name (--name NAME)")
+        raise SpecError(f"{rule}, got {study.seeds}; add {missing}, or give this one another `name`")
     return started["inputs"]
 
 

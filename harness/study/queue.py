@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimedTrial:
     key: Key
     number: int  # of the Optuna trial
     lease: Lease
@@ -80,7 +80,7 @@ class Queue:
             search.create()
         self._study.set_user_attr(RETRY_BELOW, len(self._study.get_trials(deepcopy=False)))
 
-    def claim(self) -> Claim | None:
+    def claim(self) -> ClaimedTrial | None:
         """Claim and return the next waiting trial; None if none waits."""
         with self.storage.lock():
             attempts = self._end_lost(self._read())
@@ -95,7 +95,7 @@ class Queue:
                 return None
             return self._taken(key, lease, attempts)
 
-    def claim_with(self, first: Claim, at_most: int) -> list[Claim]:
+    def claim_with(self, first: ClaimedTrial, at_most: int) -> list[ClaimedTrial]:
         """Claim and return up to `at_most` more waiting trials that can share a model with a claimed one."""
         common, claims = sharing_key(self.plan.spec(first.key)), []
         if first.stuck:
@@ -110,7 +110,7 @@ class Queue:
                     claims.append(self._taken(key, lease, attempts))
         return claims
 
-    def finish(self, claim: Claim, outcome: Outcome) -> None:
+    def finish(self, claim: ClaimedTrial, outcome: Outcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
         with self.storage.lock():
             trial = self._study.get_trials(deepcopy=False)[claim.number]
@@ -316,7 +316,7 @@ class Queue:
         """Whether a trial loses its workers without progress."""
         return attempts.state(key) == "lost" and attempts.num_stuck(key, attempts.step(key)) > 1
 
-    def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> Claim:
+    def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> ClaimedTrial:
         """The claim of a new attempt at a trial. The caller holds the lock."""
         sweep(self.plan.directory(key))
         try:
@@ -325,7 +325,7 @@ class Queue:
             trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
             storage, study = self._study._storage, self._study._study_id
             number = storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
-            return Claim(key, number, lease, self._is_stuck(key, attempts))
+            return ClaimedTrial(key, number, lease, self._is_stuck(key, attempts))
         except BaseException:
             lease.release()
             raise

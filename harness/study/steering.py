@@ -30,7 +30,7 @@ from .preflight import check_metrics
 from .queue import Queue, open_queue
 from .worker import EXECUTE
 
-NO_CHECKPOINT = "--warm starts from a checkpoint, and '{}' has none for seed {}; {}, or leave --warm out"
+NO_CHECKPOINT = "`warm` starts from a checkpoint, and '{}' has none for seed {}; {}, or leave `warm` out"
 START = ("model", "prompt", "dtype", "lora", "cold_start", "stages")  # settings that decide the start of a run
 
 
@@ -169,7 +169,7 @@ def _check_differs(queue: Queue, parent: str, changes: Mapping[str, Any], spec: 
         if same or theirs | {"seed": 0} == ours | {"seed": 0}:
             why = f" ({same[0][1]})" if same else ""
             raise SpecError(f"a clone must differ from every arm in a setting that has an effect, and this one would "
-                            f"repeat '{label}'{why}; change another with --set")  # fmt: skip
+                            f"repeat '{label}'{why}; change another setting")  # fmt: skip
 
 
 def _clear(targets: Mapping[int, Path]) -> None:
@@ -202,7 +202,7 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec, targets: Mapping[int, Pat
     if spec.algorithm.needs_critic != parent.algorithm.needs_critic:
         fixed.append("algorithm.name")
     if fixed:
-        raise SpecError(f"a warm clone must fit its parent's checkpoint, so it cannot change {fixed[0]}; leave --warm "
+        raise SpecError(f"a warm clone must fit its parent's checkpoint, so it cannot change {fixed[0]}; leave `warm` "
                         "out to start from the beginning")  # fmt: skip
     trials = {trial.seed: trial for trial in queue.status().trials if trial.arm == clone.parent}
     steps: list[int] = []

@@ -28,7 +28,7 @@ from ..plugins import raised_by
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..settings.errors import SpecError
 from .plan import Key, sharing_key
-from .queue import HELD, Claim, Outcome, Queue, open_queue
+from .queue import HELD, ClaimedTrial, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable
 
 EXECUTE = "cohort.harness.run.loop:train"
@@ -123,13 +123,13 @@ def _checked(queue: Queue, together: Mapping[str, int]) -> dict[str, int]:
 
 
 def _run_with_others(
-    claim: Claim, queue: Queue, run_trial: Callable[..., Any], together: Mapping[str, int], stop: StopRequest
+    claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], together: Mapping[str, int], stop: StopRequest
 ) -> None:
     """Run a claimed trial, and with it those that can share its model, each to its own end."""
     if queue.plan.study.devices > 1:
-        from ..devices.group import train
+        from ..devices.group import lead
 
-        run_trial = partial(train, run_trial)
+        run_trial = partial(lead, run_trial)
     room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
     claims = [claim, *(_patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else ())]
     if len(claims) == 1:
@@ -137,13 +137,13 @@ def _run_with_others(
         return
     from ..run.together import Together  # torch is not for every trial
 
-    def work(claim: Claim, models: Any) -> None:
+    def work(claim: ClaimedTrial, models: Any) -> None:
         _run_claim(claim, queue, partial(run_trial, models=models), stop)
 
     Together([queue.plan.spec(one.key) for one in claims], [partial(work, one) for one in claims]).results()
 
 
-def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
+def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
     """Run a claimed trial to its end, even a failure, and record it."""
     try:
         outcome = _outcome(claim, queue, run_trial, stop)
@@ -158,7 +158,7 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 
-def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
+def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
     """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
@@ -236,7 +236,7 @@ class _TrialLog(RunLog):
     def must_stop(self) -> bool:
         if self.resumed_at < self._least:
             rule = f"a warm clone must start from the checkpoint of step {self._least}"
-            fix = "copy it there from the host that made the clone, or clone without --warm"
+            fix = "copy it there from the host that made the clone, or clone without `warm`"
             raise ValueError(f"{rule}, which is missing from '{self.directory}': {fix}")
         new, self._validation = self._validation, None
         if new is not None:

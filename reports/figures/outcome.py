@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from ...harness.data import short_path
+from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, Contrast, marginal
 from ..anova import Grid
-from ..claims import Claim
+from ..claims import JudgedClaim
 from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
@@ -187,9 +187,9 @@ def _estimates(analysis: Analysis, shown: Mapping[str, ArmSummary | Comparison],
     axes.set_xlabel(x_label)
 
 
-def claims(found: Sequence[Claim]) -> list[Drawing]:
+def claims(found: Sequence[JudgedClaim]) -> list[Drawing]:
     """The contrasts of each claim with their intervals against the region that it predicts: a figure per unit."""
-    units: dict[tuple[bool, str], list[tuple[Claim, str, Contrast]]] = {}
+    units: dict[tuple[bool, str], list[tuple[JudgedClaim, str, Contrast]]] = {}
     for claim in found:
         unit = "difference, points" if wording.is_fraction(claim.metric) else wording.spoken(claim.metric)
         rows = [(claim, name, each) for name, each in claim.found if each.interval is not None]
@@ -205,7 +205,7 @@ def claims(found: Sequence[Claim]) -> list[Drawing]:
     return drawings
 
 
-def _claims(rows: Sequence[tuple[Claim, str, Contrast]], is_ratio: bool, unit: str, axes: Axes) -> None:
+def _claims(rows: Sequence[tuple[JudgedClaim, str, Contrast]], is_ratio: bool, unit: str, axes: Axes) -> None:
     scale = 1.0 if is_ratio else scale_of(rows[0][0].metric)
 
     def at(value: float) -> float:

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 
-from ...harness.data import GREY, PALETTE
+from ...harness.base.arms import GREY, PALETTE
 from ..analysis import Analysis
 from ..prose.wording import is_fraction
 from ..trials import search_of

@@ -1,10 +1,11 @@
 """Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
+from collections.abc import Sequence
 
-from ...harness.data import short_path
+from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal, same_as_baseline
-from ..claims import check_claims
+from ..claims import JudgedClaim
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
 from ..trials import ArmSummary, search_of, tuning_of
@@ -14,17 +15,18 @@ NEAR_ZERO = 0.02
 _AGAIN = "run it again with other seeds before believing it"
 
 
-def answer(analysis: Analysis) -> str:
-    """The study's answer in one sentence."""
+def answer(analysis: Analysis, claims: Sequence[JudgedClaim] = ()) -> str:
+    """The study's answer in one sentence, first of all on its `claims`, which were checked."""
     if not analysis.finished_arms:
         states = [gap.state for gap in analysis.gaps]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
     found = (
-        _claims, _learnt, _grid_finding, _finding, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
+        _learnt, _grid_finding, _finding, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
         _added,
     ) if search_of(analysis.record) is None else (_search_finding, _left_out)  # fmt: skip
-    parts = [part for each in found if (part := each(analysis))]
+    told = [] if search_of(analysis.record) is not None else [_verdicts([claim.verdict for claim in claims])]
+    parts = [part for part in [*told, *(each(analysis) for each in found)] if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
     if analysis.outcome.is_fraction and max(arm.mean for arm in analysis.finished_arms) < NEAR_ZERO:
@@ -112,9 +114,8 @@ def _twins(analysis: Analysis) -> str:
     return "; ".join(found)
 
 
-def _claims(analysis: Analysis) -> str:
+def _verdicts(verdicts: Sequence[str]) -> str:
     """The verdicts on the study's claims."""
-    verdicts = [claim.verdict for claim in check_claims(analysis)]
     if len(verdicts) == 1:
         return f"The claim is {verdicts[0]}"
     counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...harness.base.arms import short_path
 from ...harness.base.words import listed as listed
 from ...harness.base.words import quoted as quoted
-from ...harness.data import short_path
 from ..statistics import ALPHA, Interval
 
 _FRACTIONS = (

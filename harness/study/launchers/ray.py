@@ -82,7 +82,7 @@ class RayPool(Pool):
         if not room:
             raise SpecError(
                 f"a worker asks for {asked['CPU']:g} cores and {asked['GPU']:g} GPUs of one node, and no node of the "
-                f"cluster has them (in all it has {cpus:g} and {gpus:g}); lower cpus or gpus of --launcher"
+                f"cluster has them (in all it has {cpus:g} and {gpus:g}); lower cpus or gpus of `launcher`"
             )
         self.size = self.size or room
         self._run = self._ray.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"], max_retries=0)(run_worker)
@@ -113,7 +113,7 @@ class RayPool(Pool):
         if code is None:
             raise SpecError(
                 f"the node '{words}' of the cluster does not share the runs folder '{self.options['runs']}': give "
-                "the nodes a database with --storage postgresql://..., or a folder on a common disk with --runs"
+                "the nodes a database with `storage` postgresql://..., or a folder on a common disk with `runs`"
             )
         return "a worker", code, words
 

@@ -47,23 +47,23 @@ class Slurm:
     def check(self, runs: Path, workers: int | None) -> None:
         """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
         if workers is None:
-            raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
+            raise SpecError("launcher slurm needs `workers`, the number of jobs at a time; give it")
         if missing := [command for command in COMMANDS if shutil.which(command) is None]:
-            rule, fix = "--launcher slurm needs the commands of SLURM", "start the study on a login node of the cluster"
+            rule, fix = "launcher slurm needs the commands of SLURM", "start the study on a login node of the cluster"
             raise SpecError(f"{rule}, '{missing[0]}' is not on PATH; {fix}")
         folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
         if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
-            got, fix = f"'{folder}' is where each node has files of its own", "name one on a common disk with --runs"
-            raise SpecError(f"the jobs of --launcher slurm must share the runs folder, and {got}; {fix}")
+            got, fix = f"'{folder}' is where each node has files of its own", "name one on a common disk with `runs`"
+            raise SpecError(f"the jobs of launcher slurm must share the runs folder, and {got}; {fix}")
         if "%" in str(folder):
-            rule = "the runs folder of --launcher slurm must have no % in its path"
-            raise SpecError(f"{rule}, got '{folder}', because SLURM fills it in; name another one with --runs")
+            rule = "the runs folder of launcher slurm must have no % in its path"
+            raise SpecError(f"{rule}, got '{folder}', because SLURM fills it in; name another one with `runs`")
         flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in self.parameters.items()]
         test = ["sbatch", "--test-only", *flags, "--wrap=true"]
         tried = subprocess.run(test, capture_output=True, text=True, check=False)
         if tried.returncode:
             said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
-            raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change the --slurm options")
+            raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change its options")
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
-            rule = "--launcher slurm takes options of sbatch without their dashes, such as account=lab"
+            rule = "launcher slurm takes options of sbatch without their dashes, such as account=lab"
             raise SpecError(f"{rule}, got '{text}'")
         if name in OURS:
-            raise SpecError(f"--launcher slurm must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
+            raise SpecError(f"launcher slurm must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
         found[name] = value if equals else True
     return found

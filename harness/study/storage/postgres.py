@@ -210,7 +210,7 @@ def _with_driver(url: str) -> str:
     except (ArgumentError, ValueError):
         parsed = None
     if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database or url.count("@") > 1:
-        rule = "--storage must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+        rule = "`storage` must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE"
         raise SpecError(f"{rule}, got '{shown(url)}'; write '@' in user and password as %40")
     try:
         import psycopg  # noqa: F401

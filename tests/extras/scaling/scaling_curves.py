@@ -35,10 +35,7 @@ IDENTIFIED = {
     "steep": Design(middle=0.3, steepness=3.0),
     "40 evaluations": Design(points=41, middle=0.15),
 }
-BORDERLINE = {
-    "middle at half of training": Design(middle=0.5),
-    "middle at 4 fifths": Design(middle=0.8),
-}
+BORDERLINE = {"middle at half of training": Design(middle=0.5), "middle at 4 fifths": Design(middle=0.8)}
 UNIDENTIFIED = {
     "one seed": Design(seeds=1),
     "6 evaluations": Design(points=6),

@@ -1,4 +1,4 @@
-"""`cohort doctor --gpu`: every claim on a fake GPU, with and without a fault that it must find, and on this machine."""
+"""`cohort gpu`: every claim on a fake GPU, with and without a fault that it must find, and on this machine."""
 
 import json
 import math
@@ -18,15 +18,15 @@ import fake_vllm
 import psutil
 import pytest
 import torch
-from cohort.harness.api import gpu, gpu_backend, gpu_claims
-from cohort.harness.api.gpu import check_claims
-from cohort.harness.api.gpu_backend import Backend, make_up
-from cohort.harness.api.gpu_claims import CLAIMS, KEPT, LORA, PPO, RECOMPUTED, Number, _difference
 from cohort.harness.api.machine import Check
 from cohort.harness.checks.memory import estimate_run, peak_bytes
 from cohort.harness.cli import app
 from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
+from cohort.harness.extras.gpu import backend, book, claims
+from cohort.harness.extras.gpu.backend import Backend, make_up
+from cohort.harness.extras.gpu.book import check_claims
+from cohort.harness.extras.gpu.claims import CLAIMS, KEPT, LORA, PPO, RECOMPUTED, Number, _difference
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.text import load_codec
 from cohort.harness.record.events import EVENTS, RunHistory, read_history
@@ -49,7 +49,7 @@ class LLM(fake_vllm.LLM):
             self.adapted[request.number] = self.model
 
     def collective_rpc(self, method, args=(), kwargs=None):
-        if "changes are not seen" in LLM.faults and method is gpu_backend._change:
+        if "changes are not seen" in LLM.faults and method is backend._change:
             return [None]
         return super().collective_rpc(method, args, kwargs)
 
@@ -336,10 +336,10 @@ def test_algorithms_are_those_that_learn_from_rewards_and_steps_of_one_device_ar
     class Gpu(Backend):
         device, on_gpu = torch.device("cpu"), True
 
-    few, names = ["distill", "grpo", "ppo"], gpu_claims.plugins.names
-    monkeypatch.setattr(gpu_claims.plugins, "names", lambda kind: few if kind == "algorithm" else names(kind))
+    few, names = ["distill", "grpo", "ppo"], claims.plugins.names
+    monkeypatch.setattr(claims.plugins, "names", lambda kind: few if kind == "algorithm" else names(kind))
     monkeypatch.setenv("COHORT_MIRROR", "mlflow")
-    count, furthest = gpu_claims.algorithms(Gpu(tmp_path, "tiny", "vllm"))
+    count, furthest = claims.algorithms(Gpu(tmp_path, "tiny", "vllm"))
     assert (count.value, furthest.value) == (2, 0)
     for name in ("ppo-gpu", "ppo-cpu"):
         assert read_history(tmp_path / "runs/train" / name / EVENTS).history["policy/grad_norm"][2][0] > 0
@@ -365,10 +365,10 @@ def test_runs_are_told_apart_by_one_value_and_by_what_they_lack():
 
 def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path, monkeypatch, capsys):
     def cohort(*options, faults=()):
-        monkeypatch.setattr(gpu, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
-        monkeypatch.setattr(gpu, "check_claims", partial(check_claims, start="fork"))
+        monkeypatch.setattr(book, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
+        monkeypatch.setattr(book, "check_claims", partial(check_claims, start="fork"))
         with pytest.raises(SystemExit) as ended:
-            app.main(["doctor", "--gpu", "--runs", str(tmp_path / "runs"), "--model", "tiny", *options])
+            app.main(["gpu", "tiny", "--runs", str(tmp_path / "runs"), *options])
         return ended.value.code or 0, *capsys.readouterr()
 
     status, out, err = cohort("--only", "driver,shared-memory")
@@ -381,7 +381,6 @@ def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path
     assert cohort("--only", "driver,shared-memory", faults=["interrupt"])[0] == 130
     status, _, err = cohort("--only", "sleeps")
     assert status == 2 and "did you mean 'sleep'" in err
-    assert cohort("--run", "quickstart")[0] == 2
     assert list((tmp_path / "runs").iterdir()) == []  # it leaves nothing
 
 
@@ -398,7 +397,7 @@ def test_a_model_that_is_made_up_can_be_used_and_has_a_character_for_each_token(
 @pytest.mark.long
 def test_a_claim_is_checked_on_this_machine_with_weights_that_are_made_up(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,), is_whole = gpu.run_book(tmp_path, None, ["checkpoint"], print)
+    (found,), is_whole = book.run_book(tmp_path, None, ["checkpoint"], print)
     assert (found.state, is_whole) == ("PASS", True), found.reason
     size, *_ = found.numbers
     assert size.value * GIB > 4 * (4096 * 128 + 4 * 3 * 128 * 384)  # embeddings and products, in float32

@@ -1,4 +1,4 @@
-"""The claims of the run-book (`cohort doctor --gpu`): the limit of time and the bounds of each, and their reason."""
+"""The claims of the run-book (`cohort gpu`): the limit of time and the bounds of each, and their reason."""
 
 import math
 import platform
@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import plugins
-from ..base.machine import SHARED_BYTES
-from ..checks.memory import estimate_run, peak_bytes
-from ..data import Prompt
-from ..devices.device import GIB, mixed_precision
-from ..devices.sharding import copied
-from ..policy.lora import adapter_weights
-from ..policy.model import empty_model, model_config, saved_weights
-from ..record.events import RunHistory
-from ..run.checkpoint import save_checkpoint
-from ..run.guards.agreement import own_logprobs
-from ..run.guards.sync import BOUNDS, precision, spot_check
-from ..run.learner import Learner
-from ..run.rollout import collate
-from ..settings.run import RunSpec
-from .gpu_backend import Backend
+from ... import plugins
+from ...base.machine import SHARED_BYTES
+from ...checks.memory import estimate_run, peak_bytes
+from ...data import Prompt
+from ...devices.device import GIB, mixed_precision
+from ...devices.sharding import copied
+from ...policy.lora import adapter_weights
+from ...policy.model import empty_model, model_config, saved_weights
+from ...record.events import RunHistory
+from ...run.checkpoint import Snapshot, save_checkpoint
+from ...run.guards.agreement import own_logprobs
+from ...run.guards.sync import BOUNDS, precision, spot_check
+from ...run.learner import Learner
+from ...run.rollout import collate
+from ...settings.run import RunSpec
+from .backend import Backend
 
 CLOCKS = ("seconds/", "throughput/", "memory/", "system/")  # metrics that no two runs share
 LIBRARIES = GIB / 4  # of a process without a GPU, that a run loads
@@ -324,10 +324,7 @@ def checkpoints(backend: Backend) -> list[Number]:
     learner, begin = Learner(spec, policy), backend.now()
     weights, state = copied([saved_weights(policy), learner.state()])
     made = backend.now()
-    save_checkpoint(
-        backend.folder / "written", 1, spec_digest=spec.digest(), policy=policy, weights=weights,
-        tokenizer=codec.tokenizer, learner_state=state, progress={}, keep=1,
-    )  # fmt: skip
+    save_checkpoint(backend.folder / "written", Snapshot(1, policy, codec.tokenizer, state, {}, weights), keep=1)
     seconds = backend.now() - made
     gib = sum(file.stat().st_size for file in (backend.folder / "written").rglob("*.*")) / GIB
     return [

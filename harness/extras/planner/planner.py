@@ -25,24 +25,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...reports.statistics import minimum_detectable_difference
-from ..base.inputs import digest
-from ..base.machine import default_workers, usable_cores
-from ..mirror.address import MIRROR, TRACKING_URI
-from ..policy.sources import start_name
-from ..record.events import EVENTS, read_history
-from ..run.cold_start import start_policy
-from ..settings.errors import SpecError
-from ..settings.run import RunSpec
-from ..settings.study import StudySpec, parse_study
-from ..study.estimates import complete_runs, planned
-from ..study.preflight import check_study
-from ..study.runner import run_study
-from ..study.two_stage import on_test_split
-from ..study.worker import EXECUTE
-from .reporting import write_report
-from .settings import runs_folder
-from .study import Study
+from ....reports.statistics import minimum_detectable_difference
+from ...api.reporting import write_report
+from ...api.settings import runs_folder
+from ...api.study import Study
+from ...base.inputs import digest
+from ...base.machine import default_workers, usable_cores
+from ...mirror.address import MIRROR, TRACKING_URI
+from ...policy.sources import start_name
+from ...record.events import EVENTS, read_history
+from ...run.cold_start import start_policy
+from ...settings.errors import SpecError
+from ...settings.run import RunSpec
+from ...settings.study import StudySpec, parse_study
+from ...study.estimates import complete_runs, planned
+from ...study.preflight import check_study
+from ...study.runner import run_study
+from ...study.two_stage import on_test_split
+from ...study.worker import EXECUTE
 
 STEPS = 10  # steps of a calibration; the first is not timed
 MOST_SEEDS = 200

@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
-from ..data import InvalidRun
-from ..devices import group
-from ..devices.device import device_bytes, resolve_device
-from ..mirror.address import MIRROR
-from ..policy.lora import add_adapter
-from ..policy.model import load_policy, save_model
-from ..policy.text import TextCodec, load_codec
-from ..policy.tiny import tiny_tokenizer
-from ..record.events import EVENTS, RunHistory, read_history
-from ..run.build import build_engine, placed
-from ..run.standalone import train_once
-from ..settings.raw import with_overrides
-from ..settings.run import RunSpec, parse_run
-from .machine import Check, check_driver
+from ...api.machine import Check, check_driver
+from ...base.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
+from ...data import InvalidRun
+from ...devices import group
+from ...devices.device import device_bytes, resolve_device
+from ...mirror.address import MIRROR
+from ...policy.lora import add_adapter
+from ...policy.model import load_policy, save_model
+from ...policy.text import TextCodec, load_codec
+from ...policy.tiny import tiny_tokenizer
+from ...record.events import EVENTS, RunHistory, read_history
+from ...run.build import build_engine, placed
+from ...run.standalone import train_once
+from ...settings.raw import with_overrides
+from ...settings.run import RunSpec, parse_run
 
 # Without --model: the shape of Qwen2.5-0.5B on a GPU, a small one of the same kind on a CPU.
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..base.files import write_text
-from ..base.stop import StopRequest, stop_on_signals
-from ..base.words import did_you_mean
-from ..policy.model import check_model
-from ..settings.errors import SpecError
-from .gpu_backend import SHAPES, Backend, make_up
-from .gpu_claims import CLAIMS, Claim, Number, Skipped
+from ...base.files import write_text
+from ...base.stop import StopRequest, stop_on_signals
+from ...base.words import did_you_mean
+from ...policy.model import check_model
+from ...settings.errors import SpecError
+from .backend import SHAPES, Backend, make_up
+from .claims import CLAIMS, Claim, Number, Skipped
 
 SECONDS = 1800  # of all claims
 OVER = "the time of all claims is over"

@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.api import planner
-from cohort.harness.api.planner import Calibration, Option, Pace, measured_trial, option, plan, spread_of, within
 from cohort.harness.api.study import load_study
 from cohort.harness.base.files import write_json
 from cohort.harness.cli.app import app
+from cohort.harness.extras.planner import planner
+from cohort.harness.extras.planner.planner import (
+    Calibration,
+    Option,
+    Pace,
+    measured_trial,
+    option,
+    plan,
+    spread_of,
+    within,
+)
 from cohort.harness.record.events import EVENTS, event_line
 from cohort.harness.settings.run import parse_run
 from cohort.harness.settings.study import StudySpec, parse_study

@@ -1,0 +1,1 @@
+"""The run-book: measures on one machine what Cohort claims of a GPU."""
