@@ -83,7 +83,7 @@ class PostgresStorage(Storage):
             words = str(getattr(cause, "orig", cause)).strip().splitlines() or [type(cause).__name__]
             raise StorageUnavailable(
                 f"the storage {self.place} cannot be used now: {without_secrets(words[0], self._url)}; "
-                "check --storage (or COHORT_STORAGE) and that the server runs and lets this host in"
+                "check `storage` (or COHORT_STORAGE) and that the server runs and lets this host in"
             ) from None
 
     def exists(self) -> bool:

@@ -157,7 +157,7 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
     ("arguments", "words"),
     [
         (["--launcher", "slurm partition=nowhere", "--workers", "2"], "invalid partition specified: nowhere"),
-        (["--launcher", "slurm"], "needs --workers N"),
+        (["--launcher", "slurm"], "needs --workers, the number of jobs"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
     ],
 )
