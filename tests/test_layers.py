@@ -67,7 +67,7 @@ ROOMS = (
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_IMPORTER = {
-    "mlflow": "harness/mirror/", "optuna": "harness/study/",
+    "mlflow": "harness/mirror/", "optuna": ("harness/study/", "harness/extras/postgres/"),
     "tensorboard": "harness/extras/tensorboard/", "wandb": "harness/extras/wandb/",
 }  # fmt: skip
 NOT_IN_REPORTS = {"torch", "transformers", "datasets"}
