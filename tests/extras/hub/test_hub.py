@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
-from cohort.harness.api.hub import model_card
 from cohort.harness.base.files import sha256
 from cohort.harness.cli import app
+from cohort.harness.extras.hub.publish import model_card
 from cohort.harness.record.events import EVENTS
 from cohort.harness.record.run import RunLog
 from cohort.harness.run.loop import train

@@ -11,9 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohort.harness.api import contamination
-from cohort.harness.api.contamination import knowledge, mean_logprobs, parted, probe, renumbered, rouge_l, scores, words
 from cohort.harness.data import Demonstration
+from cohort.harness.extras.contamination import probe as contamination
+from cohort.harness.extras.contamination.findings import Finding, judge, verdict
+from cohort.harness.extras.contamination.probe import (
+    knowledge,
+    mean_logprobs,
+    parted,
+    probe,
+    renumbered,
+    rouge_l,
+    scores,
+    words,
+)
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
@@ -21,7 +31,6 @@ from cohort.harness.record.study import read_study
 from cohort.harness.run.cold_start import fit_demonstrations
 from cohort.harness.settings.run import ColdStart, parse_run
 from cohort.harness.settings.study import StudySpec
-from cohort.reports.contamination import Finding, judge, verdict
 from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test
 from factories import make_spec
