@@ -124,11 +124,10 @@ def register(
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
 ) -> None:
-    """Register the final policy of a run as a version of a model in MLflow, or upload it to the Hub.
+    """Register the final policy of a run as a version of a model in MLflow.
 
     The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
-    of a study keeps its policy with checkpoints.finished=weights, a single run by default. The Hub gets a model card
-    from the record too (task, tests with intervals, seeds, command); a repository that is new is private.
+    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
     """
     version, policy = api.register(run, name, runs=runs)
     terminal.say(f"{name}, version {version}: {policy}")

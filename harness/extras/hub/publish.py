@@ -26,7 +26,7 @@ def publish(run: Path, repository: str) -> str:
     SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
     """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
-        raise SpecError(f"`repository` must be USER/NAME, got '{repository}'")
+        raise SpecError(f"`repository` must be the name of a user and a repository, got '{repository}'")
     policy, card = model_folder(str(run)), model_card(run)
     api = HfApi()
     try:
