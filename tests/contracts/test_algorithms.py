@@ -29,3 +29,9 @@ def test_the_rewards_that_algorithms_bring():
     special = {"dapo": {"accuracy": 1.0, "overlong": 0.5}, "distill": {"accuracy": 0.0},
                "grpo_self_consistency": {"majority_vote": 1.0}}  # fmt: skip
     assert {name: own for name, own in brought.items() if own != {"accuracy": 1.0}} == special
+
+
+def test_the_algorithms_whose_loss_is_a_mean_over_all_tokens():
+    found = {name for name in plugins.names("algorithm") if plugins.load("algorithm", name).token_mean}
+    named = {"cispo", "dapo", "distill", "kl_cov", "lite_ppo", "ppo", "reinforce_plus_plus", "vespo"}
+    assert found == named  # the words of `objective` follow this fact, so that no reference sees another one
