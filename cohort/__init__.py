@@ -22,22 +22,19 @@ if TYPE_CHECKING:  # pyright resolves names by folder, and in a checkout the API
         Study,
         compare,
         evaluate,
-        grade,
-        import_scores,
         load_study,
         open_result,
         report,
         run,
         train,
-        verify,
     )
 
 _CHECKOUT = Path(__file__).parents[1]
 if (_CHECKOUT / "harness" / "api").is_dir():  # in a wheel they lie in this folder
     __path__.append(str(_CHECKOUT))
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "import_scores", "load_study",
-           "open_result", "report", "run", "train", "verify"]  # fmt: skip
+__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "load_study", "open_result", "report",
+           "run", "train"]  # fmt: skip
 _extras = importlib.import_module("cohort.harness.extras")
 __all__ += sorted(_extras.public())  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ..harness.data import SampleRow
-from . import contamination, tables
+from . import tables
 from .analysis import Analysis
 from .capability import Capabilities
 from .claims import JudgedClaim
@@ -80,11 +80,6 @@ def page_values(
         "sections": extra,
         "claims": claims,
         "claims_table": tables.claims(claims),
-        "probes": [
-            {**one, "table": tables.table(["Test", *one["headers"][1:]], one["rows"])}
-            for one in map(contamination.summary, record.probes)
-        ],
-        "probe_level": contamination.LEVEL,
         "accuracies_reading": accuracies_reading(analysis),
         "method": interval_method(analysis),
         "reading": interval_reading(analysis),

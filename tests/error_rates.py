@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from cohort.harness.api.imports import import_scores
+from cohort.harness.extras.imports.scores import import_scores
 from cohort.harness.record.study import StudyRecord, TrialRecord, read_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import Analysis

@@ -184,7 +184,8 @@ def single_importers(path: str, tree: ast.Module) -> Iterator[str]:
 
 def gold_stops_at_grading(path: str, tree: ast.Module) -> Iterator[str]:
     """`.gold` of a prompt; what only shows logged samples holds no prompts, its `gold` is the text of a sample."""
-    if path == "harness/run/grading.py" or path.startswith(("harness/cli/", "reports/")):
+    shows = path.startswith(("harness/cli/", "reports/")) or (extra_of(path) and path.endswith("/commands.py"))
+    if path == "harness/run/grading.py" or shows:
         return
     for node in ast.walk(tree):
         named = isinstance(node, ast.Attribute) and node.attr == "gold"

@@ -9,7 +9,6 @@ from typing import get_args
 import pytest
 import torch
 import yaml
-from cohort.harness.api.verification import Findings, Place, _group_size, check_trial
 from cohort.harness.base.files import sha256
 from cohort.harness.base.streams import generator
 from cohort.harness.checks.disk import estimate_disk
@@ -17,6 +16,7 @@ from cohort.harness.checks.memory import estimate_run
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration, Prompt, Split
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.extras.verify.verification import Findings, Place, _group_size, check_trial
 from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.model import save_model

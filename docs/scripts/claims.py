@@ -2,8 +2,8 @@
 
     python docs/scripts/claims.py [RUNS]
 
-Each finished study of the runs folder leaves a capsule in RUNS/capsules and, once it is verified, its findings in
-studies/claims/NAME.json, with the capsule's SHA-256. The page is made from these files and the study files alone. A
+Each finished study of the runs folder, once it is verified, leaves its findings in studies/claims/NAME.json, with the
+SHA-256 of its evidence.json, which names all its files. The page is made from these files and the study files alone. A
 study whose file was changed since counts as not run; a setting that Cohort got since is off and changes nothing.
 """
 
@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cohort.harness.api import export_capsule, verify
-from cohort.harness.api.capsule import unpacked
 from cohort.harness.base.files import sha256
 from cohort.harness.base.inputs import digest
 from cohort.harness.base.words import duration
+from cohort.harness.record.evidence import EVIDENCE
 from cohort.harness.record.study import StudyRecord, TrialRecord, read_folder
 from cohort.harness.settings.load import load_study, shipped_studies
 from cohort.harness.settings.study import StudySpec
 from cohort.reports.analysis import analysed
 from cohort.reports.claims import check_claims
 from cohort.reports.prose.wording import operations, p_value, quantity
+
+import cohort
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FINDINGS = ROOT / "docs" / "claims.md", ROOT / "studies" / "claims"
@@ -40,22 +41,21 @@ contrast is shown to lie where the claim says or elsewhere, by a p below 0.05 (H
 study), else undecided. A verdict holds for this model (167 thousand parameters), this task and these steps; it does not
 say that a paper is wrong at its own scale.
 
-`make claims` runs the studies, verifies their capsules and writes this page; no number or verdict on it is typed. A
-capsule is the whole record of a study, about 2 MB, and not in the repository: the page names it by its SHA-256.
+`make claims` runs the studies, verifies their records and writes this page; no number or verdict on it is typed. A
+record, about 2 MB, is not in the repository: the page names it by the SHA-256 of its archive or of its evidence.
 """
 
 
-def findings(capsule: Path, file: Path) -> dict[str, Any]:
-    """What the page says of the study of a file, from its capsule. ValueError for one that is not verified, or that ran
+def findings(folder: Path, file: Path) -> dict[str, Any]:
+    """What the page says of the study of a file, from its record. ValueError for one that is not verified, or that ran
     with other settings."""
-    _, found = verify(capsule)
+    _, found = cohort.verify(folder)
     if not found.is_verified:
-        raise ValueError(f"'{capsule}' must be verified to be shown, got {(*found.mismatches, *found.lacks)[0]}")
-    with unpacked(capsule) as folder:
-        record = read_folder(folder)
+        raise ValueError(f"'{folder}' must be verified to be shown, got {(*found.mismatches, *found.lacks)[0]}")
+    record = read_folder(folder)
     now = load_study(str(file)).model_dump(mode="json")
     if not _holds({key: now[key] for key in DEFINES}, {key: record.spec[key] for key in DEFINES}):
-        raise ValueError(f"'{capsule}' must have the settings of {file.name} to be shown; run the study again")
+        raise ValueError(f"'{folder}' must have the settings of {file.name} to be shown; run the study again")
     trials = [trial for trial in record.trials if trial.state == "complete"]
 
     def spent(name: str) -> float:
@@ -71,8 +71,9 @@ def findings(capsule: Path, file: Path) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "study": record.name, "settings": settings_digest(file), "command": record.command, "claims": claims,
-        "capsule": sha256(capsule), "trials": f"{len(trials)} of {record.expected}", "versions": dict(record.versions),
-        "seconds": spent("seconds"), "tokens": spent("generated_tokens"), "operations": spent("flops_train"),
+        "evidence": sha256(folder / EVIDENCE), "trials": f"{len(trials)} of {record.expected}",
+        "versions": dict(record.versions), "seconds": spent("seconds"), "tokens": spent("generated_tokens"),
+        "operations": spent("flops_train"),
     }  # fmt: skip
 
 
@@ -153,10 +154,11 @@ def _section(file: Path, study: StudySpec, found: Mapping[str, Any] | None) -> I
     ]
     if changed:
         yield "\n".join(["\nOther analyses that change a verdict:\n", *changed])
+    stated, sha = ("Evidence", found["evidence"]) if "evidence" in found else ("Archive", found["capsule"])
     yield (
         f"\nCost: {found['trials']} trials, {duration(found['seconds'])} of their time, {quantity(found['tokens'])} "
         f"generated tokens, {operations(found['operations'])}. The claims were {found['claims'][0]['registered']}; "
-        f"torch {found['versions'].get('torch')}. Capsule: SHA-256 `{found['capsule']}`."
+        f"torch {found['versions'].get('torch')}. {stated}: SHA-256 `{sha}`."
     )
 
 
@@ -175,17 +177,13 @@ def findings_here() -> dict[str, Any]:
 
 
 def keep_findings(runs: Path, file: Path) -> bool:
-    """Whether the study of a file is complete in the runs folder; if so, its capsule and its findings are written."""
+    """Whether the study of a file is complete in the runs folder; if so, its findings are written."""
     name = file.stem
     status = runs / "studies" / name / "status.json"
     if not status.is_file() or json.loads(status.read_text("utf-8"))["state"] != "complete":
         return False
-    capsule = runs / "capsules" / f"{name}.zip"
-    capsule.parent.mkdir(exist_ok=True)
-    capsule.unlink(missing_ok=True)
-    export_capsule(status.parent, capsule)
     FINDINGS.mkdir(exist_ok=True)
-    (FINDINGS / f"{name}.json").write_text(json.dumps(findings(capsule, file), indent=1) + "\n", "utf-8")
+    (FINDINGS / f"{name}.json").write_text(json.dumps(findings(status.parent, file), indent=1) + "\n", "utf-8")
     return True
 
 

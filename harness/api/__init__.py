@@ -19,13 +19,8 @@ if TYPE_CHECKING:
     from ..study.pool import work
     from ..study.queue import study_status
     from ..study.steering import remove_study, steer
-    from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
-    from .contamination import probe
-    from .hub import publish
-    from .imports import import_scores
     from .machine import check_machine
-    from .regrade import grade
     from .reporting import report
     from .result import Evaluation, Report, Result
     from .runs import estimate_runs, evaluate, register, train

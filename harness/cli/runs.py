@@ -1,4 +1,4 @@
-"""`cohort train`, `evaluate`, `register`, `contamination` and `reward-model`."""
+"""`cohort train`, `evaluate`, `register` and `reward-model`."""
 
 import shlex
 import sys
@@ -117,71 +117,20 @@ def evaluate(
 @command(
     "register",
     "cohort register runs/train/my-run --name arithmetic-grpo",
-    "cohort register runs/train/my-run --hub me/gsm8k-grpo",
 )
 def register(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")] = None,
-    hub: Annotated[str | None, typer.Option(metavar="USER/NAME", help="A repository of the Hugging Face Hub.")] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")],
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
 ) -> None:
-    """Register the final policy of a run as a version of a model in MLflow, or upload it to the Hub.
+    """Register the final policy of a run as a version of a model in MLflow.
 
     The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
-    of a study keeps its policy with checkpoints.finished=weights, a single run by default. The Hub gets a model card
-    from the record too (task, tests with intervals, seeds, command); a repository that is new is private.
+    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
     """
-    if name is None and hub is None:
-        raise typer.BadParameter("give --name, --hub or both")
-    if name is not None:
-        version, policy = api.register(run, name, runs=runs)
-        terminal.say(f"{name}, version {version}: {policy}")
-    if hub is not None:
-        terminal.say(f"{hub}: {api.publish(run, hub)}")
-
-
-@command(
-    "contamination",
-    "cohort contamination tiny --task arithmetic --set cold_start.steps=400",
-    "cohort contamination Qwen/Qwen2.5-0.5B --task gsm8k --set task.path=data/gsm8k --problems 200",
-    "cohort contamination runs/train/my-run --task math500 --set task.path=data/math500 --reference fresh.jsonl",
-)
-def contamination(
-    model: options.Model,
-    task: options.Task,
-    split: options.Split = "test",
-    reference: Annotated[
-        str,
-        typer.Option(metavar="SPLIT|PATH", help="Other such problems, ideally ones that the model cannot have seen."),
-    ] = "validation",
-    problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
-    sets: options.Sets = None,
-    name: options.Name = None,
-    runs: options.Runs = options.RUNS,
-    mirror: options.Mirror = None,
-    as_json: options.Json = False,
-) -> None:
-    """Test whether a model knows the problems of a benchmark better than other problems of the same kind.
-
-    The model completes questions from their first part, and its log-probs of each question are compared with those of
-    variants with other numbers. Permutation tests compare both scores with a reference (Holm-corrected).
-    Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
-    show them.
-    """
-    found = api.probe(
-        model, task, split=split, reference=reference, num_problems=problems,
-        settings=sets or (), name=name, runs=runs,
-    )  # fmt: skip
-    said, directory = found.pop("said"), runs / "probes" / found["name"]
-    if as_json:
-        terminal.print_json({**found, "verdict": said["verdict"], "directory": directory})
-        return
-    headers = list(said["headers"])
-    terminal.show_table(said["title"], headers, said["rows"], numeric=headers[1:])
-    terminal.say(said["exact"])
-    terminal.say(said["verdict"])
-    terminal.say(f"Files: {directory}")
+    version, policy = api.register(run, name, runs=runs)
+    terminal.say(f"{name}, version {version}: {policy}")
 
 
 @command(

@@ -140,8 +140,7 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         log.warning("%s cannot be read (%s); the records are whole without it", store_name(runs), error)
         return
     import_mlflow()
-    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
-    found = [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
+    found = [file.parent for files in (f"studies/*/{STUDY}", f"*/*/{INFO}") for file in sorted(runs.glob(files))]
     for one in found if folder is None else [folder.resolve()]:
         lock = file_lock(one / "mlflow.lock")
         try:

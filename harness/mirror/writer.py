@@ -18,8 +18,7 @@ from ..base.files import read_json, write_json
 from ..data import FINAL
 from ..record.events import EVENTS, Tail
 from ..record.provenance import DIFF
-from ..record.run import INFO, RESULT, SYSTEM, RunInfo
-from ..record.study import PROBE
+from ..record.run import INFO, SYSTEM, RunInfo
 from . import store
 from .address import is_outage, remote_uri, traces_per_split, tracking_uri
 
@@ -228,7 +227,7 @@ class RunMirror:
             metrics = [Metric(store.SUMMARY + key, float(value), end["time"], 0) for key, value in summary]
             client.log_batch(self.place.run_id, metrics)
         if state != "running" and remote_uri() is not None:
-            names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
+            names = ["*.json", EVENTS] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
             for file in (file for name in names for file in self.directory.glob(name)):
                 folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
                 client.log_artifact(self.place.run_id, str(file), folder)  # for hosts that share only a server

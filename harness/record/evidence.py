@@ -1,7 +1,7 @@
 """Seals a report: `evidence.json` has the SHA-256 of every file that it was made from and of its own, when it was
 written, and what a mirror shows of it.
 
-With it the study's folder is whole: `cohort verify` derives the report again wherever the folder is copied.
+With it the study's folder is whole: the report can be derived again wherever the folder is copied.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ..base.files import read_json, sha256, write_json
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT
-from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord, probe_numbers
+from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord
 
 EVIDENCE = "evidence.json"
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
@@ -41,7 +41,7 @@ class Evidence:
 
     files     of the record and of the report -> SHA-256
     versions  that wrote the report
-    probes    of the record, which are kept outside the study's folder
+    extras    of the record, which may be kept outside the study's folder
     answer, means, colors  of the report: its sentence, its numbers by arm and metric, its arms' colours
     """
 
@@ -49,7 +49,7 @@ class Evidence:
 
     files: Mapping[str, str]
     versions: Mapping[str, str]
-    probes: Sequence[Mapping[str, Any]]
+    extras: Mapping[str, Any]
     answer: str
     means: Sequence[Mean]
     colors: Mapping[str, str]
@@ -60,7 +60,7 @@ def write_evidence(
 ) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
     files = {name: sha256(folder / name) for name in sealed_files(folder)}
-    evidence = Evidence(files, writing_versions(), record.probes, answer, means, colors)
+    evidence = Evidence(files, writing_versions(), record.extras, answer, means, colors)
     write_json(folder / EVIDENCE, dataclasses.asdict(evidence))
 
 
@@ -80,7 +80,6 @@ def read_evidence(folder: Path) -> Evidence:
     content = read_json(file)
     try:
         evidence = TypeAdapter(Evidence).validate_python(content)
-        evidence = dataclasses.replace(evidence, probes=[probe_numbers(one) for one in evidence.probes])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not what Cohort wrote there ({error!r:.200}); restore it from a copy") from None
     for name in evidence.files:

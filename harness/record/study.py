@@ -12,12 +12,13 @@ import shlex
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .. import extras
 from ..base.files import read_json, write_json
 from ..base.inputs import NO_INPUTS, Inputs, digest, short
 from ..data import FINAL, SampleRow, TrialState
@@ -29,7 +30,7 @@ from .provenance import versions
 from .run import INFO, SYSTEM, RunInfo
 from .status import StudyStatus
 
-STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
+STUDY, STATUS, SEARCH, SEEDS = "study.json", "status.json", "search.json", "seeds.json"
 LOOKS = "looks.json"
 # no settings
 _ABOUT = ("id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered", "references")
@@ -103,8 +104,7 @@ class StudyRecord:
     exploratory  clones; neither `arms` nor `trials` has them
     strange   folder of a trial that cannot be read, or is not of this study -> why; neither `trials` nor `exploratory`
               has its numbers
-    probes    results of `cohort contamination` for the task and a model that its trials start from: name; model;
-              task; split; reference; findings, one for each probe; exact; exact_reference; examples
+    extras    name of an extra -> what it keeps of the study, as plain data
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
     amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest;
               and `dropped`, the arms and clones that were taken back before they began
@@ -127,7 +127,7 @@ class StudyRecord:
     stopped: Sequence[str] = ()
     exploratory: Sequence[ExploratoryArm] = ()
     two_stage: Mapping[str, Any] | None = None
-    probes: Sequence[Mapping[str, Any]] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
     any_time: bool = False
     added: Sequence[int] = ()
     looks: Sequence[int] = ()
@@ -232,19 +232,20 @@ def read_study(runs: Path, name: str) -> StudyRecord:
     return read_folder(folder)
 
 
-def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None) -> StudyRecord:
+def read_folder(folder: Path, kept: Mapping[str, Any] | None = None) -> StudyRecord:
     """The record of the study in a folder: one trial for each (arm, seed) that has begun.
 
-    `probes` are those of the runs folder around it, unless they are given. ValueError for documents of another kind.
+    `kept` is what extras keep of it, by default what they find in the runs folder around it. ValueError for documents
+    of another kind.
     """
     try:
-        return _read_folder(folder, probes)
+        return _read_folder(folder, kept)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{folder}' does not hold the documents of a study ({error!r:.200}); restore them from a "
                          "copy") from None  # fmt: skip
 
 
-def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> StudyRecord:
+def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
     document = read_json(folder / STUDY)
     spec = study_settings(document)
     status = _optional(folder / STATUS) or {"stopped": [], "failed": []}
@@ -273,8 +274,9 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
             found[key] = replace(trial, state="pruned", reason=pruned[key[0]])
     shown = set(seeds).intersection(*(one["seeds"] for one in looks))  # in every look
     references = document.get("references") or {}
-    if probes is None:
-        probes = list(_probes(folder.resolve().parents[1], list(found.values()), document["inputs"]))
+    if kept is None:
+        runs, all_found = folder.resolve().parents[1], (list(found.values()), document["inputs"])
+        kept = {name: one.kept(runs, *all_found) for name, one in extras.modules("record").items()}
     return StudyRecord(
         name=spec["name"],
         question=spec["question"],
@@ -291,7 +293,7 @@ def _read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None) -> St
         stopped=status["stopped"],
         exploratory=clones,
         two_stage=two_stage,
-        probes=probes,
+        extras={name: one for name, one in kept.items() if one},
         any_time=spec.get("any_time", False),
         added=[seed for seed in seeds if seed not in shown],
         looks=sorted({one["complete"] for one in looks}),
@@ -416,32 +418,6 @@ def _unasked(
     if document["labels"] and trial.arm not in document["labels"]:
         return f"{STUDY} has no arm '{trial.arm}'"
     return f"{STUDY} has no seed {trial.seed}" if seeds is not None and trial.seed not in seeds else ""
-
-
-def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
-    """The results of probes on the task with a model that trials start from, the newest first."""
-    starts = [_start(trial.spec) for trial in trials if "task" in trial.spec]
-    files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for one in map(read_json, files):
-        reads = inputs.keys() & one["inputs"].keys()
-        if _start(one["spec"]) in starts and all(inputs[source] == one["inputs"][source] for source in reads):
-            own = ("spec", "inputs", "probed", "reference_problems")
-            yield probe_numbers({key: value for key, value in one.items() if key not in own})
-
-
-def probe_numbers(probe: Mapping[str, Any]) -> dict[str, Any]:
-    """A probe's result as read from JSON, with its findings that are not finite as floats again."""
-    findings = [
-        {key: float(v) if isinstance(v, str) and key != "probe" else v for key, v in found.items()}
-        for found in probe["findings"]
-    ]
-    return {**probe, "findings": findings}
-
-
-def _start(spec: Mapping[str, Any]) -> list[Any]:
-    """The settings that decide from which model a run starts (not the content of files), and the name of its task."""
-    cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
-    return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
 
 
 def _looks(folder: Path) -> list[dict[str, Any]]:

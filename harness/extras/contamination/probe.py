@@ -21,27 +21,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...reports.contamination import judge, summary
-from ..base.files import write_json
-from ..base.inputs import digest
-from ..base.streams import generator
-from ..base.tensors import pad_right
-from ..checks.preflight import check_runs, run_inputs
-from ..console.progress import phase_bar
-from ..data import Prompt, PromptFormat, SampleRow, Sampling, Split
-from ..devices.device import mixed_precision, resolve_device
-from ..policy.forward import microbatch_tokens, token_logprobs
-from ..policy.model import length_limit
-from ..policy.text import TextCodec
-from ..record.study import PROBE
-from ..run.build import build_engine, placed
-from ..run.cold_start import start_policy
-from ..run.evaluate import PROMPTS_AT_ONCE
-from ..run.standalone import OnProgress, measured
-from ..settings.errors import SpecError
-from ..settings.run import RunSpec
-from .runs import checked_name, checked_split, evaluated_spec
-from .settings import Settings, as_texts, runs_folder
+from ...api.runs import checked_name, checked_split, evaluated_spec
+from ...api.settings import Settings, as_texts, runs_folder
+from ...base.files import write_json
+from ...base.inputs import digest
+from ...base.streams import generator
+from ...base.tensors import pad_right
+from ...checks.preflight import check_runs, run_inputs
+from ...console.progress import phase_bar
+from ...data import Prompt, PromptFormat, SampleRow, Sampling, Split
+from ...devices.device import mixed_precision, resolve_device
+from ...policy.forward import microbatch_tokens, token_logprobs
+from ...policy.model import length_limit
+from ...policy.text import TextCodec
+from ...run.build import build_engine, placed
+from ...run.cold_start import start_policy
+from ...run.evaluate import PROMPTS_AT_ONCE
+from ...run.standalone import OnProgress, measured
+from ...settings.errors import SpecError
+from ...settings.run import RunSpec
+from .findings import judge, summary
+from .record import PROBE
 
 PREFIX_FRACTION = 0.6  # of a question's characters, which the model reads
 NUM_VARIANTS = 4  # of a question, with other numbers

@@ -25,18 +25,18 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.types import FailFast
 
-from ...reports.prose import wording
-from ..base.files import publish_folder, read_json, write_json, write_text
-from ..base.inputs import digest, digested
-from ..base.words import quoted
-from ..record.events import EVENTS, event_line, summed
-from ..record.provenance import versions
-from ..record.run import INFO, RESULT, RunInfo
-from ..record.study import STUDY
-from ..settings.errors import SpecError, did_you_mean
-from .result import Result
-from .settings import runs_folder, shell
-from .study import open_result
+from ....reports.prose import wording
+from ...api.result import Result
+from ...api.settings import runs_folder, shell
+from ...api.study import open_result
+from ...base.files import publish_folder, read_json, write_json, write_text
+from ...base.inputs import digest, digested
+from ...base.words import quoted
+from ...record.events import EVENTS, event_line, summed
+from ...record.provenance import versions
+from ...record.run import INFO, RESULT, RunInfo
+from ...record.study import STUDY
+from ...settings.errors import SpecError, did_you_mean
 
 MOST_ROWS, MOST_RUNS, MOST_FILES = 2_000_000, 2_000, 10_000
 MOST_BYTES, MOST_JSON = 2**29, 2**26  # of a file; of one JSON value, which takes up to 30 times its bytes in memory

@@ -18,20 +18,21 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
-from ...reports.render import write_report
-from ...reports.trials import test_last
-from .. import plugins
-from ..base.files import sha256
-from ..data import GradedGroup, Split
-from ..interfaces import Task
-from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
-from ..record.evidence import Evidence, read_evidence, sealed_files, writing_versions
-from ..record.run import RESULT, SYSTEM, RunInfo, read_result
-from ..record.study import STUDY, StudyRecord, TrialRecord, read_folder
-from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
-from ..run.grading import grade, group_of
-from ..run.step import rollout_metrics
-from ..settings.errors import parsed
+from ....reports.render import write_report
+from ....reports.trials import test_last
+from ... import plugins
+from ...api.settings import runs_folder
+from ...base.files import sha256
+from ...data import GradedGroup, Split
+from ...interfaces import Task
+from ...record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
+from ...record.evidence import Evidence, read_evidence, sealed_files, writing_versions
+from ...record.run import RESULT, SYSTEM, RunInfo, read_result
+from ...record.study import STUDY, StudyRecord, TrialRecord, read_folder
+from ...run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
+from ...run.grading import grade, group_of
+from ...run.step import rollout_metrics
+from ...settings.errors import parsed
 
 TABLE = "results.csv"
 _WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
@@ -124,6 +125,15 @@ Tests = Mapping[str, tuple[Split, Task]]  # area of metrics -> the split and the
 BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
+def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyRecord, Findings]:
+    """Recompute every number of the report of a study, of the runs folder or in any folder; changes nothing."""
+    own = runs_folder(runs) / "studies" / study
+    place = own if own.is_dir() else Path(study)
+    if not place.is_dir():
+        raise ValueError(f"'{study}' is no study in '{runs_folder(runs)}' and no study's folder; unpack an archive")
+    return verify_study(place)
+
+
 def verify_study(folder: Path, write: Callable[..., Any] = write_report) -> tuple[StudyRecord, Findings]:
     """The study's record, and everything that does not follow from the files in its folder. Writes nothing there.
 
@@ -137,7 +147,7 @@ def verify_study(folder: Path, write: Callable[..., Any] = write_report) -> tupl
         everywhere.has_file(folder, name, digest)
     for name in sorted({*sealed_files(folder)} - {*evidence.files}):
         everywhere.differs(name, "", "a file of the study", None)
-    record = read_folder(folder, evidence.probes)
+    record = read_folder(folder, evidence.extras)
     for name, words in record.strange.items():
         everywhere.differs(f"trials/{name}", "", words, "a run of this study")
     if not record.strange and all(trial.state != "complete" for trial in record.trials):

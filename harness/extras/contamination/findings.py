@@ -15,8 +15,8 @@ from typing import Any
 
 from numpy.random import Generator
 
-from .prose.wording import listed, p_value
-from .statistics import holm, permutation_test
+from ....reports.prose.wording import listed, p_value
+from ....reports.statistics import holm, permutation_test
 
 LEVEL = 0.01  # of a corrected p that flags a model
 MEANINGS = {
@@ -79,7 +79,10 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
-    findings = [Finding(**one) for one in document["findings"]]
+    findings = [  # numbers that are not finite are text in JSON
+        Finding(**{key: float(v) if isinstance(v, str) and key != "probe" else v for key, v in one.items()})
+        for one in document["findings"]
+    ]
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))

@@ -1,5 +1,4 @@
-"""`cohort verify` and capsules: an untouched study follows from its files, one altered digit anywhere does not, and a
-file from somebody else unpacks nothing outside its place."""
+"""`cohort verify`: an untouched study follows from its files, one altered digit anywhere does not."""
 
 import dataclasses
 import json
@@ -7,8 +6,6 @@ import os
 import random
 import re
 import shutil
-import stat
-import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from cohort.harness.api.capsule import export_capsule, unpacked
-from cohort.harness.api.hub import model_card
-from cohort.harness.api.verification import Findings, Place, _check_result, verify_study
 from cohort.harness.base.files import read_json, sha256, write_json
+from cohort.harness.extras.verify.verification import Findings, Place, _check_result, verify_study
 from cohort.harness.record.events import EVENTS, RunHistory, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
@@ -218,7 +213,8 @@ def test_a_family_that_the_completions_do_not_have_is_found(folder):
 
 
 def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder):
-    card = model_card(sorted((folder / "trials").iterdir())[0])
+    hub = pytest.importorskip("cohort.harness.extras.hub.publish")
+    card = hub.model_card(sorted((folder / "trials").iterdir())[0])
     assert "Does it help?" in card and "One of 1 seed (0) of the arm `group_size=" in card
     assert f"`{sha256(folder / EVIDENCE)}`" in card
 
@@ -270,12 +266,18 @@ def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folde
 WRONG = [None, True, 1, "x", [1], {"a": 1}, {"a": [1]}, [{"a": 1}], [{"findings": 1}]]
 
 
-@pytest.mark.attack("A study or capsule that cannot be verified")
+@pytest.mark.attack("A study that cannot be verified")
 def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder, record_property):
     """A stranger's file, whose sum is right."""
     known = {key: value for key, value in read_json(folder / EVIDENCE).items() if key != "format"}
-    right = [("answer", "x"), ("versions", {"a": "x"}), ("colors", {"a": "x"})]
-    wrong = [{**known, key: value} for key in known for value in WRONG if (key, value) != ("answer", "x")]
+    right = [
+        ("answer", "x"),
+        ("versions", {"a": "x"}),
+        ("colors", {"a": "x"}),
+        ("extras", {"a": 1}),
+        ("extras", {"a": [1]}),
+    ]
+    wrong = [{**known, key: value} for key in known for value in WRONG if (key, value) not in right]
     wrong += [{**known, "more": 1}, *({k: v for k, v in known.items() if k != key} for key in known)]
     for document in wrong:
         write_json(folder / EVIDENCE, document)
@@ -313,7 +315,7 @@ def test_a_trial_whose_folder_is_gone_is_named(folder):
     assert any(one.file.endswith(EVENTS) and one.stored is None for one in findings.mismatches)
 
 
-@pytest.mark.attack("A study or capsule that cannot be verified")
+@pytest.mark.attack("A study that cannot be verified")
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
@@ -325,99 +327,11 @@ def test_a_trial_whose_folder_is_gone_is_named(folder):
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
-def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(folder, break_it, words, tmp_path):
+def test_a_folder_that_cannot_be_verified_is_one_sentence(folder, break_it, words, tmp_path):
     break_it(folder)
     with pytest.raises(ValueError, match=re.escape(words)):
         verified(folder)
-    with pytest.raises(ValueError, match=re.escape(words)):
-        export_capsule(folder, tmp_path / "out.zip")
     assert [file.name for file in tmp_path.iterdir()] == ["copied"]
-
-
-# Capsules ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def capsule(made, tmp_path) -> Path:
-    file = tmp_path / "out.zip"
-    assert cohort("study", "export", "sizes", str(file), "--runs", str(made)) == 0
-    return file
-
-
-def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equal_ones(capsule, made, tmp_path):
-    with unpacked(capsule) as folder:
-        assert verified(folder).is_verified
-        inside = folder
-    assert not inside.exists()
-    export_capsule(made / "studies" / "sizes", tmp_path / "again.zip")
-    with pytest.raises(ValueError, match=r"must be a new \.zip file"):
-        export_capsule(made / "studies" / "sizes", capsule)
-    assert (tmp_path / "again.zip").read_bytes() == capsule.read_bytes()
-
-
-def rezipped(capsule: Path, change: Callable[[dict[str, bytes]], Any]) -> Path:
-    """The capsule with other content, its manifest as it was unless that is what changes."""
-    with zipfile.ZipFile(capsule) as old:
-        content = {name: old.read(name) for name in old.namelist()}
-    change(content)
-    with zipfile.ZipFile(capsule, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, data in content.items():
-            new.writestr(name, data)
-    return capsule
-
-
-def linked(capsule: Path) -> None:
-    with zipfile.ZipFile(capsule, "a") as file:
-        info = zipfile.ZipInfo("report/link")
-        info.external_attr = (stat.S_IFLNK | 0o777) << 16
-        file.writestr(info, "/etc/passwd")
-
-
-@pytest.mark.attack("A hostile or damaged capsule")
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda c: rezipped(c, lambda files: files.pop("report/results.csv")), "lacks 1 files, 'report/results.csv'"),
-        (lambda c: rezipped(c, lambda files: files.update({"more.txt": b""})), "has, beyond its manifest, 1 files"),
-        (lambda c: rezipped(c, lambda files: files.update({"../out.txt": b"x"})), "must hold plain files"),
-        (lambda c: rezipped(c, lambda files: files.update({"/tmp/out.txt": b"x"})), "must hold plain files"),
-        (lambda c: rezipped(c, lambda files: files.update({"a\\..\\out.txt": b"x"})), "must hold plain files"),
-        (lambda c: rezipped(c, lambda files: files.update({"STUDY.json": b"x"})), "'STUDY.json' twice"),
-        (lambda c: rezipped(c, lambda files: files.pop("manifest.json")), "it has no manifest.json"),
-        (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[]"})), "no readable manifest.json"),
-        (lambda c: rezipped(c, lambda files: files.update({"bomb": b"0" * 2**26})), "nothing was unpacked"),
-        (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[" + b"{}," * 2**20})), "more than its"),
-        (linked, "must hold plain files"),
-        (lambda c: c.write_bytes(c.read_bytes()[:-200]), "is not a capsule, or it is damaged"),
-        (lambda c: c.write_bytes(damaged(c.read_bytes())), "is not a capsule, or it is damaged"),
-        (lambda c: c.write_bytes(b"hello"), "is not a capsule, or it is damaged"),
-    ],
-)
-def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(capsule, change, words, monkeypatch, capsys):
-    change(capsule)
-    scratch = capsule.parent / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    before = sorted(capsule.parent.rglob("*"))
-    assert cohort("verify", str(capsule)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("Error: ")
-    assert words in error
-    assert len(error.splitlines()) == 1
-    assert sorted(capsule.parent.rglob("*")) == before
-
-
-@pytest.mark.slow
-@pytest.mark.attack("A hostile or damaged capsule")
-def test_an_altered_file_of_a_capsule_is_named(capsule, capsys):
-    def change(files: dict[str, bytes]) -> None:
-        files["report/results.csv"] = files["report/results.csv"].replace(b",0.", b",1.", 1)
-
-    rezipped(capsule, change)
-    assert cohort("verify", str(capsule), "--json") == 1
-    found = json.loads(capsys.readouterr().out)["mismatches"]
-    assert {one["file"] for one in found} == {"report/results.csv"}
-    assert {one["arm"] for one in found} == {None, "group_size=4"}
 
 
 # Helpers that forge ------------------------------------------------------------------------------------------------
@@ -436,10 +350,6 @@ def find_altered_digit(folder: Path, files: Sequence[Path], draw: random.Random,
         found = {name} if file.name in str(error) else set()
     assert name in found, (name, before[place - 20 : place + 20])
     file.write_bytes(before)
-
-
-def damaged(content: bytes) -> bytes:
-    return content[:2000] + bytes(byte ^ 0xFF for byte in content[2000:2100]) + content[2100:]
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -463,35 +373,31 @@ def name_file(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_findings_come_from_a_verified_capsule_and_a_changed_study_counts_as_not_run(made, tmp_path):
-    capsule = tmp_path / "sizes.zip"
-    export_capsule(made / "studies" / "sizes", capsule)
+def test_findings_come_from_a_verified_record_and_a_changed_study_counts_as_not_run(made, tmp_path):
+    record = tmp_path / "sizes"
+    shutil.copytree(made / "studies" / "sizes", record)
     said = a_study().model_dump(mode="json")
     file, changed = tmp_path / "sizes.yaml", tmp_path / "changed.yaml"
     file.write_text("# Words of the study.\n" + yaml.safe_dump(said))
     changed.write_text(yaml.safe_dump({**said, "seeds": [1]}))
-    found = SCRIPT["findings"](capsule, file)
+    found = SCRIPT["findings"](record, file)
     (claim,) = found["claims"]
-    assert (found["study"], found["trials"], found["capsule"]) == ("sizes", "2 of 2", sha256(capsule))
+    assert (found["study"], found["trials"], found["evidence"]) == ("sizes", "2 of 2", sha256(record / EVIDENCE))
     assert (claim["verdict"], claim["p"], claim["otherwise"]) == ("not tested", None, [])  # a single seed
     rollouts, tokens = 2 * 2 * 8, 14  # of two arms, two steps each; a completion has at most 14 tokens
     assert rollouts <= found["tokens"] <= rollouts * tokens
     text = SCRIPT["page"]({file: a_study()}, {"sizes": found})
     assert "| Larger groups help. | a paper | [sizes](#sizes) | not tested |" in text
-    assert "Words of the study." in text and found["capsule"] in text and "2 of 2 trials" in text
+    assert "Words of the study." in text and found["evidence"] in text and "2 of 2 trials" in text
     assert "[sizes](#sizes) | not run |" in SCRIPT["page"]({changed: a_study()}, {"sizes": found})
     with pytest.raises(ValueError, match="must have the settings of"):
-        SCRIPT["findings"](capsule, changed)
+        SCRIPT["findings"](record, changed)
     holds = SCRIPT["_holds"]  # a setting that came later is none of the record
     assert holds({"a": {"b": 1, "later": 2}}, {"a": {"b": 1}}) and not holds({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}})
-    with zipfile.ZipFile(capsule) as whole, zipfile.ZipFile(tmp_path / "altered.zip", "w") as altered:
-        for name in whole.namelist():
-            content = whole.read(name)
-            altered.writestr(
-                name, content.replace(b"complete", b"compleat") if name.endswith("result.json") else content
-            )
+    for result in record.glob("trials/*/result.json"):
+        result.write_text(result.read_text().replace("complete", "compleat"))
     with pytest.raises(ValueError, match="must be verified to be shown"):
-        SCRIPT["findings"](tmp_path / "altered.zip", file)
+        SCRIPT["findings"](record, file)
 
 
 def test_the_mean_of_the_last_test_evaluations_is_recomputed():

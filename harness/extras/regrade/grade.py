@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from ..interfaces import Task
-from ..settings.errors import did_you_mean, parsed
-from ..settings.load import load_run
-from .settings import Settings, as_texts
+from ...api.settings import Settings, as_texts
+from ...interfaces import Task
+from ...settings.errors import did_you_mean, parsed
+from ...settings.load import load_run
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
 

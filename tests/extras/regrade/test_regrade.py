@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cohort.harness.api.regrade import grade, graders, read_cases
+from cohort.harness.extras.regrade.grade import grade, graders, read_cases
 from cohort.tasks.gsm8k import GSM8K
 
 TASK = GSM8K()

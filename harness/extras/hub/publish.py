@@ -8,16 +8,16 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from ...reports.analysis import analysed
-from ...reports.prose import wording
-from ...reports.statistics import wilson_interval
-from ..base.files import sha256
-from ..base.words import in_markdown
-from ..record.events import EVENTS, read_history
-from ..record.evidence import EVIDENCE
-from ..record.run import RunInfo, final_result, model_folder
-from ..record.study import STUDY, read_folder
-from ..settings.errors import SpecError
+from ....reports.analysis import analysed
+from ....reports.prose import wording
+from ....reports.statistics import wilson_interval
+from ...base.files import sha256
+from ...base.words import in_markdown
+from ...record.events import EVENTS, read_history
+from ...record.evidence import EVIDENCE
+from ...record.run import RunInfo, final_result, model_folder
+from ...record.study import STUDY, read_folder
+from ...settings.errors import SpecError
 
 
 def publish(run: Path, repository: str) -> str:
@@ -26,7 +26,7 @@ def publish(run: Path, repository: str) -> str:
     SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
     """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
-        raise SpecError(f"--hub must be a repository as USER/NAME, got '{repository}'")
+        raise SpecError(f"`repository` must be the name of a user and a repository, got '{repository}'")
     policy, card = model_folder(str(run)), model_card(run)
     api = HfApi()
     try:
@@ -100,7 +100,7 @@ def _of_study(run: Path) -> list[str]:
         lines.append(f"One of {count} ({seeds}) of the arm `{_code(arm)}`: {analysis.outcome.label} {mean}{unit}.")
     lines += ["", f"- command: `{_code(record.command)}`"]
     if (folder / EVIDENCE).is_file():
-        lines.append(f"- SHA-256 of the study's evidence, which its capsule has: `{sha256(folder / EVIDENCE)}`")
+        lines.append(f"- SHA-256 of the study's `evidence.json`: `{sha256(folder / EVIDENCE)}`")
     return [*lines, ""]
 
 

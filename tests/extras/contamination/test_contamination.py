@@ -11,9 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohort.harness.api import contamination
-from cohort.harness.api.contamination import knowledge, mean_logprobs, parted, probe, renumbered, rouge_l, scores, words
 from cohort.harness.data import Demonstration
+from cohort.harness.extras.contamination import probe as contamination
+from cohort.harness.extras.contamination.findings import Finding, judge, verdict
+from cohort.harness.extras.contamination.probe import (
+    knowledge,
+    mean_logprobs,
+    parted,
+    probe,
+    renumbered,
+    rouge_l,
+    scores,
+    words,
+)
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
@@ -21,7 +31,6 @@ from cohort.harness.record.study import read_study
 from cohort.harness.run.cold_start import fit_demonstrations
 from cohort.harness.settings.run import ColdStart, parse_run
 from cohort.harness.settings.study import StudySpec
-from cohort.reports.contamination import Finding, judge, verdict
 from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test
 from factories import make_spec
@@ -185,11 +194,11 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort, ru
         with RunLog(runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", tags=tags) as log:
             log.resume(-1)
             log.finish("complete", None, {})
-        return list(read_study(runs, name).probes)
+        return list(read_study(runs, name).extras.get("contamination", ()))
 
     (one,) = probes_of("same")
     assert (one["name"], one["model"], one["task"], one["split"]) == ("one", "tiny", "arithmetic", "test")
-    assert probes_of("seed", cold_start={"seed": 1}) == []  # other initial weights
+    assert probes_of("seed", cold_start={"steps": 1}) == []  # other initial weights
     assert probes_of("task", task="gsm8k") == []
 
 
@@ -231,7 +240,7 @@ def test_probed_text_and_names_are_harmless_on_the_page(tmp_path):
         "exact": 1.0, "exact_reference": 0.0, "examples": [example],
         "findings": [dataclasses.asdict(finding(0.001)), dataclasses.asdict(finding(math.nan, math.nan, "renumbered"))],
     }  # fmt: skip
-    files = write_report(dataclasses.replace(fake_study(), probes=[probe]), tmp_path, formats=())
+    files = write_report(dataclasses.replace(fake_study(), extras={"contamination": [probe]}), tmp_path, formats=())
     page = read_page(files.html.read_text(encoding="utf-8"))
     assert "Flagged: the model knows" in "".join(page.text)
     assert not {"script", "img"} & set(page.tags)

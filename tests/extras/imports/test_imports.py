@@ -14,9 +14,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cohort.harness.api import imports
-from cohort.harness.api.verification import verify_study
 from cohort.harness.data import Group, Rollout
+from cohort.harness.extras.imports import scores as imports
+from cohort.harness.extras.verify.verification import verify_study
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunInfo, RunLog
 from cohort.harness.record.study import StudyRecord, read_study

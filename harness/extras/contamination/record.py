@@ -1,0 +1,33 @@
+"""What a study's record keeps of probes: those of its task with a model that its trials start from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...base.files import read_json
+from ...base.inputs import Inputs
+from ...record.study import TrialRecord
+
+PROBE = "probe.json"
+
+
+def kept(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapping[str, Any]]:
+    """The results of these probes, the newest first: name; model; task; split; reference; findings, one for each probe;
+    exact; exact_reference; examples."""
+    return list(_found(runs, trials, inputs))
+
+
+def _found(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
+    starts = [_start(trial.spec) for trial in trials if "task" in trial.spec]
+    files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for one in map(read_json, files):
+        reads = inputs.keys() & one["inputs"].keys()
+        if _start(one["spec"]) in starts and all(inputs[source] == one["inputs"][source] for source in reads):
+            own = ("spec", "inputs", "probed", "reference_problems")
+            yield {key: value for key, value in one.items() if key not in own}
+
+
+def _start(spec: Mapping[str, Any]) -> list[Any]:
+    """The settings that decide from which model a run starts (not the content of files), and the name of its task."""
+    cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
+    return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]

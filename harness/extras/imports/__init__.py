@@ -1,0 +1,3 @@
+"""Makes a study of scores that other programs measured."""
+
+API = {"import_scores": "scores"}

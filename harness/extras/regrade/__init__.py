@@ -1,0 +1,3 @@
+"""Grades stored completions again, by several graders side by side."""
+
+API = {"grade": "grade"}
