@@ -86,8 +86,8 @@ LEVELS = {
         ({"baseline": "plain, kl_beta=0"}, {}),  # one cell is the baseline of all
         ({}, {}),
         ({"design": "compare", "arms": {}, "factors": {}, "baseline": "grpo",
-          "compare": {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic", "word_problems"]}},
-         {"rloo, arithmetic": "grpo, arithmetic", "rloo, word_problems": "grpo, word_problems"}),
+          "compare": {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic", "gsm8k"]}},
+         {"rloo, arithmetic": "grpo, arithmetic", "rloo, gsm8k": "grpo, gsm8k"}),
     ],
 )  # fmt: skip
 def test_a_level_is_the_baseline_within_each_level_of_the_others(changes, references):

@@ -48,8 +48,8 @@ def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out
 
 def test_a_plugin_of_another_name_has_nothing_of_the_one_in_its_place(tmp_path):
     write(tmp_path, "base.yaml", BASE)
-    file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"task": {"name": "word_problems"}}})
-    assert load_study(file).run["task"] == {"name": "word_problems"}
+    file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"task": {"name": "gsm8k"}}})
+    assert load_study(file).run["task"] == {"name": "gsm8k"}
 
 
 def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path, monkeypatch):

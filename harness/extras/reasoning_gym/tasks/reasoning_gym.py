@@ -28,12 +28,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from ..harness.base.inputs import REVISION, Sources
-from ..harness.base.words import did_you_mean
-from ..harness.data import Demonstration, Prompt, Split
-from ._answers import AnswerFormat, AnswerTask, last_resort_latex, write
-from ._child import GRACE_SECONDS, Begin, Children
-from ._data import stable_id
+from .....tasks._answers import AnswerFormat, AnswerTask, last_resort_latex, write
+from .....tasks._child import GRACE_SECONDS, Begin, Children
+from .....tasks._data import stable_id
+from ....base.inputs import REVISION, Sources
+from ....base.words import did_you_mean
+from ....data import Demonstration, Prompt, Split
 
 PACKAGE = "reasoning_gym"
 MAX_ANSWER_CHARS = 4000

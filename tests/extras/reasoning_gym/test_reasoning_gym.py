@@ -4,10 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 from cohort.harness.data import Group, Rollout
+from cohort.harness.extras.reasoning_gym.tasks import reasoning_gym
+from cohort.harness.extras.reasoning_gym.tasks.reasoning_gym import ReasoningGym
 from cohort.harness.run.grading import grade
-from cohort.tasks import reasoning_gym
+from cohort.harness.settings.run import parse_run
 from cohort.tasks._child import Children
-from cohort.tasks.reasoning_gym import ReasoningGym
 
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="the extra [gym] is not installed")
 
@@ -215,3 +216,8 @@ def test_a_generator_without_answers_of_its_own_has_no_demonstrations_and_its_ve
     assert list(task.demonstrations()) == []
     assert task.extract(f"#### {prompt.gold}") is None
     assert task.score("F+1 F-1", prompt.gold) < 1.0
+
+
+def test_partial_credit_is_a_setting_of_this_task():
+    run = {"task": "reasoning_gym", "algorithm": "grpo", "rewards": {"accuracy": {"partial": True}}}
+    assert parse_run(run, "test").digest()

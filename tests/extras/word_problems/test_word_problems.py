@@ -9,10 +9,10 @@ from functools import cache, lru_cache
 from itertools import islice
 
 import pytest
+from cohort.harness.extras.word_problems.tasks._stories import FAMILIES
+from cohort.harness.extras.word_problems.tasks.word_problems import WordProblems, draw
 from cohort.harness.settings.errors import SpecError
 from cohort.tasks._data import Problem
-from cohort.tasks._stories import FAMILIES
-from cohort.tasks.word_problems import WordProblems, draw
 from factories import make_spec
 
 SPLITS = ("train", "validation", "test")

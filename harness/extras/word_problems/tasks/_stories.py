@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from ._numbers import spell
+from .....tasks._numbers import spell
 
 Kind = Literal["fact", "packs", "more", "less", "times", "part", "both", "gap"]
 OPERATORS: Mapping[Kind, str] = {

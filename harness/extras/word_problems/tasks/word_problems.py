@@ -1,6 +1,6 @@
 """Generates grade-school problems in plain English, with irrelevant facts and worked steps.
 
-A problem is a graph of quantities, told as a story (`tasks._stories`). Each is a fact or one operation on earlier
+A problem is a graph of quantities, told as a story (`_stories.py`). Each is a fact or one operation on earlier
 quantities, and several later ones may use it; `depth` counts the operations, and the answer needs every one. A story
 also tells some irrelevant facts, and asks for the last quantity. A worked solution has one line for each operation,
 such as `Ben: Ana+3=4+3=7`. All values are exact.
@@ -18,11 +18,11 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ..harness.data import Demonstration, Prompt, Split
+from .....tasks._answers import QuestionTask, write
+from .....tasks._data import Problem, stable_fraction, stable_id
+from .....tasks._numbers import spell
+from ....data import Demonstration, Prompt, Split
 from . import _stories
-from ._answers import QuestionTask, write
-from ._data import Problem, stable_fraction, stable_id
-from ._numbers import spell
 from ._stories import FAMILIES, MIN_NUMBER, FamilyName, Limits
 
 NUM_VALIDATION = 512  # problems, at most

@@ -1,0 +1,1 @@
+"""The task `word_problems`: stories with several steps, drawn without end."""
