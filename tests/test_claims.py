@@ -275,7 +275,7 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
     assert again["registered"] == document["registered"]
     assert document["registered"]["time"] > 1.7e12
     keep_document(tmp_path, document)
-    (claim,) = read_folder(tmp_path, []).claims
+    (claim,) = read_folder(tmp_path, {}).claims
     assert (claim["sentence"], claim["contrasts"]) == (CLAIM["sentence"], [CLAIM["contrast"]])
     assert (claim["region"], len(claim["digest"])) == ([0.0, None], 16)
     assert sizes(claim={**CLAIM, "margin": 0.01}).digest() != study.digest() != sizes().digest()
@@ -286,7 +286,7 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
         check_unchanged(sizes(claim={**CLAIM, "margin": 0.01}, **more), started)  # pyright: ignore
     keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
     with pytest.raises(ValueError, match="its claims are not those that it was started with"):
-        read_folder(tmp_path, [])
+        read_folder(tmp_path, {})
 
 
 @pytest.mark.parametrize(

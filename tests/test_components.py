@@ -103,7 +103,7 @@ def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path)
     ladder = study("ladder")
     folder = tmp_path / "study"
     keep_document(folder, study_document(ladder, "cohort study run toy"))
-    known = read_folder(folder, [])
+    known = read_folder(folder, {})
     assert (known.baseline, dict(known.references)) == ("none", ladder.references())
     accuracies = {"none": 0.5, "+high": 0.7, "+mean": 0.7, "+batches": 0.55}
     arms = [FakeArm(label, "grpo", accuracy, {}, {"arm": label}) for label, accuracy in accuracies.items()]

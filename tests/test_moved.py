@@ -33,7 +33,7 @@ def folder(made, tmp_path) -> Path:
 
 def sealed(folder: Path) -> StudyRecord:
     """The record, from which the report was written again."""
-    record = read_folder(folder, [])
+    record = read_folder(folder, {})
     (folder / "report").mkdir(exist_ok=True)
     table_only(record, folder / "report", ())
     write_evidence(folder, record)

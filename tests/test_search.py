@@ -353,7 +353,7 @@ def reading_seconds(runs: Path, arms: int) -> float:
     took = []
     for _ in range(3):
         began = time.process_time()
-        assert len(read_folder(folder, []).trials) == 2 * arms
+        assert len(read_folder(folder, {}).trials) == 2 * arms
         took.append(time.process_time() - began)
     return min(took)
 
