@@ -28,11 +28,9 @@ from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, BOOTSTRAP_SEED, Analysis, accuracy_order, analysed
 from .capability import Capabilities, capabilities
 from .claims import check_claims
-from .figures import curves, outcome
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
-from .page import page_drawings, page_values, sampled_rollouts
-from .prose.answer import answer
+from .page import page_drawings, page_values
 from .prose.wording import shorten
 from .section import sections
 from .statistics import Interval, t_interval
@@ -98,7 +96,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         finalize=lambda value: value if isinstance(value, _Raw) else in_markdown(value),
     )  # fmt: skip
     markdown.filters |= {"shorten": shorten, "fenced": _fenced, "raw": _Raw, "sentence": str}
-    write_text(files.html, _formed(_html_environment(), "parts.html", Markup, values), sync=False)
+    write_text(files.html, _formed(html_environment(), "parts.html", Markup, values), sync=False)
     write_text(files.markdown, _formed(markdown, "parts.md", _Raw, values), sync=False)
     write_text(files.csv, results_csv(record), sync=False)
     (folder / CAPABILITY).unlink(missing_ok=True)
@@ -117,28 +115,12 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
 
 
 @cache
-def _html_environment() -> Environment:
+def html_environment() -> Environment:
     """The templates of pages, which escape all text."""
     html = Environment(autoescape=True, **_JINJA)
     html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits, "raw": escape}
     html.globals["table_of"] = table
     return html
-
-
-def live_part(part: str, **values: Any) -> str:
-    """The HTML of a part of a study's live page, a macro of `live.html`; text in `values` is escaped."""
-    macro = getattr(_html_environment().get_template("live.html").module, part)
-    return str(macro(**{key: visible(value) for key, value in values.items()}))
-
-
-def record_parts(record: StudyRecord) -> dict[str, str]:
-    """Part of the live page -> its HTML, from a study that may still run: with figures and words of a report."""
-    analysis = analysed(visible(record))
-    drawings = [*outcome.estimates(analysis), *curves.learning_curves(analysis, ["steps"])]
-    return {
-        "results": live_part("results", answer=answer(analysis, check_claims(analysis)), drawings=drawings),
-        "rollouts": live_part("rollouts", rollouts=sampled_rollouts(analysis)),
-    }
 
 
 def results_csv(record: StudyRecord) -> str:

@@ -54,10 +54,11 @@ def test_the_child_keeps_each_limit_by_itself_and_the_next_one_answers(limits, q
 
 
 def test_the_parent_kills_a_child_that_says_nothing():
-    children = make(wait_seconds=0.2)
+    children = make()
     assert children.ask("sleep", 0).answer == 0
     stopped = process(children)
     stopped.suspend()
+    children._own.child._wait_seconds = 0.2
     assert children.ask("sleep", 0.0, 1).answer is None
     assert not stopped.is_running()
 

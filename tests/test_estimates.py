@@ -10,7 +10,6 @@ from typing import Any
 import datasets
 import fake_trials
 import pytest
-from cohort.harness.api.live import LiveStudy
 from cohort.harness.base.files import write_json
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.cli.app import app
@@ -118,9 +117,6 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     ticks = count(step=31)
     progress.LineView(lambda: next(ticks)).update(status)
     assert "1/4 trials done, 16 s left" in capsys.readouterr().err
-    monkeypatch.setenv("COHORT_RUNS", str(tmp_path))
-    page = LiveStudy(study.name)._read_progress()["progress"]
-    assert "1 of 4 trials have ended; 16 s left with 1 worker" in page
 
 
 def test_a_file_that_was_removed_since_it_was_listed_has_no_time(tmp_path):

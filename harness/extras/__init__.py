@@ -11,6 +11,7 @@ is found by the name of its file or folder:
                   settings run, each with so many GPUs unless they say more; the extra's docstring is its help
     storage.py    `FORM`, of the URLs that it serves; `open_storage(study, url)`: a study's storage, or None
     notices.py    `notices(study)`: a context that yields a function which is told of events
+    pages.py      `ROUTES`: pages that `cohort ui` serves below /NAME; the extra's docstring is what it calls them
     tasks/, rewards/, mirrors/, ...   its plugins
 
 A product without the folder lacks what the extra brings and nothing else.

@@ -14,6 +14,7 @@ from mlflow.server import app as pages
 from mlflow.server.fastapi_app import app  # it serves `pages`
 from mlflow.server.security_utils import get_allowed_hosts_from_env, is_allowed_host_header
 
+from .. import extras
 from .view import read_view
 
 # The list of runs is wide enough for their names (a browser keeps no width of it), and no button opens the assistant.
@@ -85,3 +86,5 @@ class OwnHosts:
 
 
 app.add_middleware(OwnHosts)
+for one in extras.modules("pages").values():
+    app.router.routes[:0] = one.ROUTES  # before MLflow's, which answer everything

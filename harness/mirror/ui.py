@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .. import extras
 from ..base.stop import stop_on_signals
 from .address import health, remote_uri, tracking_uri
 from .follow import catch_up
 from .store import check_runs_folder, connect, search_runs
 
-APP = "cohort"  # the entry point of `api/live.py`
+APP = "cohort"  # the entry point of `page.py`
 TRAINING_PAGES = "workflowType=machine_learning"  # MLflow has others, for chat agents
 START_SECONDS = 120.0  # how long a server may take to start
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
@@ -31,8 +32,10 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
 
     def told(address: str) -> None:
         catch_up(runs)
-        live = {"Live pages": f"{address}/live"} if remote_uri() is None else {}
-        show(live | (study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"}))
+        own = (
+            {words: f"{address}/{name}" for name, words in extras.told("pages").items()} if remote_uri() is None else {}
+        )
+        show(own | (study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"}))
 
     status = None
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
@@ -69,7 +72,12 @@ def serve_ui(
     place = (runs / "mlartifacts").resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", place, "--artifacts-destination", place]
-    command += ["--app-name", APP, "--uvicorn-opts", "--timeout-graceful-shutdown 1"]  # a live page never ends
+    command += [
+        "--app-name",
+        APP,
+        "--uvicorn-opts",
+        "--timeout-graceful-shutdown 1",
+    ]  # an extra's page may never end
     environment = {**os.environ, "COHORT_RUNS": str(runs.resolve()), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
     if not environment.get("MLFLOW_SERVER_ALLOWED_HOSTS"):  # MLflow's own are globs, such as `10.*`

@@ -1,4 +1,4 @@
-"""The app that `cohort ui` serves: MLflow's, and beside it a live page for each study, from its record.
+"""A live page for each study, from its record, beside MLflow's pages.
 
 The buttons of a page do what the words of `cohort study` do (`study/steering.py`). Besides the checks of
 `mirror/page.py`, a request of a button names this server's token, which only its own pages have. Text of models and
@@ -17,20 +17,25 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import ChoiceLoader, FileSystemLoader
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...reports.render import live_part, record_parts
-from ..base.words import duration
-from ..mirror.page import app
-from ..record.status import StudyStatus, TrialStatus
-from ..record.study import STATUS, STUDY, keep_look, read_study
-from ..study.queue import Queue, open_queue
-from ..study.steering import steer
-from .settings import runs_folder
-from .study import list_studies
+from ....reports.analysis import analysed
+from ....reports.claims import check_claims
+from ....reports.figures import curves, outcome
+from ....reports.page import sampled_rollouts
+from ....reports.prose.answer import answer
+from ....reports.render import html_environment, visible
+from ...api.settings import runs_folder
+from ...api.study import list_studies
+from ...base.words import duration
+from ...record.status import StudyStatus, TrialStatus
+from ...record.study import STATUS, STUDY, StudyRecord, keep_look, read_study
+from ...study.queue import Queue, open_queue
+from ...study.steering import steer
 
 REFRESH_SECONDS = 2.0  # of a page; a tenth of the time is spent on reading at most
 MAX_BODY = 65_536  # bytes of a request
@@ -129,6 +134,25 @@ def _rows(status: StudyStatus, queue: Queue) -> list[dict[str, Any]]:
     return rows
 
 
+def live_part(part: str, **values: Any) -> str:
+    """The HTML of a part of a study's page, a macro of `live.html`; text in `values` is escaped."""
+    environment = html_environment()
+    loaders = [FileSystemLoader(Path(__file__).parent), environment.loader]
+    pages = environment.overlay(loader=ChoiceLoader([one for one in loaders if one is not None]))
+    macro = getattr(pages.get_template("live.html").module, part)
+    return str(macro(**{key: visible(value) for key, value in values.items()}))
+
+
+def record_parts(record: StudyRecord) -> dict[str, str]:
+    """Part of the page -> its HTML, from a study that may still run: with figures and words of a report."""
+    analysis = analysed(visible(record))
+    drawings = [*outcome.estimates(analysis), *curves.learning_curves(analysis, ["steps"])]
+    return {
+        "results": live_part("results", answer=answer(analysis, check_claims(analysis)), drawings=drawings),
+        "rollouts": live_part("rollouts", rollouts=sampled_rollouts(analysis)),
+    }
+
+
 _studies: dict[str, LiveStudy] = {}
 
 
@@ -194,7 +218,7 @@ async def _ask(request: Request) -> Response:
         return PlainTextResponse(str(error), 400)
 
 
-app.router.routes[:0] = [  # before MLflow's, which answer everything
+ROUTES = [
     Route("/live", _list),
     Route("/live/{name}", _show),
     Route("/live/{name}/events", _follow),
