@@ -79,10 +79,12 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
-    findings = [  # numbers that are not finite are text in JSON
-        Finding(**{key: float(v) if isinstance(v, str) and key != "probe" else v for key, v in one.items()})
-        for one in document["findings"]
-    ]
+    findings = []
+    for one in document["findings"]:  # numbers that are not finite are text in JSON
+        values: dict[str, Any] = {
+            key: float(v) if isinstance(v, str) else v for key, v in one.items() if key != "probe"
+        }
+        findings.append(Finding(one["probe"], **values))
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))
