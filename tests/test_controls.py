@@ -215,7 +215,7 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
     ("make", "words"),
     [
         (lambda: compared("randm"), "Input should be 'random', 'format_only', 'inverted', 'shuffled_gold' or 'frozen'"),
-        (lambda: compared("random,random"), "--controls must be distinct names"),
+        (lambda: compared("random,random"), "`controls` must be distinct names"),
         (lambda: compared("random", tune=2), "a study that searches must have no control"),
         (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
         (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),

@@ -153,7 +153,7 @@ def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
         "  factors.steps: then absent, now [7, 8]",
     ]
     assert "cohort study clone sizes ARM --set ..." in lines[3]
-    assert "(--name NAME), then compare both: cohort report sizes NAME" in lines[3]
+    assert "choose another `name`, then compare both: cohort report sizes NAME" in lines[3]
 
 
 @pytest.mark.slow

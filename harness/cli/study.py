@@ -86,7 +86,7 @@ def study_run(
 @command(
     "study work",
     "cohort study work group_size --runs /shared/runs",
-    "cohort study work group_size --storage URL    (in a job of a scheduler)",
+    "cohort study work group_size --storage URL",
     "srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort study work s",
 )
 def study_work(
