@@ -46,7 +46,7 @@ def read_record(name: str, runs: Path) -> StudyRecord:
 
 
 def keep_report(record: StudyRecord, runs: Path) -> "ReportFiles":
-    """The report of a study, sealed for `cohort verify`; the MLflow run gets it too."""
+    """The report of a study, sealed with its evidence; the MLflow run gets it too."""
     from ...reports import render
 
     folder = runs / "studies" / record.name

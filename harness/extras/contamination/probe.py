@@ -89,12 +89,12 @@ def probe(
     probed_split, name = checked_split(split), name and checked_name(name)
     if reference == split:
         rule, fix = "other problems than those probed", "name another split, or a file of fresh problems"
-        raise SpecError(f"--reference must be {rule}, got '{split}' for both; {fix}")
+        raise SpecError(f"`reference` must be {rule}, got '{split}' for both; {fix}")
     other, part = spec, checked_split(reference if reference in get_args(Split) else "test")
     if reference != part:
         if "test_path" not in type(spec.task).model_fields:
             rule = f"one of {', '.join(get_args(Split))} for task '{spec.task.name}', which reads no data"
-            raise SpecError(f"--reference must be {rule}, got '{reference}'")
+            raise SpecError(f"`reference` must be {rule}, got '{reference}'")
         other = spec.model_copy(update={"task": spec.task.model_copy(update={"test_path": reference})})
     check_runs([spec], folder, (probed_split,), trained=())
     check_runs([other], folder, (part,), trained=(), models=False)
@@ -102,7 +102,7 @@ def probe(
     fresh = {key: text for key, text in other.task.questions(part).items() if key not in probed}
     sets = [dict(list(one.items())[:num_problems]) for one in (probed, fresh)]
     if not sets[1]:
-        raise SpecError(f"--reference must have problems that are not in {split}; '{reference}' has none")
+        raise SpecError(f"`reference` must have problems that are not in {split}; '{reference}' has none")
     facts = {"split": split, "reference": reference, "num_problems": num_problems, "prefix_fraction": PREFIX_FRACTION}
     name = name or f"{spec.task.name}-{split}-{digest([spec.digest(), facts])[:8]}"
     directory, cache = folder / "probes" / name, folder / "cache"

@@ -65,7 +65,7 @@ def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFou
     for name in only:
         if name not in names:
             hint = did_you_mean(name, names)
-            raise SpecError(f"--only must name claims ({', '.join(names)}), got '{name}'{hint and f'; {hint}'}")
+            raise SpecError(f"`only` must name claims ({', '.join(names)}), got '{name}'{hint and f'; {hint}'}")
     if model is not None:
         check_model(model)
     claims = [claim for claim in CLAIMS if not only or claim.name in only]

@@ -82,7 +82,7 @@ def import_scores(
     The same scores again change nothing. ValueError with rule, value and fix for all others.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
-        raise SpecError(f"--as must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
+        raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
     inputs, command = {}, "cohort.import_scores(frame)"
     if isinstance(scores, pd.DataFrame):
         frame = scores.rename(columns={"prompt_id": "problem", score or "accuracy": "score"})
@@ -95,7 +95,7 @@ def import_scores(
     arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
     baseline = baseline or arms[0]
     if baseline not in arms:
-        raise SpecError(f"--baseline must be one of {quoted(arms):.400}, got '{baseline}'")
+        raise SpecError(f"`baseline` must be one of {quoted(arms):.400}, got '{baseline}'")
     for arm in arms:
         if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
             raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
@@ -144,7 +144,7 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
             raise SpecError(f"'{file}' holds no scores ({words:.120}); docs/import.md shows the formats") from None
     name = score or ("score" if "score" in found or len(found) != 1 else next(iter(found)))
     if name not in found:
-        raise SpecError(f"'{path}' has no score '{name}'; {did_you_mean(name, list(found))}choose one with --score: "
+        raise SpecError(f"'{path}' has no score '{name}'; {did_you_mean(name, list(found))}choose one with `score`: "
                         f"{', '.join(sorted(found)):.400}")  # fmt: skip
     columns = {key: [row[i] for row in found[name]] for i, key in enumerate((*_KNOWN, "score"))}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}

@@ -127,12 +127,12 @@ def plan(
     At most one limit: `hours` from start to report, `flops` of all trials, or the `power` to detect a difference with
     probability 0.8. `spread` is the standard deviation of a difference over seeds, by default that of complete trials.
     """
-    limits = {"--hours": hours, "--flops": flops, "--power": power, "--spread": spread}
+    limits = {"`hours`": hours, "`flops`": flops, "`power`": power, "`spread`": spread}
     for name, value in limits.items():
         if value is not None and not (math.isfinite(value) and value > 0):
             raise SpecError(f"{name} must be a number above 0, got {value:g}")
-    if len(given := [name for name in ("--hours", "--flops", "--power") if limits[name] is not None]) > 1:
-        rule = "only one of --hours, --flops and --power can be given"
+    if len(given := [name for name in ("`hours`", "`flops`", "`power`") if limits[name] is not None]) > 1:
+        rule = "only one of `hours`, `flops` and `power` can be given"
         raise SpecError(f"{rule}, got {' and '.join(given)}; leave one out")
     spec, folder = study.spec, runs_folder(runs).resolve()
     if given and spec.searches():
@@ -140,8 +140,8 @@ def plan(
         raise SpecError(f"{given[0]} must be left out for a study that searches or tunes: {why}")
     spread = spread_of(spec, folder) if spread is None else spread
     if power is not None and spread is None:
-        rule = "--power needs the spread over seeds, but the runs folder has no two complete seeds of these arms"
-        raise SpecError(f"{rule}; give --spread, such as 0.02")
+        rule = "`power` needs the spread over seeds, but the runs folder has no two complete seeds of these arms"
+        raise SpecError(f"{rule}; give `spread`, such as 0.02")
     began = time.monotonic()
     measured = calibrate(spec, folder, workers or default_workers(spec.devices))
     seconds, own = time.monotonic() - began, option(spec, measured, spec.most_seeds, spread)

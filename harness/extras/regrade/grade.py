@@ -83,7 +83,7 @@ def read_cases(file: Path) -> list[Case]:
     if not file.is_file():
         near = did_you_mean(file.name, [one.name for one in file.parent.glob("*.jsonl")])
         fix = "give JSON Lines with 'gold' and 'completion', such as rollouts/step-000041.jsonl of a run"
-        raise ValueError(f"--cases must be a file, got '{file}'; {near}{fix}")
+        raise ValueError(f"`cases` must be a file, got '{file}'; {near}{fix}")
     cases: list[Case] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
@@ -108,7 +108,7 @@ def grade(
     judge = load_run(None, as_texts(settings), {"task": task, "algorithm": "grpo"}).task
     known = graders(judge)
     if grader not in (*known, "all"):
-        raise ValueError(f"--grader must be one of {', '.join(known)} or all, got '{grader}'")
+        raise ValueError(f"`grader` must be one of {', '.join(known)} or all, got '{grader}'")
     rows = read_cases(Path(cases))
     golds = [judge.extract(case.expected) or case.expected for case in rows]
     grades: dict[str, list[Grade]] = {}

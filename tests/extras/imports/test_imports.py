@@ -277,7 +277,7 @@ def test_a_bad_table_is_refused_in_one_sentence(frame, words, fix, tmp_path):
 @pytest.mark.parametrize("name", ["../up", "", "a/b", "a" * 81, "..", "-x", "a\n"])
 @pytest.mark.attack("Names of imported studies that lead out of the runs folder")
 def test_no_name_of_an_import_leaves_the_runs_folder(name, tmp_path):
-    with pytest.raises(ValueError, match="--as must be letters"):
+    with pytest.raises(ValueError, match="`name` must be letters"):
         cohort.import_scores(table(), name, runs=tmp_path)
 
 
@@ -285,7 +285,7 @@ def test_no_name_of_an_import_leaves_the_runs_folder(name, tmp_path):
     ("name", "content", "words"),
     [
         ("x.txt", b"1", "scores must be a file (.csv, .jsonl, .parquet, .eval, .json) or a folder"),
-        ("x.csv", b"arm,seed,problem\na,0,p\n", "x.csv' has no score 'score'; choose one with --score: "),
+        ("x.csv", b"arm,seed,problem\na,0,p\n", "x.csv' has no score 'score'; choose one with `score`: "),
         ("x.csv", b"\xff\xfe", "holds no scores (UnicodeDecodeError"),
         ("x.csv", b"arm,seed\n" + b"a" * 200_000, "holds no scores (Error: field larger than field limit"),
         ("x.jsonl", b"[" * 100_000, "holds no scores ("),

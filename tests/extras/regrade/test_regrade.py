@@ -83,7 +83,7 @@ def test_labels_are_read_in_every_usual_spelling(tmp_path):
         ({"gold": "1", "completion": ["x"]}, "strict", r"line 1: completion: .* valid string.*, got \['x'\]"),
         ({"gold": "1", "completion": "x", "label": "maybe"}, "strict", "line 1: label: .* boolean.*, got 'maybe'"),
         ("", "strict", "has no rows"),
-        ("", "loose", r"--grader must be one of strict, lenient.* or all, got 'loose'"),
+        ("", "loose", r"`grader` must be one of strict, lenient.* or all, got 'loose'"),
     ],
 )
 def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grader, message):
@@ -94,7 +94,7 @@ def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grade
 def test_a_file_of_cases_that_is_not_there_is_refused_with_the_nearest(tmp_path):
     write(tmp_path, {"gold": "1", "completion": "#### 1"})
     with pytest.raises(
-        ValueError, match=r"--cases must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
+        ValueError, match=r"`cases` must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
     ):
         grade("gsm8k", tmp_path / "case.jsonl")
 
