@@ -545,7 +545,7 @@ def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_ac
     (axes,) = drawing.figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "10"]
     assert [text.get_text() for text in axes.texts] == ["48.0", "40.0"] * len(analysis.finished_arms)
-    assert drawing.title in [one.title for one in page_drawings(analysis, None, None, ())["outcome"]]
+    assert drawing.title in [one.title for one in page_drawings(analysis, None, (), ())["outcome"]]
     tall = next(one for one in outcome.difficulty_maps(by_depth(range(1, 21))) if one.title.endswith("depth"))
     assert [tick.get_text() for tick in tall.figure.axes[0].get_yticklabels()] == [str(n) for n in range(1, 21)]
     assert not any(one.title.endswith("depth") for one in outcome.difficulty_maps(by_depth([3])))
