@@ -258,7 +258,7 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path):
         (["--workers", "-1"], "--workers must be a number of at least 1, or auto"),
         (["--launcher", "pbs"], "--launcher must begin with local"),
         (["--launcher", ""], "--launcher must begin with local"),
-        (["--launcher", "local cpus=2"], "--launcher local has no settings, got 'local cpus=2'"),
+        (["--launcher", "local cpus=2"], "launcher local has no settings, got 'local cpus=2'"),
         (["--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as "),
     ):
         refused = run(app, ["study", "run", "quickstart", *options, "--runs", str(tmp_path / "new")])
