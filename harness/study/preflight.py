@@ -41,8 +41,7 @@ _LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<na
     "seconds": "step generate grade annotate update sync", "optimizer": "learning_rate", "grading": "unparsable",
     "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",
     "verifier": "true_positive_rate false_positive_rate", "flops": "sampling scoring learning evaluation cold_start",
-    "memory": "estimate_bytes recomputes", "rejection": "samples correct kept acceptance covered",
-    "reward_model": "prompts pairs replayed loss accuracy held_out_pairs held_out_accuracy",
+    "memory": "estimate_bytes recomputes",
 }  # fmt: skip
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
@@ -191,7 +190,9 @@ def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
         areas |= {f"{when}_{name}": tested for when in ("test", "start") for name in spec.tests}
         for area, settings in areas.items():
             known |= {f"{area}/{name}" for name in metric_names(settings, spec.task.partial_credit)}
-        known |= {f"reward/{name}" for stage in spec.staged() for name in stage.spec.rewards}
+        for stage in spec.staged():
+            known |= {f"reward/{name}" for name in stage.spec.rewards}
+            known |= {*stage.does.metrics.split()} if stage.does else set()
     plugins = [one for spec in specs for one in (spec.algorithm, spec.task, *spec.rewards.values())]
     if not all(type(one).__module__.startswith("cohort.") for one in plugins):
         return
