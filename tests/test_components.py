@@ -54,12 +54,6 @@ def test_a_ladder_adds_one_part_after_the_other_and_compares_each_step_with_the_
     steps = {"none": set(), "+high": {"high"}, "+mean": {"high", "mean"}, "+batches": {"high", "mean", "batches"}}
     assert {arm.label: parts_of(arm) for arm in ladder.design_arms()} == steps
     assert ladder.references() == {"+high": "none", "+mean": "+high", "+batches": "+mean"}
-    back = study("ladder", reverse=True)
-    assert back.references() == {"+batches": "none", "+mean": "+batches", "+high": "+mean"}
-    assert [parts_of(arm) for arm in back.design_arms()][1:3] == [{"batches"}, {"batches", "mean"}]
-    assert back.digest() != ladder.digest()
-    with pytest.raises(SpecError, match="reverse must have design ladder, got add_one_in"):
-        study("add_one_in", reverse=True)
 
 
 def test_the_first_seeds_of_a_ladder_are_judged_by_its_steps():

@@ -137,7 +137,6 @@ class StudySpec(Section):
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "ladder", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
-    reverse: bool = Field(default=False, description="of a ladder: add the last component first")
     search: Search | None = None
     compare: Comparison | None = None
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
@@ -186,8 +185,6 @@ class StudySpec(Section):
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         if self.design in REFERENCE and self.baseline not in (None, reference := REFERENCE[self.design]):
             raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
-        if self.reverse and self.design != "ladder":
-            raise ValueError(f"reverse must have design ladder, got {self.design}")
         if self.design == "search" and (self.baseline is not None or self.claim):
             raise ValueError("a search has no arm names beforehand; leave 'baseline' and 'claim' out")
         return self
@@ -367,7 +364,7 @@ class StudySpec(Section):
         label_of: dict[str, str] = {}  # digest -> label
         named, names = self.arms, []
         if self.components:  # the reference and then n arms
-            names = list(self.components)[:: -1 if self.reverse else 1]
+            names = list(self.components)
             chosen = {REFERENCE[self.design]: names if self.design == "leave_one_out" else []}
             for place, name in enumerate(names):
                 others = [other for other in names if other != name]
