@@ -308,9 +308,9 @@ def test_a_claim_may_be_on_any_test_its_samples_and_the_problems_with_one_tag():
     run = {
         "task": "arithmetic",
         "algorithm": "grpo",
-        "evaluation": {"num_test_samples": 16, "tests": ["aime24"]},
+        "evaluation": {"num_test_samples": 16, "tests": ["math500"]},
     }
-    for metric in ("test/pass_at_16", "test_aime24/maj_at_16", "validation/accuracy_operands_3"):
+    for metric in ("test/pass_at_16", "test_math500/maj_at_16", "validation/accuracy_operands_3"):
         study = sizes(run=run, claim={**CLAIM, "metric": metric})
         check_claimed(study, [arm.spec for arm in study.design_arms()])
 

@@ -295,7 +295,7 @@ def test_an_arm_without_an_effect_has_nothing_to_explain_and_an_invalid_control_
 
 
 def test_a_control_speaks_of_the_arms_of_its_own_task_and_start():
-    arms = [arm("plain", 0.6), arm("other", 0.6, **{"task.name": "svamp"}), arm("frozen", 0.4, control="frozen")]
+    arms = [arm("plain", 0.6), arm("other", 0.6, **{"task.name": "gsm8k"}), arm("frozen", 0.4, control="frozen")]
     assert [one.arm for one in verdicts(analysed(fake_study(arms)))] == ["plain"]
 
 

@@ -34,20 +34,20 @@ def tuned(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_comparison_has_every_algorithm_on_every_task_with_its_own_settings_and_the_common_ones():
-    tasks = ["arithmetic", {"name": "svamp", "path": "somewhere/svamp"}]
+    tasks = ["arithmetic", {"name": "gsm8k", "path": "somewhere/gsm8k"}]
     parsed = parse_study(compare(tasks=tasks), "toy.yaml")
     runs = {arm.label: arm.run_spec(0) for arm in parsed.design_arms()}
-    assert list(runs) == ["ppo, arithmetic", "ppo, svamp", "grpo, arithmetic", "grpo, svamp"]
+    assert list(runs) == ["ppo, arithmetic", "ppo, gsm8k", "grpo, arithmetic", "grpo, gsm8k"]
     assert {run.algorithm.group_size for run in runs.values()} == {4}
-    assert runs["grpo, svamp"].algorithm.model_dump()["kl_beta"] == 0.5
-    assert runs["ppo, svamp"].task.model_dump()["path"] == "somewhere/svamp"
-    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "task.name": "svamp"}
+    assert runs["grpo, gsm8k"].algorithm.model_dump()["kl_beta"] == 0.5
+    assert runs["ppo, gsm8k"].task.model_dump()["path"] == "somewhere/gsm8k"
+    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "task.name": "gsm8k"}
 
 
 def test_what_all_arms_of_a_comparison_share_is_no_part_of_their_names():
     assert parse_study(compare(), "toy.yaml").arm_labels() == ["ppo", "grpo"]
-    one = compare(algorithms=["grpo"], tasks=["arithmetic", {"name": "svamp", "path": "x/y"}])
-    assert parse_study(one, "toy.yaml").arm_labels() == ["arithmetic", "svamp"]
+    one = compare(algorithms=["grpo"], tasks=["arithmetic", {"name": "gsm8k", "path": "x/y"}])
+    assert parse_study(one, "toy.yaml").arm_labels() == ["arithmetic", "gsm8k"]
     assert parse_study(compare(algorithms=["grpo"]), "toy.yaml").arm_labels() == ["grpo"]
 
 
@@ -152,9 +152,9 @@ def test_every_example_of_the_documentation_is_a_valid_study(tmp_path):
 
 def test_the_command_compares_several_tasks_and_tunes_on_another_seed():
     settings = ["optimizer.learning_rate=1e-4", "steps=7", "task.path=x/y"]
-    several = comparison(["ppo", "grpo"], ["gsm8k", "svamp"], "some/model", seeds=[0, 4], settings=settings).spec
-    assert (several.name, several.design) == ("compare-gsm8k-svamp", "compare")
-    assert several.arm_labels() == ["ppo, gsm8k", "ppo, svamp", "grpo, gsm8k", "grpo, svamp"]
+    several = comparison(["ppo", "grpo"], ["gsm8k", "math"], "some/model", seeds=[0, 4], settings=settings).spec
+    assert (several.name, several.design) == ("compare-gsm8k-math", "compare")
+    assert several.arm_labels() == ["ppo, gsm8k", "ppo, math", "grpo, gsm8k", "grpo, math"]
     tuned = comparison(["ppo", "grpo"], ["arithmetic"], seeds=[0, 4], settings=settings[:2], tune=6)
     (plan, _) = tuned.spec.searches()
     assert (plan.search.trials, plan.seeds, plan.final_seeds) == (6, (5,), (0, 4))

@@ -1,4 +1,4 @@
-"""Exact rationals from text: signs and depth. Order and syntax are in test_svamp.py."""
+"""Exact rationals from text: signs and depth."""
 
 from fractions import Fraction
 

@@ -115,8 +115,8 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("plugins")
 def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path):
-    data = shutil.copytree(FIXTURES / "aime24", tmp_path / "aime24")
-    tests, seen = [{"name": "aime24", "path": str(data)}], []
+    data = shutil.copytree(FIXTURES / "math500", tmp_path / "math500")
+    tests, seen = [{"name": "math500", "path": str(data)}], []
     # 512 devices: of training, which an evaluation does not do
     spec = a_spec(engine="scripted", devices=512, rollouts_per_step=512, evaluation={**FEW, "tests": tests})
     directory = tmp_path / "evaluate" / "one"
@@ -136,9 +136,9 @@ def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_t
         *starts, metrics, other, samples, finish = read_events(directory / "events.jsonl")
         assert [event["type"] for event in starts] == ["start"] * attempt
         assert (metrics["step"], other["step"], finish["type"]) == (0, 0, "finish")
-        assert metrics["values"]["test/num_prompts"] == other["values"]["test_aime24/num_prompts"] == 3
+        assert metrics["values"]["test/num_prompts"] == other["values"]["test_math500/num_prompts"] == 3
         assert [(row["step"], row["split"]) for row in samples["rows"]] == [(0, "test")] * 3
-    assert seen == [("test", 3, 3), ("test_aime24", 3, 3)]  # the second time all completions were there
+    assert seen == [("test", 3, 3), ("test_math500", 3, 3)]  # the second time all completions were there
     assert list(evaluate_once(spec, "validation", tmp_path, "two")) == ["validation"]
     (file,) = data.iterdir()
     file.write_bytes(file.read_bytes() + b"\n")

@@ -48,7 +48,7 @@ def train(
     "evaluate",
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
     "cohort evaluate runs/train/my-run --task arithmetic --samples 8 --limit 50",
-    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --tests aime24,amc23,minerva_math",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task gsm8k --tests math500,math",
     "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --set task.path=data/math500 --json",
 )
 def evaluate(

@@ -83,7 +83,7 @@ def hub(monkeypatch) -> Iterator[Any]:
 def ended(tmp_path_factory) -> Path:
     """The folder of a run that has ended, with another test and an objective that is hostile text."""
     runs = tmp_path_factory.mktemp("runs")
-    tests = [{"name": "aime24", "path": str(Path(__file__).parents[2] / "fixtures" / "aime24")}]
+    tests = [{"name": "math500", "path": str(Path(__file__).parents[2] / "fixtures" / "math500")}]
     spec = make_spec(**{**FEW, "steps": 1, "evaluation.tests": tests, "evaluation.num_samples": 2})
     folder = runs / "train" / "a|run"
     with RunLog(runs, folder, spec, experiment="train", run_name="one") as log:
@@ -106,8 +106,8 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
         if r["metrics"][0]["type"] == "accuracy"
     }
     assert found == {name: round(100 * logged[f"{area}/accuracy"], 2)
-                     for name, area in (("arithmetic", "test"), ("aime24", "test_aime24"))}  # fmt: skip
-    assert "| arithmetic | mean of 2 | 4 |" in body and "| aime24 | greedy | 4 |" in body
+                     for name, area in (("arithmetic", "test"), ("math500", "test_math500"))}  # fmt: skip
+    assert "| arithmetic | mean of 2 | 4 |" in body and "| math500 | greedy | 4 |" in body
     assert f"`{sha256(ended / EVENTS)}`" in body
     assert "fixtures" not in head + body  # a path of this machine
     assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")

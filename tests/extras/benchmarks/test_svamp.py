@@ -4,8 +4,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from cohort.harness.extras.benchmarks.tasks.svamp import SVAMP, _worked
 from cohort.tasks._data import BadRow
-from cohort.tasks.svamp import SVAMP, _worked
 
 FIXTURE = Path(__file__).parent / "fixtures" / "svamp"
 ROW = {

@@ -6,8 +6,8 @@ MATH's. Departure: the paper accepts numbers within a tolerance, and this task a
 
 from typing import Literal
 
-from ._data import BadRow, Problem, Row
-from .math500 import Math500, TestSource
+from .....tasks._data import BadRow, Problem, Row
+from .....tasks.math500 import Math500, TestSource
 
 
 class OlympiadBench(Math500):

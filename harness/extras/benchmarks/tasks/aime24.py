@@ -5,7 +5,7 @@ A row has `problem` and either `solution` with the boxed answer, or `answer`. Tr
 
 from typing import Literal
 
-from .math500 import Math500, TestSource
+from .....tasks.math500 import Math500, TestSource
 
 
 class AIME24(Math500):

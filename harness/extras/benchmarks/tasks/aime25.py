@@ -5,7 +5,7 @@ A row has `problem` and `answer`. Training problems are MATH's.
 
 from typing import Literal
 
-from .math500 import Math500, TestSource
+from .....tasks.math500 import Math500, TestSource
 
 
 class AIME25(Math500):

@@ -8,10 +8,10 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from ..harness.base import rationals
-from ._answers import write
-from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
-from ._numbers import spell
+from .....tasks._answers import write
+from .....tasks._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
+from .....tasks._numbers import spell
+from ....base import rationals
 
 MAX_EQUATION_CHARS = 200
 

@@ -5,7 +5,7 @@ A row has `question` and `answer`, such as 27.0. Training problems are MATH's.
 
 from typing import Literal
 
-from .math500 import Math500, TestSource
+from .....tasks.math500 import Math500, TestSource
 
 
 class AMC23(Math500):

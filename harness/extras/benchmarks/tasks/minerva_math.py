@@ -6,7 +6,7 @@ numbers within a tolerance, and this task accepts equal ones (`tasks._latex`).
 
 from typing import Literal
 
-from .math500 import Math500, TestSource
+from .....tasks.math500 import Math500, TestSource
 
 
 class MinervaMath(Math500):

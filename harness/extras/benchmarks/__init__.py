@@ -1,0 +1,1 @@
+"""Tasks of data sets that test models: SVAMP, AIME, AMC, Minerva and OlympiadBench."""
