@@ -273,10 +273,6 @@ class Task(Section, ABC):
         """
         return {}
 
-    def num_skipped_rows(self, split: Split) -> int:
-        """Number of rows of the split's source that hold no problem and were skipped, as the settings allow."""
-        return 0
-
     def num_unparsable(self) -> int | None:
         """Comparisons of this process so far without a verdict; None if every comparison has one."""
         return None

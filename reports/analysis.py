@@ -31,7 +31,6 @@ from .trials import (
     awaits_seeds,
     bounded,
     choose_outcome,
-    num_first,
     num_problems,
     score,
     search_of,
@@ -56,7 +55,6 @@ class Comparison:
     differences  seed -> difference of the outcome
     cells        the same by problem, seeds by problems, or None
     family       number of p-values that Holm's correction spans
-    first        number of seeds that have decided how many there are; None if none did
     share        the part of ALPHA that it may spend
     """
 
@@ -70,7 +68,6 @@ class Comparison:
     family: int
     outcome: Outcome
     rng_seed: int
-    first: int | None = None
     share: float = 1.0
     is_alone: bool = True  # all comparisons have this baseline, so that the arm names it
 
@@ -105,7 +102,7 @@ class Comparison:
     @property
     def over_seeds(self) -> Interval | None:
         """Student's interval, which may leave the range of the outcome."""
-        return statistics.t_interval(self.values, self.first, self.share)
+        return statistics.t_interval(self.values, self.share)
 
     @cached_property
     def improvement(self) -> Interval:
@@ -274,7 +271,7 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
     """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
     seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
-    interval = statistics.t_interval(list(sums.values()), num_first(record, seeds), share_of_alpha(record, seeds))
+    interval = statistics.t_interval(list(sums.values()), share_of_alpha(record, seeds))
     if interval is None or awaits_seeds(record, seeds):
         return Contrast(sums, interval)
     spread = CrossedVariance(float(np.var(list(sums.values()), ddof=1)), 0.0, 0.0)
@@ -292,11 +289,11 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     if found.interval is None or len(weighted) < len(weights):
         return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
-    first, share = num_first(analysis.record, found.differences), found.interval.share
-    interval = bounded(statistics.cautious_interval(summed, first, share), analysis.outcome, *ends)
+    share = found.interval.share
+    interval = bounded(statistics.cautious_interval(summed, share), analysis.outcome, *ends)
     if not found.tests:
         return replace(found, interval=interval)
-    tests = [*found.tests, *statistics.cautious_intervals(summed, first, share)[1:]]
+    tests = [*found.tests, *statistics.cautious_intervals(summed, share)[1:]]
     spread = statistics.crossed_variance(summed)
     return replace(found, interval=interval, tests=tests, variance=spread, num_problems=summed.shape[1])
 
@@ -332,8 +329,7 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
             elif len(values) == len(trials):
-                first, share = num_first(analysis.record, arm.scores), share_of_alpha(analysis.record, arm.scores)
-                interval = statistics.t_interval(values, first, share)
+                interval = statistics.t_interval(values, share_of_alpha(analysis.record, arm.scores))
                 interval = bounded(interval, outcome, num_problems=num_problems(trials, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
@@ -357,20 +353,20 @@ def _compare(
             continue
         cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
         cells = None if cells is None or baseline_cells is None else cells - baseline_cells
-        first, share = num_first(record, differences), share_of_alpha(record, differences)
-        interval = stated(list(differences.values()), cells, first, share)
+        share = share_of_alpha(record, differences)
+        interval = stated(list(differences.values()), cells, share)
         has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
         if interval and arm.interval and baseline.interval and interval.error == 0 and not has_spread:
             low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
             interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
         interval = bounded(interval, outcome, least=-1.0)
         waits = awaits_seeds(record, differences)
-        tests = [statistics.t_interval(list(differences.values()), first, share)]
+        tests = [statistics.t_interval(list(differences.values()), share)]
         if cells is not None:
-            tests += statistics.cautious_intervals(cells, first, share)[1:]
+            tests += statistics.cautious_intervals(cells, share)[1:]
         p = math.nan if waits else _p_value([test for test in tests if test is not None], resolution)
         rng_seed = int(rng.integers(2**32))
-        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first, share))
+        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, share))
     return found
 
 

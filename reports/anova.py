@@ -19,7 +19,7 @@ from scipy import special
 
 from ..harness.record.study import StudyRecord
 from .statistics import ALPHA, Floats
-from .trials import ArmSummary, awaits_seeds, num_first, share_of_alpha
+from .trials import ArmSummary, awaits_seeds, share_of_alpha
 
 
 @dataclass(frozen=True)
@@ -79,31 +79,25 @@ def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
         labels[index] = arm.label
     ordered = [place[index] for index in np.ndindex(shape)]
     seeds = sorted(set.intersection(*(set(arm.scores) for arm in ordered)))
-    first, share, effects = num_first(record, seeds), share_of_alpha(record, seeds), []
-    if len(seeds[:first]) > 1 and share > 0 and not awaits_seeds(record, seeds):
+    share, effects = share_of_alpha(record, seeds), []
+    if len(seeds) > 1 and share > 0 and not awaits_seeds(record, seeds):
         scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*shape, len(seeds))
         found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
         cells = np.reshape(found, (*shape, *np.shape(found)[1:])) if len(found) == len(ordered) else None
         fewest = min(arm.num_problems for arm in ordered)
-        tested = anova(scores, varied, cells, 1 / fewest if fewest else 0.0, first)
+        tested = anova(scores, varied, cells, 1 / fewest if fewest else 0.0)
         effects = [replace(one, p=min(one.p / share, 1.0)) for one in tested]
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
 def anova(
-    scores: ArrayLike,
-    factors: Sequence[str],
-    cells: ArrayLike | None = None,
-    resolution: float = 0.0,
-    first: int | None = None,
+    scores: ArrayLike, factors: Sequence[str], cells: ArrayLike | None = None, resolution: float = 0.0
 ) -> list[Effect]:
     """Main effects and interactions of the grid.
 
     `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more
     axis, the problems over which each score is the mean. The error is at least the rounding of scores to multiples of
-    `resolution` (resolution^2 / 12 per run); without one an effect without error has no p, as in `t_test`. If the
-    `first` seeds decided the number of seeds, the error over seeds has their degrees of freedom, and is theirs or that
-    of all seeds, whichever is larger (as in `t_interval`).
+    `resolution` (resolution^2 / 12 per run); without one an effect without error has no p, as in `t_test`.
     """
     values = np.asarray(scores, dtype=float)
     problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
@@ -114,14 +108,14 @@ def anova(
         for axis, size in enumerate(values.shape[:-1]):
             basis = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0].T
             contrasts = np.kron(contrasts, basis[1:] if axis in subset else basis[:1])
-        f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
+        f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution)
         gain = len(contrasts) * (f - 1)
         size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0)
         effects.append(Effect(tuple(factors[axis] for axis in subset), len(contrasts), f, p, size))
     return effects
 
 
-def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float]:
+def _test(y: Floats, largest: float, resolution: float) -> tuple[float, float]:
     """(F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
 
     All covariances [df, df] are of one run's score, which is the mean over the problems.
@@ -147,14 +141,11 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
         f = mean_square / mean_error
         return f, float(special.fdtrc(between, within, f))
 
-    known = seeds[:, :first]
-    df_seed = known.shape[1] - 1
-    by_seed = max(
-        _covariance(known - known.mean(axis=1, keepdims=True), df_seed), _covariance(seeds, num_seeds - 1), key=np.trace
-    )
+    df_seed = num_seeds - 1
+    by_seed = _covariance(seeds, df_seed)
     found = [against(by_seed, [(by_seed, df_seed)])]
     if num_problems > 1:
-        count = (num_seeds - 1) * (num_problems - 1)
+        count = df_seed * (num_problems - 1)
         rest = _covariance(y - seeds - problems - grand, count) / num_problems
         by_problem = _covariance(problems, num_problems - 1) * num_seeds / num_problems
         found.append(against(by_problem, [(by_problem, num_problems - 1)]))

@@ -21,7 +21,7 @@ from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
 from .statistics import Floats, Interval
-from .trials import blocks_of, families_of, num_first
+from .trials import blocks_of, families_of
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -33,14 +33,12 @@ class Capability:
     """The number of right samples of each test problem, seeds by problems.
 
     blocks  places of the problems in blocks of whole families (`statistics.blocks`); empty if each is one by itself
-    first  number of the seeds that decided the number of seeds; None if none did
     """
 
     label: str
     seeds: tuple[int, ...]
     counts_SN: NDArray[np.int64]
     num_samples: int
-    first: int | None = None
     blocks: Sequence[Sequence[int]] = ()
 
     def passes(self, k: int) -> Floats:
@@ -58,7 +56,7 @@ class Capability:
         return self._interval(self.covers(tau))
 
     def _interval(self, scores_SN: Floats) -> Interval | None:
-        return statistics.fraction_interval(self.in_blocks(scores_SN), self.first, scores_SN.shape[1])
+        return statistics.fraction_interval(self.in_blocks(scores_SN), scores_SN.shape[1])
 
     def in_blocks(self, scores_SN: Floats) -> Floats:
         return statistics.in_blocks(scores_SN, self.blocks) if self.blocks else scores_SN
@@ -104,10 +102,10 @@ def capabilities(analysis: Analysis) -> Capabilities | None:
     """The capabilities of a study; None unless an arm has enough samples of its test problems in all of its seeds."""
     after, starts, families = {}, [], families_of(analysis.record.trials)
     for arm in analysis.finished_arms:
-        trials, first = [analysis.usable[arm.label, s] for s in arm.scores], num_first(analysis.record, arm.scores)
-        if (found := _capability(arm.label, trials, "test", first, families)) is not None:
+        trials = [analysis.usable[arm.label, seed] for seed in arm.scores]
+        if (found := _capability(arm.label, trials, "test", families)) is not None:
             after[arm.label] = found
-        if (found := _capability(arm.label, trials, "start", first, families)) is not None:
+        if (found := _capability(arm.label, trials, "start", families)) is not None:
             starts.append(found)
     if not after:
         return None
@@ -133,7 +131,6 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
         return None
     rows = [[each.seeds.index(seed) for seed in seeds] for each in (one, two)]
     ones, twos = replace(one, counts_SN=one.counts_SN[rows[0]]), replace(two, counts_SN=two.counts_SN[rows[1]])
-    first = sum(seed in seeds for seed in one.seeds[: one.first])
     most = min(one.num_samples, two.num_samples)
     ks = range(1, most + 1)
     means = np.array([(ones.passes(k) - twos.passes(k)).mean() for k in ks])
@@ -151,7 +148,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     def shown(place: int) -> float:
         """The sign of the difference if its interval shows one, else 0."""
         cells = ones.passes(ks[place]) - twos.passes(ks[place])
-        interval = statistics.paired_interval(ones.in_blocks(cells), first)
+        interval = statistics.paired_interval(ones.in_blocks(cells))
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
         return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
 
@@ -181,9 +178,7 @@ def table_sizes(num_samples: int) -> list[int]:
     return [*(4**j for j in range(num_samples.bit_length()) if 4**j < num_samples), num_samples]
 
 
-def _capability(
-    label: str, trials: Sequence[TrialRecord], area: str, first: int | None, families: Mapping[str, str]
-) -> Capability | None:
+def _capability(label: str, trials: Sequence[TrialRecord], area: str, families: Mapping[str, str]) -> Capability | None:
     fractions = [trial.start_per_problem if area == "start" else trial.per_problem for trial in trials]
     sizes = {series[-1][1] if (series := trial.history.get(f"{area}/num_samples")) else 0 for trial in trials}
     if any(len(trial.history.get(f"{area}/num_samples", ())) > 1 for trial in trials):
@@ -194,4 +189,4 @@ def _capability(
     order = sorted(fractions[0])
     counts = [[round(one[problem] * size) for problem in order] for one in fractions]
     seeds, blocks = tuple(trial.seed for trial in trials), blocks_of(order, families)
-    return Capability(label, seeds, np.array(counts, dtype=np.int64), size, first, blocks)
+    return Capability(label, seeds, np.array(counts, dtype=np.int64), size, blocks)

@@ -40,11 +40,6 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
         raise ValueError(f"a comparison needs at least two different studies, got {', '.join(names) or 'none'}")
     first = records[0]
     for record in records:
-        if record.two_stage is not None:  # then tests between studies would not be exact
-            raise ValueError(
-                f"studies must list their seeds to be compared: the first seeds of '{record.name}' decided how many it "
-                "takes; run the arms in one study"
-            )
         if record.search is not None and "tuning" not in record.search:  # its arms were selected by their results
             raise ValueError(
                 f"studies must list their arms to be compared: those of '{record.name}' were found by its search; run "

@@ -129,13 +129,9 @@ def results_csv(record: StudyRecord) -> str:
 
 
 def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
-    """Columns, and one row per trial, whatever its state; a number that a trial did not reach is None.
-
-    If the first seeds decide the number of seeds, each row has its stage, half_width and at_most.
-    """
-    staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
+    """Columns, and one row per trial, whatever its state; a number that a trial did not reach is None."""
     known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
-    columns = (*COLUMNS, *known, *staged)
+    columns = (*COLUMNS, *known)
     of_arms = [path for overrides in (record.spec.get("arms") or {}).values() for path in overrides]
     named = [*(name for trial in record.trials for name in trial.factors), *of_arms]
     factors = [name for name in dict.fromkeys(named) if name not in columns]
@@ -147,9 +143,6 @@ def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
         fixed = {"study": studies.get(trial.arm, record.name)}
         fixed |= {name: getattr(trial, name) for name in ("trial", "arm", "seed", "state")}
         fixed |= {part: setting(trial.spec, f"{part}.name") for part in ("algorithm", "task")}
-        if record.two_stage is not None:
-            stage = 1 if trial.seed < record.two_stage["first"] else 2
-            fixed |= {"stage": stage, **{name: record.two_stage[name] for name in staged[1:]}}
         values = [fixed.get(name, trial.summary.get(name)) for name in columns]
         values += [trial.factors.get(name, _varied(trial, name)) for name in factors]
         values += [score(trial, name) for name in accuracies]

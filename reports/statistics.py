@@ -135,72 +135,68 @@ def in_blocks(scores_SN: ArrayLike, blocks: Sequence[Sequence[int]]) -> Floats:
     return np.stack(columns, axis=1)
 
 
-def t_interval(scores_S: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
+def t_interval(scores_S: ArrayLike, share: float = 1.0) -> Interval | None:
     """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds or no share.
 
-    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these. If
-    the `first` seeds have decided how many there are, the degrees of freedom are theirs, and the spread is theirs or
-    that of all seeds, whichever is larger. With theirs alone it is exact (Stein 1945), so the larger one is cautious,
-    and it also holds if seeds collapse after a calm first stage.
+    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these.
     """
     values = np.asarray(scores_S, dtype=float)
-    known = values[:first]
-    if known.size < 2 or share == 0:
+    if values.size < 2 or share == 0:
         return None
-    error = float(max(known.std(ddof=1), values.std(ddof=1))) / math.sqrt(values.size)
-    return _t_interval(float(values.mean()), error, known.size - 1, share)
+    error = float(values.std(ddof=1)) / math.sqrt(values.size)
+    return _t_interval(float(values.mean()), error, values.size - 1, share)
 
 
-def crossed_interval(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
+def crossed_interval(scores_SN: ArrayLike, share: float = 1.0) -> Interval | None:
     """The t interval for the mean over new seeds and new problems; None with fewer than 2 of either.
 
     Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
     (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
-    component is set to 0, which can only widen the interval. If the `first` seeds have decided how many there are,
-    MS_seed is the larger of theirs and all seeds', with their degrees of freedom.
+    component is set to 0, which can only widen the interval.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    if scores.ndim != 2 or min(scores.shape) < 2 or len(scores[:first]) < 2 or share == 0:
+    if scores.ndim != 2 or min(scores.shape) < 2 or share == 0:
         return None
     seed, problem, rest = _mean_squares(scores)
-    seed, df_seed = max(seed, _mean_squares(scores[:first])[0]), len(scores[:first]) - 1
+    df_seed = len(scores) - 1
     if seed == problem == rest == 0:
         return _t_interval(float(scores.mean()), 0.0, df_seed, share)
     seed, problem = max(seed, rest), max(problem, rest)
     total = seed + problem - rest
-    df_problem, df_rest = scores.shape[1] - 1, (scores.shape[0] - 1) * (scores.shape[1] - 1)
+    df_problem = scores.shape[1] - 1
+    df_rest = df_seed * df_problem
     spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / df_rest
     df = max(total**2 / spread, 1.0)
     return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df, share)
 
 
-def cautious_interval(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> Interval | None:
+def cautious_interval(scores_SN: ArrayLike, share: float = 1.0) -> Interval | None:
     """The widest of `cautious_intervals`: what reports state; None with fewer than 2 seeds, or no share.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
-    found = cautious_intervals(scores_SN, first, share)
+    found = cautious_intervals(scores_SN, share)
     return max(found, key=lambda interval: interval.high - interval.low, default=None)
 
 
-def cautious_intervals(scores_SN: ArrayLike, first: int | None = None, share: float = 1.0) -> list[Interval]:
+def cautious_intervals(scores_SN: ArrayLike, share: float = 1.0) -> list[Interval]:
     """`t_interval` over the seeds, `crossed_interval`, and Student's over the problems given these seeds.
 
     The last is the widest only with few blocks of problems, whose spread is as rough an estimate as over few seeds.
     A single block leaves the first; there are none with fewer than 2 seeds.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    student = t_interval(scores.mean(axis=1), first, share)
-    crossed = crossed_interval(scores, first, share)
-    over_problems = None if crossed is None else t_interval(scores.mean(axis=0), share=share)
+    student = t_interval(scores.mean(axis=1), share)
+    crossed = crossed_interval(scores, share)
+    over_problems = None if crossed is None else t_interval(scores.mean(axis=0), share)
     return [one for one in (student, crossed, over_problems) if one is not None]
 
 
-def paired_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+def paired_interval(scores_SN: ArrayLike) -> Interval | None:
     """The interval over seeds and problems, or over the problems alone if there is a single seed; None without them."""
     scores = np.asarray(scores_SN, dtype=float)
-    return t_interval(scores[0]) if len(scores) == 1 else cautious_interval(scores, first)
+    return t_interval(scores[0]) if len(scores) == 1 else cautious_interval(scores)
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -215,7 +211,7 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
-def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_problems: int = 0) -> Interval | None:
+def fraction_interval(scores_SN: ArrayLike, num_problems: int = 0) -> Interval | None:
     """The same for a mean of fractions that may be close to 0 or 1: it stays between them and holds there.
 
     Wilson's score interval (1927), with the effective number of problems, m (1 - m) / error^2, for their number and
@@ -224,7 +220,7 @@ def fraction_interval(scores_SN: ArrayLike, first: int | None = None, num_proble
     With blocks for problems, `num_problems` of them in all, fewer than `RARE` of the effective number count as rare.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    interval = paired_interval(scores, first)
+    interval = paired_interval(scores)
     if interval is None:
         return None
     mean, columns, t = interval.estimate, scores.shape[1], _t_quantile(0.025, interval.df)

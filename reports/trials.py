@@ -85,11 +85,6 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
     return found
 
 
-def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
-    """The number of these seeds (ascending) that decided the number of seeds; None if the study lists its seeds."""
-    return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
-
-
 def awaits_seeds(record: StudyRecord, seeds: Collection[int]) -> bool:
     """Whether planned seeds beside these are still to come, so that what these show may stop them: no test yet."""
     if record.any_time or search_of(record) is not None:
@@ -220,13 +215,13 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         cells = np.array([[trial.per_problem[problem] for problem in problems] for trial in mine], dtype=float)
         cells = statistics.in_blocks(cells, outcome.blocks)
     values, count = list(scores.values()), num_problems(mine, outcome)
-    first, share = num_first(record, scores), share_of_alpha(record, scores)
+    share = share_of_alpha(record, scores)
     gains = []
     for trial in mine:
         series, last = trial.history.get(record.metric, ()), score(trial, record.metric)
         if last is not None and len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1]):
             gains.append(last - float(series[0][1]))
-    gained = statistics.t_interval(gains, first, share) if len(gains) == len(mine) else None
+    gained = statistics.t_interval(gains, share) if len(gains) == len(mine) else None
     judged = num_problems(mine, Outcome(record.metric, per_problem=False))
     keys = dict.fromkeys(key for trial in mine for key in trial.summary)
     spent = {key: [t.summary[key] for t in mine if math.isfinite(t.summary.get(key, math.nan))] for key in keys}
@@ -238,8 +233,8 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         scores=scores,
         cells=cells,
         num_problems=count,
-        interval=bounded(stated(values, cells, first, share), outcome, num_problems=count),
-        student=bounded(statistics.t_interval(values, first, share), outcome),
+        interval=bounded(stated(values, cells, share), outcome, num_problems=count),
+        student=bounded(statistics.t_interval(values, share), outcome),
         gain=bounded(gained, outcome, least=-1.0),
         gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
         rng_seed=int(rng.integers(2**32)),
@@ -247,11 +242,11 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
     )
 
 
-def stated(values: Sequence[float], cells: Floats | None, first: int | None, share: float = 1.0) -> Interval | None:
+def stated(values: Sequence[float], cells: Floats | None, share: float = 1.0) -> Interval | None:
     """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
     if cells is None:
-        return statistics.t_interval(values, first, share)
-    return statistics.cautious_interval(cells, first, share)
+        return statistics.t_interval(values, share)
+    return statistics.cautious_interval(cells, share)
 
 
 def bounded(

@@ -80,9 +80,6 @@ class DatasetTask(QuestionTask):
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
     )
-    on_bad_row: Literal["error", "skip"] = Field(
-        default="error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
-    )
     family_field: str | None = Field(
         default=None, min_length=1, description="field of a row that names its problem's family, such as its template"
     )
@@ -123,12 +120,8 @@ class DatasetTask(QuestionTask):
             Demonstration(self._ask(p, examples), p.solution) for p in self._problems("train") if p.solution is not None
         ]
 
-    def num_skipped_rows(self, split: Split) -> int:
-        """The number of bad rows left out of the source of a split; train and validation have one source."""
-        return _read(self, "test" if split == "test" else "train")[1]
-
     def _problems(self, split: Split) -> Sequence[Problem]:
-        problems = _read(self, "test" if split == "test" else "train")[0]
+        problems = _read(self, "test" if split == "test" else "train")
         if split == "test":
             return problems
         is_validation = split == "validation"
@@ -192,11 +185,11 @@ def text_field(row: Row, *names: str) -> str:
     return text
 
 
-def _read(task: DatasetTask, split: SourceSplit) -> tuple[Sequence[Problem], int]:
-    """The problems of a split's source, in the order of their hashes, and the number of skipped rows.
+def _read(task: DatasetTask, split: SourceSplit) -> Sequence[Problem]:
+    """The problems of a split's source, in the order of their hashes.
 
-    Repeated questions are left out, and for train the test's. ValueError for a row that may not be skipped, or if
-    the source differs from the expected one, or changes meanwhile.
+    Repeated questions are left out, and for train the test's. ValueError for a bad row, or if the source differs from
+    the expected one, or changes meanwhile.
     """
     known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
     version = digest(digested(_sources(task, split)) if None in known.values() else known)
@@ -204,11 +197,10 @@ def _read(task: DatasetTask, split: SourceSplit) -> tuple[Sequence[Problem], int
 
 
 @lru_cache(maxsize=8)
-def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[Problem], int]:
+def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Problem]:
     """What `_read` gives; `version` stands for the content of the sources: the expected, or else the present one."""
     path, _ = task.source(split)
     problems: list[Problem] = []
-    bad: list[str] = []
     rows = list(_find(task, split)[1]())
     for where, row in rows:
         try:
@@ -216,16 +208,11 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
                 raise BadRow(f"must be an object with fields, got {row!r:.40}")
             problem = task.parse_row(row)
         except BadRow as error:
-            if task.on_bad_row == "error":
-                raise ValueError(f"{where}: {error}; correct the row or set task.on_bad_row=skip") from None
-            bad.append(f"{where}: {error}")
-        else:
-            if problem is not None:
-                family = row.get(task.family_field) if task.family_field else None
-                is_known = family is not None and family == family  # not NaN, which tables have for nothing
-                problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
-    if bad:
-        _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), len(rows), bad[0])
+            raise ValueError(f"{where}: {error}; correct the row or remove it") from None
+        if problem is not None:
+            family = row.get(task.family_field) if task.family_field else None
+            is_known = family is not None and family == family  # not NaN, which tables have for nothing
+            problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
     sources = _sources(task, split)
     verify(sources)
     if digest(digested(sources)) != version:
@@ -241,13 +228,13 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> tuple[Sequence
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
-            taken = {problem.question for problem in _read(task, "test")[0]}
+            taken = {problem.question for problem in _read(task, "test")}
     kept = {problem.question: problem for problem in reversed(problems) if problem.question not in taken}
     if len(kept) < len(problems):
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
-    return sorted(kept.values(), key=lambda problem: stable_id(problem.question)), len(bad)
+    return sorted(kept.values(), key=lambda problem: stable_id(problem.question))
 
 
 def _sources(task: DatasetTask, split: SourceSplit) -> Sources:

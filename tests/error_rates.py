@@ -17,13 +17,11 @@ import numpy as np
 import pandas as pd
 from cohort.harness.extras.imports.scores import import_scores
 from cohort.harness.record.study import StudyRecord, TrialRecord, read_study
-from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import Analysis
 from cohort.reports.claims import check_claims
 from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
-from factories import make_study
 from fake_study import (
     FakeArm,
     factor_grid,
@@ -38,7 +36,6 @@ from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
 LOOKS = (3, 5, 7, 10)  # numbers of complete seeds at which the reports of one study are written
-AT_MOST = 16
 LUCK = ("usual", "heavy tails", "collapses")
 PROBLEMS = 64
 UNEVEN = (20, 12, 8, 6, 4, 4, 3, 2, 2, 1, 1, 1)  # problems of a family
@@ -216,21 +213,6 @@ def joined(rng: Generator, num_seeds: int) -> bool:
         for i, count in enumerate(counts)
     ]
     return _answered(join(studies))
-
-
-def two_stages(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
-    """Three arms and a baseline whose first seeds decide how many they are; half width 2 points."""
-    scores = _luck(rng, luck, 4, AT_MOST)
-    stage = {"first": num_seeds, "half_width": 0.02, "at_most": AT_MOST}
-    study = make_study(factors={"optimizer.learning_rate": [1e-5, 2e-5, 3e-5, 4e-5]}, seeds=stage)
-    values = {
-        (label, seed): {"validation/accuracy": float(scores[arm, seed])}
-        for arm, label in enumerate(study.arm_labels())
-        for seed in range(num_seeds)
-    }
-    decided = decide(study, values)
-    count = len(decided["seeds"])
-    yield analysed(dataclasses.replace(_curved(_record(_arms, 4, count), scores), two_stage={**stage, **decided}))
 
 
 def extended(rng: Generator, num_seeds: int, luck: str, any_time: bool = False) -> Iterator[Analysis]:
@@ -445,7 +427,6 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
 }
 # Studies that are read more than once, or choose their number of seeds: also how often intervals hold where one stops.
 READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[Analysis]]]] = {
-    **{f"two stages, {luck}": ((3, 4, 6, 8), partial(two_stages, luck=luck)) for luck in LUCK},
     **{f"seeds added at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck)) for luck in LUCK},
     **{f"read at 3, 5, 7 of 10 planned, {luck}": ((10,), partial(interim, luck=luck)) for luck in LUCK},
     **{f"any_time, read at 3, 5, 7, {luck}": ((10,), partial(extended, luck=luck, any_time=True)) for luck in LUCK},

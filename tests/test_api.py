@@ -103,7 +103,7 @@ def test_settings_mean_what_they_mean_on_the_command_line():
     changed = study.with_set(steps=20, **{"algorithm.kl_beta": 1e-5, "factors.algorithm.group_size": (2, 8)})
     again = changed.with_set(name="mine", seeds=np.arange(2).tolist(), steps=np.int64(30))
     assert again.arms == ["group_size=2", "group_size=8"]
-    assert (again.name, again.spec.first_seeds, again.question) == ("mine", [0, 1], study.question)
+    assert (again.name, again.spec.seeds, again.question) == ("mine", [0, 1], study.question)
     run = again.spec.design_arms()[0].spec
     assert (run.steps, run.algorithm.kl_beta) == (30, 1e-5)  # a number, though YAML reads 1e-05 as text
     assert study.spec.run["steps"] != 20  # unchanged

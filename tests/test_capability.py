@@ -134,15 +134,6 @@ def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
     assert crossover(one, Capability("rare", (1,), rare[None] // 2, 16)).most == 16
 
 
-def test_the_seeds_that_decided_their_number_are_counted_among_the_shared_ones():
-    ahead, many = (np.stack([one.counts_SN[0]] * 5) for one in lead(11.0))
-    many[:, :20] += np.array([[0], [6], [-6], [6], [-6]])  # seeds differ
-    two = Capability("b", (1, 2, 3, 4), many[1:], 64)
-    by_first = [crossover(Capability("a", (1, 2, 3, 4), ahead[1:], 64, first=n), two) for n in (2, 3, None)]
-    assert len({one.low for one in by_first}) == 3  # one degree of freedom shows no lead, more show a longer one
-    assert crossover(Capability("a", (0, 1, 2, 3, 4), ahead, 64, first=3), two) == by_first[0]
-
-
 def test_curves_count_blocks_of_families_for_problems(tmp_path):
     # 32 pairs of equal problems are 32 blocks: their curves are those of the 32 problems seen once
     counts, pairs = np.random.default_rng(0).binomial(16, 0.4, (3, 32)), [[2 * i, 2 * i + 1] for i in range(32)]

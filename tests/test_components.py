@@ -8,7 +8,6 @@ from cohort.harness.record.study import StudyRecord, keep_document, read_folder,
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.study import parse_study
-from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import ranked_components
 from cohort.reports.prose.answer import answer
@@ -54,21 +53,6 @@ def test_a_ladder_adds_one_part_after_the_other_and_compares_each_step_with_the_
     steps = {"none": set(), "+high": {"high"}, "+mean": {"high", "mean"}, "+batches": {"high", "mean", "batches"}}
     assert {arm.label: parts_of(arm) for arm in ladder.design_arms()} == steps
     assert ladder.references() == {"+high": "none", "+mean": "+high", "+batches": "+mean"}
-    back = study("ladder", reverse=True)
-    assert back.references() == {"+batches": "none", "+mean": "+batches", "+high": "+mean"}
-    assert [parts_of(arm) for arm in back.design_arms()][1:3] == [{"batches"}, {"batches", "mean"}]
-    assert back.digest() != ladder.digest()
-    with pytest.raises(SpecError, match="reverse must have design ladder, got add_one_in"):
-        study("add_one_in", reverse=True)
-
-
-def test_the_first_seeds_of_a_ladder_are_judged_by_its_steps():
-    ladder = study("ladder", seeds={"first": 3, "half_width": 0.02, "at_most": 16})
-    luck = {"none": (0, 0, 0), "+high": (0, 3, 6), "+mean": (1, 4, 8), "+batches": (1, 4, 8)}
-    values = {(arm, seed): {"validation/accuracy": x / 100} for arm, row in luck.items() for seed, x in enumerate(row)}
-    deviations = {one["arm"]: 100 * one["deviation"] for one in decide(ladder, values)["comparisons"]}
-    # 0, 3, 6: deviation 3; 1, 1, 2: sqrt(1 / 3)
-    assert deviations == pytest.approx({"+high": 3.0, "+mean": 3**-0.5, "+batches": 0.0}, abs=1e-9)
 
 
 LEVELS = {

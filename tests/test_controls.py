@@ -19,7 +19,6 @@ from cohort.harness.run.guards import gates
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec, parse_run
-from cohort.harness.study.two_stage import decide
 from cohort.reports.findings import verdicts
 from cohort.reports.render import analysed, results_csv, write_report
 from factories import make_study
@@ -229,15 +228,6 @@ def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make, words):
     with pytest.raises(ValueError) as caught:
         make()
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_controls_do_not_decide_how_many_seeds_a_study_takes():
-    arms = {"one": {}, "two": {"steps": 3}, "coin": {"control": "random"}}
-    study = make_study(arms=arms, seeds={"first": 3, "half_width": 0.02, "at_most": 9})
-    wild = {"one": (0.5, 0.5, 0.5), "two": (0.6, 0.6, 0.61), "coin": (0.0, 1.0, 0.5)}
-    values = {(arm, seed): {study.metric: wild[arm][seed]} for arm in arms for seed in range(3)}
-    decided = decide(study, values)
-    assert [one["arm"] for one in decided["comparisons"]] == ["two"] and decided["seeds"] == [0, 1, 2]
 
 
 # The report ------------------------------------------------------------------------------------------------------

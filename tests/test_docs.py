@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 DEEPER_KEYS = {  # of no path
-    "first", "half_width", "at_most", "ratio", "value", "restart", "soft", "held_out", "teacher", "order",
+    "ratio", "value", "restart", "soft", "held_out", "teacher", "order",
 }  # fmt: skip
 AREAS = (
     "train", "validation", "test", "policy", "completion", "critic", "kl", "reward", "mismatch", "staleness", "seconds",

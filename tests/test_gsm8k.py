@@ -183,31 +183,18 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.attack("A broken or hostile data file")
-def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, caplog, kind):
+def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, kind):
     row, message = BAD[kind]
     file = write(tmp_path / "test.jsonl", *rows_like(2), row)
-    with pytest.raises(ValueError, match=rf"test\.jsonl, row 3: {message}.*on_bad_row=skip") as raised:
+    with pytest.raises(ValueError, match=rf"test\.jsonl, row 3: {message}.*; correct the row") as raised:
         task(file).prompts("test")
     assert str(tmp_path) in str(raised.value)
-    with caplog.at_level(logging.WARNING):
-        assert len(task(file, on_bad_row="skip").prompts("test")) == 2
-    assert "skipped 1 of 3 rows; the first:" in caplog.text
-    assert "row 3" in caplog.text
-
-
-def test_skipped_rows_are_counted_for_each_source(tmp_path):
-    write(tmp_path / "train.jsonl", *rows_like(20), *(row for row, _ in BAD.values()))
-    write(tmp_path / "test.jsonl", ROW)
-    skipping = task(tmp_path, on_bad_row="skip")
-    assert [skipping.num_skipped_rows(split) for split in ("train", "validation", "test")] == [6, 6, 0]
-    assert task().num_skipped_rows("train") == 0
 
 
 def test_a_split_without_a_usable_row_is_an_error(tmp_path):
-    for name, rows in (("none", []), ("bad", [BAD["empty"][0]])):
-        file = write(tmp_path / name / "test.jsonl", *rows)
-        with pytest.raises(ValueError, match=f"the test split has no usable problem among {len(rows)} rows"):
-            task(file, on_bad_row="skip").prompts("test")
+    file = write(tmp_path / "test.jsonl")
+    with pytest.raises(ValueError, match="the test split has no usable problem among 0 rows"):
+        task(file).prompts("test")
     file = write(tmp_path / "train.jsonl", *rows_like(3))
     with pytest.raises(ValueError, match="a validation_fraction of 1e-09 leaves the validation split empty"):
         task(file, validation_fraction=1e-9).prompts("validation")

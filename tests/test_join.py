@@ -49,7 +49,6 @@ OTHER_PROBLEMS = with_trials(study("b"), lambda t: {"per_problem": {f"new-{k}": 
          r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"),
         ([dataclasses.replace(study("b"), metric="kl/reference")], "'a' has validation/accuracy, 'b' kl/reference"),
         ([OTHER_PROBLEMS], "'a' has 128, 'b' 128, 0 of them in both"),
-        ([dataclasses.replace(study("b"), two_stage={"first": 2})], "the first seeds of 'b' decided how many it takes"),
         ([study("a")], "at least two different studies, got a, a"),
         ([], "got a"),
     ],

@@ -243,7 +243,6 @@ STAGES = [
 ]  # fmt: skip
 STAGED = {**RUN, "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.02}, "cold_start": {"steps": 100},
           "steps": 11, "checkpoints": {"every": 3}}  # fmt: skip
-LATER = {"first": 3, "half_width": 0.02, "at_most": 4}
 TWO, FOUR = {"algorithm.kl_beta": [0.0, 0.1]}, {"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3]}
 SIZES = {"algorithm.group_size": [2, 4, 8]}
 MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those of its start
@@ -251,8 +250,7 @@ MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those
     "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
     "three stages": {"run": STAGED, "arms": {"three stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
-    "two stages": {"run": RUN, "factors": TWO, "seeds": LATER},
-    "together, two stages": {"run": LORA, "factors": TWO, "seeds": LATER, "options": {"together": True}},
+    "together": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3], "options": {"together": True}},
     "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0], "options": {"together": True}},
     "two devices": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
                     "options": {"workers": 1}},
@@ -384,7 +382,7 @@ def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.attack("SIGKILL at random moments in studies with stages, shared models, clones, two stages")
+@pytest.mark.attack("SIGKILL at random moments in studies with stages, shared models, clones")
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(7200)
 def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cohort.harness.api.reporting import report
 from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
-from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import parse_study
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analysed, outcome_contrast
@@ -192,12 +191,10 @@ def test_a_report_without_two_complete_seeds_is_no_look(tmp_path):
 
 
 @pytest.mark.usefixtures("plugins")
-def test_any_time_is_decided_when_a_study_starts_and_where_seeds_are_listed():
+def test_any_time_is_decided_when_a_study_starts():
     study = a_study(any_time=True)
     assert study.digest() != a_study().digest()
     assert parse_study(study.model_dump(mode="json"), "test").any_time
-    with pytest.raises(SpecError, match="any_time must be false in a search and where the first seeds decide"):
-        a_study(any_time=True, seeds={"first": 4, "half_width": 0.02, "at_most": 16})
 
 
 def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path):

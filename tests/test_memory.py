@@ -219,7 +219,7 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
 
 
 def test_workers_share_the_memory_of_a_machine():
-    spec, free = make_spec(), device_bytes(torch.device("cpu"), 2)
+    spec, free = make_spec(), device_bytes(torch.device("cpu"))
     found, _ = estimate_run(spec)
     assert found is not None
     check_memory(spec, copies=1)
@@ -338,11 +338,10 @@ def test_a_run_may_use_what_other_processes_leave_less_a_reserve(monkeypatch):
     with pretend_cuda(gib=80, free=10), monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)  # of which the allocator gives 2 again
         patch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
-        assert device_bytes(torch.device("cuda"), 2.5) == (10 + 3 - 1 - 2.5) * GIB
-        spec = make_spec(gpu_reserve_gib=11.5)  # 0.5 GiB are left
-        with pytest.raises(SpecError, match=r"the GPU has 0.50 GiB free beside 11.50 GiB for CUDA"):
-            check_fits(parts() | {"policy": GIB}, torch.device("cuda"), spec)
-        check_fits(parts() | {"policy": GIB}, torch.device("cuda"), make_spec())
+        assert device_bytes(torch.device("cuda")) == (10 + 3 - 1 - 2) * GIB
+        with pytest.raises(SpecError, match=r"the GPU has 10.00 GiB free beside 2.00 GiB for CUDA"):
+            check_fits(parts() | {"policy": 11 * GIB}, torch.device("cuda"), make_spec())
+        check_fits(parts() | {"policy": 9 * GIB}, torch.device("cuda"), make_spec())
 
 
 @pytest.mark.slow

@@ -297,18 +297,12 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
     assert text == f"Taken back before they began: {clones[0]}, {ARMS[1]} and {again.label}."
 
 
-def test_the_baseline_and_the_arms_whose_first_seeds_decide_stay(tmp_path):
+def test_the_baseline_stays(tmp_path):
     a_queue(a_study(), tmp_path)
-    seeds = {"first": 3, "half_width": 0.1, "at_most": 4}
-    a_queue(a_study(name="staged", seeds=seeds), tmp_path)
-    for name, arm, words in (
-        ("sizes", ARMS[0], "the other arms are compared with 'group_size=2', so it stays"),
-        ("staged", ARMS[1], "the first seeds of all arms decide how many seeds 'staged' gets"),
-    ):
-        before = files_of(tmp_path)
-        with pytest.raises(SpecError, match=words):
-            drop_arm(name, tmp_path, arm)
-        assert files_of(tmp_path) == before
+    before = files_of(tmp_path)
+    with pytest.raises(SpecError, match="the other arms are compared with 'group_size=2', so it stays"):
+        drop_arm("sizes", tmp_path, ARMS[0])
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.slow

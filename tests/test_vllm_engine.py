@@ -150,6 +150,7 @@ def test_a_bfloat16_engine_rounds_float32_weights_and_the_spot_check_notices_a_m
     assert sampled_logprobs(groups) != pytest.approx(learner_logprobs(policy, rows_of(groups)), abs=1e-4)
     before = spot_check(engine, policy, groups)
     engine.load_weights(policy.state_dict(), 1)
+    engine.verifies_weights = False  # as where vLLM packs bfloat16 weights for the processor, so that scores decide
     with pytest.raises(InvalidRun, match="stale weights: the update moved"):
         check_sync(engine, newer, before)
     engine.load_weights(newer.state_dict(), 1)

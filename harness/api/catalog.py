@@ -70,7 +70,6 @@ def describe_task(
         "task": task.name,
         "settings": task.model_dump(mode="json"),
         "sizes": {one: _or_reason(lambda one=one: len(task.prompts(one))) for one in get_args(Split)},
-        "skipped_rows": task.num_skipped_rows(part),
         "max_completion_tokens": task.max_completion_tokens,
         "split": part,
         "problems": problem_rows(task.prompts(part)[:count]),

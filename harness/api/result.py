@@ -74,7 +74,6 @@ class Result:
             flops_train, flops_sampling, flops_scoring, flops_learning, flops_evaluation, flops_cold_start
                                          operations, where they were counted
             core_seconds, gpu_seconds    time on all cores and GPUs (seconds), where it was measured
-            stage, half_width, at_most   only if the first seeds decide how many there are: 1 or 2, and by what
             one column per factor        full path of the setting -> level of the arm
             test/accuracy, test/greedy_accuracy, test/pass_at_K, test/maj_at_K   at the end (fractions), where measured
 

@@ -5,7 +5,7 @@ worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a produc
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
 peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
 passes of a reward model or its fit, intermediates of the prefill, and unused bytes that the allocator holds, with glibc
-up to 60 % of the rest; on a GPU `gpu_reserve_gib` stands for them, and for the libraries that `process` has elsewhere.
+up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from ..base.machine import SHARED_GPU
 from ..data import Prompt
-from ..devices.device import GIB, device_bytes, resolve_device
+from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, load_codec
@@ -60,7 +60,7 @@ def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
         recompute = device.type == "cuda"
         if recompute and alone and spec.max_flops is None and SHARED_GPU not in os.environ:
             found, _ = estimate_run(spec)
-            recompute = found is None or peak_bytes(found) > device_bytes(device, spec.gpu_reserve_gib)
+            recompute = found is None or peak_bytes(found) > device_bytes(device)
     return spec.model_copy(update={"gradient_checkpointing": recompute})
 
 
@@ -79,10 +79,10 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
 
     It names the large components, and for each of them what makes it smaller, unless the run does that already.
     """
-    needed, available = peak_bytes(components), device_bytes(device, spec.gpu_reserve_gib)
+    needed, available = peak_bytes(components), device_bytes(device)
     if copies * needed <= available:
         return
-    beside = f" beside {spec.gpu_reserve_gib:.2f} GiB for CUDA" if device.type == "cuda" else ""
+    beside = f" beside {gib(RESERVE)} for CUDA" if device.type == "cuda" else ""
     has = f"{'the GPU' if beside else 'this machine'} has {gib(available)} free{beside}"
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
@@ -135,7 +135,7 @@ def judge(spec: RunSpec) -> dict[str, Any]:
         problem = str(error)
     peak = None if components is None else peak_bytes(components)
     return {
-        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device, spec.gpu_reserve_gib),
+        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device),
         "recomputes": spec.gradient_checkpointing is True, "problem": problem,
     }  # fmt: skip
 

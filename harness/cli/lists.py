@@ -126,8 +126,6 @@ def task_show(
     terminal.say(f"Completion limit: {document['max_completion_tokens']} tokens")
     if "completion_ends" in document:
         terminal.say(f"A completion ends at {' or '.join(document['completion_ends'])}")
-    if document["skipped_rows"]:
-        terminal.say(f"Bad rows skipped in the {split} split: {document['skipped_rows']:,}", style="yellow")
     for number, problem in enumerate(document["problems"], start=1):
         tokens = f", {problem['prompt_tokens']} tokens" if "prompt_tokens" in problem else ""
         tags = "".join(f", {name} {value}" for name, value in problem["tags"].items())

@@ -41,10 +41,8 @@ def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:
     if references := study.references():
         baseline = ", ".join(f"'{before}' of '{arm}'" for arm, before in references.items())
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
-    few, most = len(study.first_seeds), study.most_seeds
-    product = f"arms x seeds = {len(arms)} x {_range(few, most)} = " if arms else "at most "
-    total, drawn = _range(trials * few // most, trials), _range(rollouts * few // most, rollouts)
-    say(f"Budget: {product}{total} trials; {drawn} training rollouts.")
+    product = f"arms x seeds = {len(arms)} x {len(study.seeds)} = " if arms else "at most "
+    say(f"Budget: {product}{trials:,} trials; {rollouts:,} training rollouts.")
 
 
 def show_results(record: StudyRecord) -> None:
@@ -75,15 +73,14 @@ def show_status(status: StudyStatus, runs: Path) -> None:
         say(f"Tracebacks of failed trials: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
 
 
-def time_left(seconds: float, workers: int, measured: int, least: float = math.nan) -> str:
+def time_left(seconds: float, workers: int, measured: int) -> str:
     """The seconds until a study's report in words."""
     if not seconds:
         return "none, for all trials have ended"
     if not math.isfinite(seconds):
         return "unknown, because no trial of this model ran here, and its shape or its device is not here"
     source = f"from {measured} trial{'s' * (measured > 1)}" if measured else "by arithmetic, for no such trial ran here"
-    took = f"{duration(least)} to {duration(seconds)}" if math.isfinite(least) else duration(seconds)
-    return f"about {took} to the report with {workers} worker{'s' * (workers > 1)}, {source}"
+    return f"about {duration(seconds)} to the report with {workers} worker{'s' * (workers > 1)}, {source}"
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
@@ -98,16 +95,10 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     headers = ["arm", "what it changes", "trials", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
     show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
     trials, tokens = document["trials"], document["generated_tokens_bound"]
-    seeds, least = document["seeds"], document["at_least"]
     ended = f" ({document['ended']} have ended)" if document["ended"] else ""
-    which = f"{trials} trials{ended} with seeds {seeds}:"
-    if least is not None:
-        of = f"the first {seeds['first']} seeds decide on up to {seeds['at_most']}"
-        which = f"{_range(least['trials'], trials)} trials, for {of}: at most"
     amounts = f"{document['steps']:,} steps, {document['rollouts']:,} rollouts, at most {tokens:,} generated tokens"
-    say(f"{which} {amounts} of training.")
-    least_seconds = math.nan if least is None else least["seconds"]
-    say(f"Time: {time_left(document['seconds'], document['workers'], document['measured'], least_seconds)}.")
+    say(f"{trials} trials{ended} with seeds {document['seeds']}: {amounts} of training.")
+    say(f"Time: {time_left(document['seconds'], document['workers'], document['measured'])}.")
     if (disk := document["disk"]) is not None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
@@ -118,10 +109,6 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
     say("Nothing was run or written.")
-
-
-def _range(least: int, most: int) -> str:
-    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _changes(arm: Mapping[str, Any]) -> str:

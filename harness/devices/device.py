@@ -11,6 +11,7 @@ import psutil
 import torch
 
 GIB = 2**30
+RESERVE = 2 * GIB  # bytes of a GPU for the CUDA context, CUDA graphs and fragments, which no estimate has
 
 
 def resolve_device(device: str) -> torch.device:
@@ -59,12 +60,12 @@ class Unmapped:
 UNMAPPED = Unmapped()  # of this process
 
 
-def device_bytes(device: torch.device, reserve_gib: float) -> int:
-    """Bytes that a run may use: what other processes leave of a GPU, less the reserve, or what is free of the
-    machine's RAM (or the container's)."""
+def device_bytes(device: torch.device) -> int:
+    """Bytes that a run may use: what other processes leave of a GPU, less RESERVE, or what is free of the machine's
+    RAM (or the container's)."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for a use
-        return max(0, torch.cuda.mem_get_info(device)[0] + held - int(reserve_gib * GIB))
+        return max(0, torch.cuda.mem_get_info(device)[0] + held - RESERVE)
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no limit, or a machine without cgroups

@@ -20,7 +20,7 @@ from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
 from ..record.run import read_result
-from ..record.study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, study_settings
+from ..record.study import LOOKS, SEARCH, STATUS, STUDY, study_settings
 from . import store
 from .address import is_outage, remote_uri
 from .others import MIRRORS
@@ -54,7 +54,7 @@ class StudyMirror:
         """Copy what speaks of the trials' runs too, and so comes after them."""
         run_id = self.place.run_id
         for name, stamp in self._changed().items():
-            if name in (SEARCH, SEEDS, LOOKS):
+            if name in (SEARCH, LOOKS):
                 client.log_artifact(run_id, str(self.folder / name))
             elif name == STATUS:
                 status = read_json(self.folder / STATUS)
@@ -69,7 +69,7 @@ class StudyMirror:
 
     def _changed(self) -> dict[str, list[int]]:
         """The files that the run does not have as they are now, with their stamps."""
-        files = [self.folder / name for name in (STUDY, SEARCH, SEEDS, LOOKS, STATUS, EVIDENCE)]
+        files = [self.folder / name for name in (STUDY, SEARCH, LOOKS, STATUS, EVIDENCE)]
         stats = {file.name: file.stat() for file in files if file.exists()}
         stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
         return {name: stamp for name, stamp in stamps.items() if self.place.copied.get(name) != stamp}
@@ -184,7 +184,7 @@ def _fetch(runs: Path, name: str) -> None:
     if not (folder / STUDY).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         here = {file.path for file in client.list_artifacts(parent.info.run_id)}
-        for file in here & {STUDY, SEARCH, SEEDS, LOOKS, DIFF}:
+        for file in here & {STUDY, SEARCH, LOOKS, DIFF}:
             client.download_artifacts(parent.info.run_id, file, str(folder))
         Place(uuid.uuid4().hex, parent.info.run_id).save(folder)
     for run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).values():

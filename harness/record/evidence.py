@@ -18,7 +18,7 @@ from ..base.files import read_json, sha256, write_json
 from .events import EVENTS
 from .provenance import DIFF, versions
 from .run import INFO, RESULT
-from .study import LOOKS, SEARCH, SEEDS, STATUS, STUDY, StudyRecord
+from .study import LOOKS, SEARCH, STATUS, STUDY, StudyRecord
 
 EVIDENCE = "evidence.json"
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
@@ -66,7 +66,7 @@ def write_evidence(
 
 def sealed_files(folder: Path) -> list[str]:
     """The files of a study that a report is made from, whether they can be read or not, and those of the report."""
-    patterns = [STUDY, STATUS, SEARCH, SEEDS, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
+    patterns = [STUDY, STATUS, SEARCH, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
     found = (file for pattern in [*patterns, "report/**/*"] for file in folder.glob(pattern) if file.is_file())
     return sorted(file.relative_to(folder).as_posix() for file in found)
 

@@ -30,7 +30,7 @@ from .provenance import versions
 from .run import INFO, SYSTEM, RunInfo
 from .status import StudyStatus
 
-STUDY, STATUS, SEARCH, SEEDS = "study.json", "status.json", "search.json", "seeds.json"
+STUDY, STATUS, SEARCH = "study.json", "status.json", "search.json"
 LOOKS = "looks.json"
 # no settings
 _ABOUT = ("id", "digest", "inputs", "command", "versions", "labels", "shown", "amendments", "registered", "references")
@@ -94,9 +94,6 @@ class StudyRecord:
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every
               objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
-    two_stage the rule for the number of seeds, None if they were listed: first (the seeds below it are those of the
-              first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
-              comparisons, each with arm, seeds, deviation and asks; asked; seeds
     any_time  whether its intervals and tests must hold however seeds are added
     added     listed seeds that the study did not ask for when a report was written that could compare seeds
     looks     with how many complete seeds such reports were written
@@ -126,7 +123,6 @@ class StudyRecord:
     search: Mapping[str, Any] | None = None
     stopped: Sequence[str] = ()
     exploratory: Sequence[ExploratoryArm] = ()
-    two_stage: Mapping[str, Any] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     any_time: bool = False
     added: Sequence[int] = ()
@@ -158,7 +154,7 @@ def study_document(
     shown = {arm.label: colors[arm.label] for arm in arms if arm.label in colors}
     added = {key: [one for one in values if known and one not in known.get(before, values)] for key, before, values in (
         ("arms", "labels", study.arm_labels()),
-        ("seeds", "seeds", study.seeds if isinstance(study.seeds, list) else []),
+        ("seeds", "seeds", study.seeds),
     )}  # fmt: skip
     amendments = known.get("amendments", [])
     if any(added.values()):
@@ -217,7 +213,7 @@ def keep_look(folder: Path, record: StudyRecord) -> None:
     """
     complete = len({trial.seed for trial in record.trials if trial.state == "complete"})
     look, known = {"seeds": list(record.seeds), "complete": complete}, _looks(folder)
-    if record.two_stage is None and all(look != {key: one[key] for key in look} for one in known):
+    if all(look != {key: one[key] for key in look} for one in known):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(folder / LOOKS, {"looks": [*known, {"time": now, **look}]})
 
@@ -250,22 +246,15 @@ def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
     spec = study_settings(document)
     status = _optional(folder / STATUS) or {"stopped": [], "failed": []}
     search = _optional(folder / SEARCH)
-    seeds, two_stage = spec["seeds"], None
     looks = [one for one in _looks(folder) if one["complete"] > 1]
-    if not isinstance(seeds, Mapping):  # a seed that a report has shown stays, or else the good ones could be chosen
-        seeds = list(dict.fromkeys([*seeds, *(seed for one in looks for seed in one["seeds"])]))
-        looks = [one for one in looks if not set(seeds) <= set(one["seeds"])]
-    else:
-        two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
-        seeds = two_stage.get("seeds")
+    # a seed that a report has shown stays, or else the good ones could be chosen
+    seeds = list(dict.fromkeys([*spec["seeds"], *(seed for one in looks for seed in one["seeds"])]))
+    looks = [one for one in looks if not set(seeds) <= set(one["seeds"])]
     asked = {**document, "labels": {*document["labels"]}}
-    trials, clones, strange = _trials(folder, asked, status["failed"], seeds and {*seeds})
+    trials, clones, strange = _trials(folder, asked, status["failed"], {*seeds})
     dropped = {arm for one in document.get("amendments", ()) for arm in one.get("dropped", ())}
     labels = [arm for arm in document["labels"] if arm not in dropped]
     arms = labels or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
-    if seeds is None:
-        assert two_stage is not None
-        seeds = sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
     wanted = [(arm, seed) for arm in arms for seed in seeds]
     found = {key: trials[key] for key in wanted if key in trials}
     pruned = {arm["label"]: arm["reason"] for arm in (search or {}).get("arms", []) if arm["state"] == "pruned"}
@@ -292,7 +281,6 @@ def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
         search=search,
         stopped=status["stopped"],
         exploratory=clones,
-        two_stage=two_stage,
         extras={name: one for name, one in kept.items() if one},
         any_time=spec.get("any_time", False),
         added=[seed for seed in seeds if seed not in shown],
@@ -368,11 +356,11 @@ def sample_row(row: Mapping[str, Any]) -> SampleRow:
 
 
 def _trials(
-    folder: Path, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], seeds: Collection[int] | None
+    folder: Path, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], seeds: Collection[int]
 ) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm], dict[str, str]]:
     """The trials of the study by arm and seed, its clones with theirs, and what is wrong with other folders of trials.
 
-    `seeds` are those of its arms, if they are decided. What cannot be read counts as failed.
+    `seeds` are those of its arms. What cannot be read counts as failed.
     """
     unknown: dict[str, Any] = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
     trials = {(one["arm"], one["seed"]): TrialRecord(**unknown, **one, state="failed") for one in failed}
@@ -406,9 +394,7 @@ def _trials(
     return trials, exploratory, strange
 
 
-def _unasked(
-    trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Collection[int] | None
-) -> str:
+def _unasked(trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str, Any], seeds: Collection[int]) -> str:
     """Why a study does not ask for a trial; empty if it does."""
     designs = [document["digest"], *(one["digest"] for one in document.get("amendments", ()))]
     if tags.get("cohort.study") != document["name"] or tags.get("cohort.design") not in designs:
@@ -417,7 +403,7 @@ def _unasked(
         return ""
     if document["labels"] and trial.arm not in document["labels"]:
         return f"{STUDY} has no arm '{trial.arm}'"
-    return f"{STUDY} has no seed {trial.seed}" if seeds is not None and trial.seed not in seeds else ""
+    return f"{STUDY} has no seed {trial.seed}" if trial.seed not in seeds else ""
 
 
 def _looks(folder: Path) -> list[dict[str, Any]]:

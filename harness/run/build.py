@@ -331,8 +331,7 @@ def run_facts(run: Run) -> dict[str, float]:
     """Metrics known before the first step, and the operations of the cold start, which are charged here.
 
     Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
-    `memory/recomputes` is what a GPU made of `gradient_checkpointing=auto`. `data/skipped_rows_<split>` appears if the
-    task left out bad rows.
+    `memory/recomputes` is what a GPU made of `gradient_checkpointing=auto`.
     """
     spec, codec, start = run.spec, run.codec, run.spec.cold_start
 
@@ -349,6 +348,4 @@ def run_facts(run: Run) -> dict[str, float]:
     needed, _ = estimate_run(ran) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(peak_bytes({**needed, "process": run.memory_before}))
-    splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)
-    skipped = {f"data/skipped_rows_{split}": float(spec.task.num_skipped_rows(split)) for split in splits}
-    return facts | (skipped if any(skipped.values()) else {})
+    return facts

@@ -23,7 +23,7 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
         wrong = error.errors()
     lines, is_run = [], hasattr(model, "plugin_fields")
     for item in wrong:
-        keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]
+        keys = [str(key) for key in item["loc"]]
         path = ".".join(keys)
         value = "" if item["type"] in ("missing", "extra_forbidden") else f", got {_short(item['input'])}"
         message = item["msg"].removeprefix("Value error, ")

@@ -21,7 +21,7 @@ def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSp
         run = load_run(name_or_path, overrides)
         return {run.algorithm.name: run}
     study = load_study(name_or_path, overrides)
-    return {arm.label: arm.run_spec(study.first_seeds[0]) for arm in study.checked_arms()}
+    return {arm.label: arm.run_spec(study.seeds[0]) for arm in study.checked_arms()}
 
 
 def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:

@@ -22,8 +22,6 @@ def settings(model: type[BaseModel], raw: Mapping[str, Any] | None = None) -> It
         if key in getattr(model, "plugin_fields", ()):
             name = node.get("name") if isinstance(node, Mapping) else node
             kind = plugins.settings_class(key, name) if name in plugins.names(key) else None  # pyright: ignore
-        elif isinstance(field.default, list) and not isinstance(node, Mapping):
-            kind = None  # `seeds`, a list or a section, is one setting
         inside = [(f"{key}.{path}", inner) for path, inner in _inside(kind, node)]
         yield from inside or [(key, field)]
 

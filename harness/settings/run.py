@@ -272,11 +272,6 @@ class RunSpec(Section):
         description="recompute activations: less memory, more time; auto: on a GPU, unless the run is alone there and "
         "fits without, or has max_flops",
     )
-    gpu_reserve_gib: float = Field(
-        default=2.0,
-        ge=0,
-        description="GPU memory for the CUDA context, CUDA graphs and fragments, which no estimate has",
-    )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "sampler", "engine")

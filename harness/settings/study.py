@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..base.arms import GREY, PALETTE, component_arm, short_path
 from ..base.inputs import digest
@@ -83,32 +83,6 @@ class Comparison(Section):
         return self
 
 
-class TwoStage(Section):
-    """Seeds 0, 1, ...: the results of the `first` seeds decide how many are needed (see
-    `harness/study/two_stage.py`)."""
-
-    first: int = Field(
-        ge=3, description="seeds of the first stage; a few estimate the spread badly, and then often all of at_most run"
-    )
-    half_width: float = Field(
-        gt=0, description="half-width of the 95 % interval to reach, in the metric's unit: 0.02 is 2 points"
-    )
-    at_most: int = Field(le=1000, description="most seeds of an arm")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.at_most < self.first:
-            raise ValueError(f"seeds.at_most must be at least seeds.first ({self.first}), got {self.at_most}")
-        return self
-
-
-# (An error's path leaves out tags that start with "function-".)
-_Seeds = Annotated[
-    Annotated[TwoStage, Tag("function-two-stage")] | Annotated[list[Seed], Field(min_length=1), Tag("function-list")],
-    Discriminator(lambda raw: f"function-{'two-stage' if isinstance(raw, Mapping | TwoStage) else 'list'}"),
-]
-
-
 class StudySpec(Section):
     """A question, the base run, the settings that vary, and the seeds that replicate each arm.
 
@@ -130,14 +104,13 @@ class StudySpec(Section):
     factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="label -> settings by full path")
     components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings by full path")
-    seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or first, half_width and at_most, decided on the way")
+    seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1, description="seeds of every arm")
     any_time: bool = Field(
         default=False, description="intervals and tests that hold whenever results are read and seeds added, but wider"
     )
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "ladder", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
-    reverse: bool = Field(default=False, description="of a ladder: add the last component first")
     search: Search | None = None
     compare: Comparison | None = None
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
@@ -186,23 +159,16 @@ class StudySpec(Section):
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         if self.design in REFERENCE and self.baseline not in (None, reference := REFERENCE[self.design]):
             raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
-        if self.reverse and self.design != "ladder":
-            raise ValueError(f"reverse must have design ladder, got {self.design}")
         if self.design == "search" and (self.baseline is not None or self.claim):
             raise ValueError("a search has no arm names beforehand; leave 'baseline' and 'claim' out")
         return self
 
     @model_validator(mode="after")
     def _seeds_replicate(self) -> Self:
-        if len(set(self.first_seeds)) != len(self.first_seeds):
-            raise ValueError(f"seeds must be distinct, got {self.first_seeds}")
-        if self.any_time and (self.design == "search" or isinstance(self.seeds, TwoStage)):
-            raise ValueError("any_time must be false in a search and where the first seeds decide; leave it out")
-        if isinstance(self.seeds, TwoStage):
-            if self.search is not None:
-                raise ValueError("seeds must be a list in a study that searches; use seeds such as [0, 1, 2]")
-            if self.metric.endswith("accuracy") and (width := self.seeds.half_width) >= 1:
-                raise ValueError(f"seeds.half_width of an accuracy must be below 1, got {width:g}; 2 points are 0.02")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds must be distinct, got {self.seeds}")
+        if self.any_time and self.design == "search":
+            raise ValueError("any_time must be false in a search, got true; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -223,8 +189,8 @@ class StudySpec(Section):
             raise ValueError("search.objectives must be empty with design compare, which takes the study's metric")
         if not self.search.seeds:
             raise ValueError("search.seeds must list seeds with design compare, got none")
-        if both := sorted(set(self.first_seeds) & set(self.search.seeds)):
-            raise ValueError(f"search.seeds must differ from the study's seeds {self.first_seeds}, got {both} in both")
+        if both := sorted(set(self.seeds) & set(self.search.seeds)):
+            raise ValueError(f"search.seeds must differ from the study's seeds {self.seeds}, got {both} in both")
         names = [item if isinstance(item, str) else item["name"] for item in self.compare.algorithms]
         if unknown := self.search.spaces.keys() - set(names):
             raise ValueError(f"search.spaces must name compared algorithms, got '{min(unknown)}'")
@@ -256,16 +222,6 @@ class StudySpec(Section):
                 raise ValueError(f"factor '{path}' names a level twice: {levels}")
         return self
 
-    @property
-    def first_seeds(self) -> list[int]:
-        """The seeds that every arm runs: all listed seeds, or those of the first stage."""
-        return list(range(self.seeds.first)) if isinstance(self.seeds, TwoStage) else self.seeds
-
-    @property
-    def most_seeds(self) -> int:
-        """The largest number of seeds that an arm may run."""
-        return self.seeds.at_most if isinstance(self.seeds, TwoStage) else len(self.seeds)
-
     def objectives(self) -> dict[str, Direction]:
         """The metrics that decide between arms, with their directions: for most studies just the metric, maximised."""
         return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
@@ -281,10 +237,10 @@ class StudySpec(Section):
         """The searches of the study: none, one, or one for each algorithm and task of a tuned comparison."""
         if self.search is None:
             return []
-        search, first = self.search, tuple(self.first_seeds)
-        seeds, final = (first, ()) if self.compare is None else (tuple(search.seeds), first)
+        search, own = self.search, tuple(self.seeds)
+        seeds, final = (own, ()) if self.compare is None else (tuple(search.seeds), own)
         found = ((base, search.of(base.overrides.get("algorithm.name", ""))) for base in self._known)
-        return [SearchPlan(base.label, base, own, seeds, final) for base, own in found]
+        return [SearchPlan(base.label, base, one, seeds, final) for base, one in found]
 
     def arm_labels(self) -> list[str]:
         """Labels of the compared arms, as far as they are known before the study runs."""
@@ -322,16 +278,14 @@ class StudySpec(Section):
     def digest(self) -> str:
         """A stable hash of the runs of every arm: it must not change between resumes.
 
-        A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials. The
-        settings that decide the number of seeds, or how they may grow, may not change either, nor may claims.
+        A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials.
+        Claims may not change, nor may `any_time`.
         """
         known: dict[str, Any] = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
             search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
             base = plan.base.run_spec(0).model_dump(mode="json")
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
-        if isinstance(self.seeds, TwoStage):
-            known["seeds"] = self.seeds.model_dump(mode="json")
         if self.any_time:
             known["seeds"] = {"any_time": True}
         if self.claim:
@@ -367,7 +321,7 @@ class StudySpec(Section):
         label_of: dict[str, str] = {}  # digest -> label
         named, names = self.arms, []
         if self.components:  # the reference and then n arms
-            names = list(self.components)[:: -1 if self.reverse else 1]
+            names = list(self.components)
             chosen = {REFERENCE[self.design]: names if self.design == "leave_one_out" else []}
             for place, name in enumerate(names):
                 others = [other for other in names if other != name]
@@ -468,7 +422,7 @@ class StudySpec(Section):
         return arms
 
     def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
-        seed = {} if self.search is None else {"seed": self.first_seeds[0]}  # a search ignores the seed of its base run
+        seed = {} if self.search is None else {"seed": self.seeds[0]}  # a search ignores the seed of its base run
         return parse_run(with_overrides(self.run, {**overrides, **seed}), where=f"study '{self.name}'")
 
 

@@ -7,18 +7,16 @@ from optuna.trial import FrozenTrial, TrialState
 
 from .plan import Key
 
-SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 STOPPED = "stopped"  # attribute too: labels of arms that were asked to stop
 
 
 class Attempts:
-    """The attempts at each (arm, seed), in order, the arms that are `held`, and what is `decided` on seeds, as of one
-    look at the Optuna study and its attributes."""
+    """The attempts at each (arm, seed), in order, and the arms that are `held`, at one look at the Optuna study."""
 
     def __init__(self, trials: Sequence[FrozenTrial] = (), attributes: Mapping[str, Any] = {}) -> None:
         self.size, self._retry_below = len(trials), attributes.get(RETRY_BELOW, 0)
-        self.held, self.decided = frozenset(attributes.get(STOPPED, ())), attributes.get(SEEDS)
+        self.held = frozenset(attributes.get(STOPPED, ()))
         self.by_key: dict[Key, list[FrozenTrial]] = {}
         for trial in trials:
             if "arm" in trial.user_attrs:

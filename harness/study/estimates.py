@@ -22,7 +22,7 @@ from ..policy.sources import is_here
 from ..record.status import StudyStatus
 from ..settings.run import RunSpec, parse_run
 from ..settings.stages import Stage
-from ..settings.study import Arm, StudySpec, TwoStage
+from ..settings.study import Arm, StudySpec
 from .plan import Plan
 
 # Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
@@ -126,7 +126,7 @@ def with_time_left(
 ) -> StudyStatus:
     """The status with the seconds `left` for each open trial, and for the study with start, cold starts and report.
 
-    `coming` has the trials that searches and first seeds have not asked for yet, at most. By default as many workers
+    `coming` has the trials that searches have not asked for yet, at most. By default as many workers
     go on as trials run, or as this machine would start.
     """
     todo = sorted((t for t in status.trials if t.is_open), key=lambda trial: trial.state != "running")
@@ -229,8 +229,7 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     """The budget of the plan with its progress: trials, steps, rollouts, a bound on generated tokens, seconds if known.
 
     The bound assumes training with completions of full length. Arms that a search may still try count as its base run.
-    If first seeds decide the number of seeds, the largest number counts, and `at_least` has the trials and seconds of
-    the first seeds. `measured` trials say how long the others take (0: arithmetic); a time that is unknown is NaN.
+    `measured` trials say how long the others take (0: arithmetic); a time that is unknown is NaN.
     """
     counts = Counter(trial.arm for trial in status.trials)
     clock = Clock(plan, status, status.workers)
@@ -243,11 +242,9 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     } for label, arm in listed.items()]  # fmt: skip
 
     summed = ("steps", "rollouts", "generated_tokens_bound")
-    first = {"trials": len(status.trials), "seconds": with_time_left(status, plan, (), status.workers).left}
     return {
         "arms": arms,
-        "seeds": plan.study.model_dump(mode="json")["seeds"],
-        "at_least": first if isinstance(plan.study.seeds, TwoStage) else None,
+        "seeds": plan.study.seeds,
         "trials": counts.total(),
         "ended": sum(not trial.is_open for trial in status.trials),
         "workers": status.workers,
@@ -259,9 +256,9 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
 
 
 def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
-    """Every arm with its largest number of trials; for a search its base with all trials of the search."""
+    """Every arm with its number of trials; for a search its base with all trials of the search."""
     for arm in study.design_arms():
-        yield arm, study.most_seeds
+        yield arm, len(study.seeds)
     for search in study.searches():
         label = ": ".join(filter(None, [search.name, f"search of {search.search.trials} arms"]))
         yield replace(search.base, label=label), search.search.trials * len(search.seeds) + len(search.final_seeds)

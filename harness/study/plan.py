@@ -38,8 +38,7 @@ class Clone:
 
 class Plan:
     """The trials of a study in the order in which they run: all arms with the first seed, then all with the next, so
-    that an unfinished study is balanced. Arms of a search are added later, one by one, each with all its seeds; so are
-    seeds that the first stage asks for."""
+    that an unfinished study is balanced. Arms of a search are added later, one by one, each with all its seeds."""
 
     def __init__(self, study: StudySpec, runs: Path, inputs: Inputs = NO_INPUTS) -> None:
         self.study, self.runs = study, runs
@@ -48,8 +47,7 @@ class Plan:
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.clones: dict[str, Clone] = {}
         self.dropped: Collection[str] = ()  # labels of arms that were taken back
-        self._keys: dict[Key, None] = {}  # in order
-        self.take(study.first_seeds)
+        self._keys: dict[Key, None] = dict.fromkeys((label, seed) for seed in study.seeds for label in self.arms)
 
     @property
     def keys(self) -> list[Key]:
@@ -59,10 +57,6 @@ class Plan:
     @cached_property
     def _digest(self) -> str:
         return self.study.digest()
-
-    def take(self, seeds: Sequence[int]) -> None:
-        """Also run the arms of the design with these seeds."""
-        self._keys |= dict.fromkeys((arm.label, seed) for seed in seeds for arm in self.study.design_arms())
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Add the arms that searches have found, with the seeds that they may run."""

@@ -18,7 +18,7 @@ from ..record.study import study_settings
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.raw import differences
 from ..settings.run import RunSpec
-from ..settings.study import StudySpec, TwoStage, parse_study
+from ..settings.study import StudySpec, parse_study
 from .plan import SHARED, Key, Plan, sharing_key
 from .queue import Queue
 from .storage.base import Storage
@@ -93,7 +93,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         check_claimed(study, specs)
 
     def copies(spec: RunSpec) -> int:
-        return num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1
+        return num_copies(study, spec, workers, len(specs) * len(study.seeds)) if here else 1
 
     check_runs(specs, runs, models=execute == EXECUTE, here=here, copies=copies)
 
@@ -228,7 +228,7 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
             f"added. To change one arm beside the others: cohort study clone {name} ARM --set ... To run the new "
             f"settings: choose another `name`, then compare both: cohort report {name} NAME"
         )
-    missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
+    missing = sorted(set(started["seeds"]) - set(study.seeds))
     if missing:
         rule = f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}"
         raise SpecError(f"{rule}, got {study.seeds}; add {missing}, or give this one another `name`")
@@ -241,7 +241,7 @@ def _only_adds_arms(started: Mapping[str, Any], study: StudySpec) -> bool:
         before = parse_study(study_settings(started), "")
     except SpecError:  # of another version of Cohort
         return False
-    if before.digest() != started["digest"] or any(s.search or isinstance(s.seeds, TwoStage) for s in (before, study)):
+    if before.digest() != started["digest"] or before.search or study.search:
         return False
     then, now = ({arm.label: arm.digest for arm in one.design_arms()} for one in (before, study))
     baselines = {before.baseline or next(iter(then)), study.baseline or next(iter(now))}

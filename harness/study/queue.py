@@ -13,7 +13,6 @@ decides the arms of a search, `steering.py` handles users' requests.
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -30,18 +29,17 @@ from .. import extras
 from ..base.addresses import shown
 from ..base.files import sweep
 from ..base.machine import usable_gpus
-from ..data import ENDED, FINAL, TrialState
+from ..data import ENDED, TrialState
 from ..record.status import StudyStatus, TrialStatus
 from ..record.study import study_settings
 from ..settings.errors import SpecError, did_you_mean
-from ..settings.study import Arm, TwoStage, parse_study
-from .attempts import RETRY_BELOW, SEEDS, STOPPED, Attempts
+from ..settings.study import Arm, parse_study
+from .attempts import RETRY_BELOW, STOPPED, Attempts
 from .estimates import planned, with_time_left
 from .plan import Clone, Key, Plan, sharing_key
 from .search import ArmSearch
 from .storage.base import Lease, Storage
 from .storage.files import LocalStorage
-from .two_stage import decide, on_test_split
 
 MAX_LOST = 10  # how many attempts in a row may lose their worker without progress
 CLONES, DROPPED = "clones", "dropped"  # attributes too: clones as mappings, labels of arms taken back before they began
@@ -170,12 +168,8 @@ class Queue:
         found = {search.plan.name: search.record(attempts) for search in self._searches}
         return found.get("", {"tuning": found})
 
-    def seeds_record(self) -> dict[str, Any] | None:
-        """The decision of the first seeds: see `two_stage.py`; None before it, and for a study that lists its seeds."""
-        return self._read().decided
-
     def unfinished(self) -> bool:
-        """Whether a trial waits, runs or has to be repeated, or a search or the seeds have another to come."""
+        """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
         attempts = self._read()
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
         return any(still) or bool(self.coming(attempts))
@@ -185,14 +179,8 @@ class Queue:
         return self._read().size
 
     def coming(self, attempts: Attempts | None = None) -> list[tuple[Arm, int]]:
-        """The trials of each arm, or of a search as its base, that are not handed out yet, at most."""
+        """The trials of each search, as its base, that are not handed out yet, at most."""
         study, attempts = self.plan.study, attempts or self._read()
-        if isinstance(study.seeds, TwoStage):
-            states = self._undecided(attempts)
-            # the next start repeats a failed trial, and a stopped one may be resumed: decide after that
-            waits = not any(s == "failed" or (k[0] in attempts.held and s not in ENDED) for k, s in states.items())
-            more = study.most_seeds - len(study.first_seeds) if states and waits else 0
-            return [(arm, more) for arm in study.design_arms() if more]
         if study.search is None:
             return []
         with self.storage.errors():
@@ -250,24 +238,10 @@ class Queue:
             self.plan.add(search.arms())
 
     def _advance(self, attempts: Attempts) -> None:
-        """Advance the searches: record ended arms, and add more of their seeds to the plan. If the first seeds have all
-        ended, decide the number of seeds, once."""
+        """Advance the searches: record ended arms, and add more of their seeds to the plan."""
         for search in self._searches:
             search.advance(attempts)
         self._add_searched()
-        states = self._undecided(attempts)
-        if states and all(state in FINAL for state in states.values()):
-            complete = {key: attempts.end(key)["values"] for key, state in states.items() if state == "complete"}
-            self._study.set_user_attr(SEEDS, decide(self.plan.study, complete))
-            self._read()
-
-    def _undecided(self, attempts: Attempts) -> dict[Key, str]:
-        """The state of each trial that the decision on the number of seeds waits for; empty if it is decided."""
-        study = self.plan.study
-        if not isinstance(study.seeds, TwoStage) or attempts.decided is not None:
-            return {}
-        keys = [(arm.label, seed) for arm in study.design_arms() for seed in study.first_seeds]
-        return {key: attempts.state(key) for key in keys}
 
     @cached_property
     def _study(self) -> optuna.Study:
@@ -284,7 +258,6 @@ class Queue:
                 return Attempts()
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
             attempts = Attempts(trials, attributes)
-            self.plan.take(attempts.decided["seeds"] if attempts.decided else ())
             self._add_searched()
             self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
             self.plan.dropped = attributes.get(DROPPED, ())
@@ -358,11 +331,7 @@ class Queue:
         value, ending = None, OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
         if outcome.state == "complete":
             value, ending = outcome.metrics[self.plan.study.metric], OptunaState.COMPLETE
-            names = list(self.plan.study.objectives())
-            if isinstance(self.plan.study.seeds, TwoStage):
-                twin = on_test_split(self.plan.study.metric)
-                names += [twin] if math.isfinite(outcome.metrics.get(twin, math.nan)) else []
-            result["values"] = {name: outcome.metrics[name] for name in names}
+            result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
         self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
         self._study.tell(trial.number, value, ending)
 

@@ -17,7 +17,7 @@ from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
 from ..record.status import StudyStatus
-from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
+from ..record.study import SEARCH, keep_document, read_trial, study_document, write_status
 from ..settings.study import StudySpec
 from .launchers.local import Place, WorkerPool
 from .plan import Plan
@@ -56,8 +56,6 @@ def run_study(
     def show(status: StudyStatus) -> None:
         with suppress(OSError):  # a full disk ends the workers, and they say so
             write_status(plan.folder, status, _failed(plan, status), ended=False)
-        if not (plan.folder / SEEDS).exists() and (decided := queue.seeds_record()) is not None:
-            write_json(plan.folder / SEEDS, decided)
         if on_status is not None:
             on_status(status)
 

@@ -24,7 +24,6 @@ from ..settings.effect import identical
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.raw import parse_overrides
 from ..settings.run import RunSpec
-from ..settings.study import TwoStage
 from .plan import Clone
 from .preflight import check_metrics
 from .queue import Queue, open_queue
@@ -77,9 +76,6 @@ def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
         if arm == (study.baseline or study.arm_labels()[0]):
             raise SpecError(f"the other arms are compared with '{arm}', so it stays; stop it, or start a study with "
                             "another baseline under another name")  # fmt: skip
-        if arm in study.arm_labels() and isinstance(study.seeds, TwoStage):
-            raise SpecError(f"the first seeds of all arms decide how many seeds '{name}' gets, so '{arm}' stays; stop "
-                            "it instead")  # fmt: skip
         document = {"amendments": [], **(queue.storage.read_document() or {})}
         if all(arm not in one.get("dropped", ()) for one in document["amendments"]):  # else a command was killed here
             amendment = {"time": round(1000 * time.time()), "arms": [], "seeds": [], "dropped": [arm]}

@@ -33,7 +33,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
         test = f"What was chosen by these scores, and by whom, is {_UNKNOWN}."
         compute = f"Hardware and time are {_UNKNOWN}."
     else:
-        later = record.added or record.amendments or record.two_stage is not None
+        later = record.added or record.amendments
         planned = "Not all of them were" if later else "They were"
         planned += f" fixed before the first run{', as the notes say' if later else ''}."
         start, budget = cold_start_note(specs)[1], budget_note(analysis, specs)[1]

@@ -55,8 +55,6 @@ def interval_reading(analysis: Analysis) -> str:
         " All speak of a mean over seeds: arms of equal means whose seeds collapse more or less often are told apart "
         "before one collapses, so look at the single seeds too."
     )
-    if (stage := analysis.record.two_stage) is not None:
-        seeds += f" The spread between seeds is that of the first {stage['first']} or of all, the larger (Stein 1945)."
     if (outcome := analysis.outcome).per_problem:
         related = (
             " The task names no families of problems, so problems count as independent: if some are variants of one "
@@ -120,7 +118,6 @@ def notes(analysis: Analysis) -> list[_Note]:
         ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
         ("Trials ran with different versions, or on different processors", f"{mixed}.") if mixed else None,
         _join_note(analysis),
-        _seeds_note(analysis),
         _looks_note(analysis),
         _invalid_note(analysis),
         _added_note(analysis),
@@ -175,51 +172,6 @@ def _added_note(analysis: Analysis) -> _Note | None:
     if not shown:
         return ("Some arms were taken back", without) if dropped else None
     return "Some arms or seeds came later", f"{text} {without}" if dropped else text
-
-
-def _seeds_note(analysis: Analysis) -> _Note | None:
-    """The reason for the number of seeds, if the first seeds decided it."""
-    stage, metric = analysis.record.two_stage, analysis.outcome.name
-    if stage is None:
-        return None
-    first, wanted = stage["first"], wording.points(stage["half_width"], metric)
-    what = "the difference to the baseline" if analysis.comparisons else "the arm"
-    goal = f"a 95 % interval of {what} that reaches at most {wanted} to either side, over seeds"
-    if "asked" not in stage:
-        return (
-            "The number of seeds is open",
-            f"The first {first} seeds of every arm decide how many seeds are needed for {goal}, {stage['at_most']} at "
-            "most. They decide once, when all of them have ended; a failed trial is repeated first.",
-        )
-    text = f"The first {first} seeds decided how many seeds are needed for {goal} (Stein 1945)."
-    if judged := [one for one in stage["comparisons"] if one["asks"] is not None]:
-        most = max(judged, key=lambda one: one["asks"])
-        text += (
-            f" {most['arm']} needs the most: with a standard deviation of "
-            f"{wording.points(most['deviation'], stage['metric'])} over {len(most['seeds'])} seeds it needs "
-            f"{most['asks']}."
-        )
-    if lost := [one["arm"] for one in stage["comparisons"] if one["asks"] is None]:
-        text += f" {wording.quoted(lost)} completed fewer than two of them: no interval, ignored when choosing seeds."
-    if stage["asked"] > stage["at_most"]:
-        text += f" The study allows {stage['at_most']} at most."
-    stated = [(one.arm, one.over_seeds) for one in analysis.comparisons]
-    stated = stated or [(arm.label, arm.student) for arm in analysis.arms]
-    reached = {arm: (found.high - found.low) / 2 for arm, found in stated if found is not None}
-    short = [arm for arm, width in reached.items() if width > stage["half_width"] * (1 + 1e-9)]
-    if short:
-        each = [f"'{arm}' ({wording.points(reached[arm], metric)})" for arm in short]
-        text += f" The width is not reached by {wording.listed(each)}."
-    elif reached:
-        text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
-    text += (
-        f" Intervals and p use the spread between the first {first} seeds or between all, whichever is larger, and t "
-        "for the first, so they are at least as cautious as with a number of seeds fixed beforehand. Invalid trials "
-        "are not replaced."
-    )
-    if analysis.outcome.per_problem:
-        text += " The stated intervals hold for new problems too and may be wider; more seeds do not change that."
-    return f"Why {wording.plural(len(stage['seeds']), 'seed')}", text
 
 
 def _looks_note(analysis: Analysis) -> _Note | None:

@@ -78,7 +78,7 @@ class Backend:
         return check_driver() if usable_gpus() or torch.cuda.is_available() else None
 
     def free_bytes(self) -> int:
-        return device_bytes(self.device, self.spec().gpu_reserve_gib)
+        return device_bytes(self.device)
 
     start = staticmethod(build_engine)
     compiler = staticmethod(compiler)

@@ -41,7 +41,6 @@ from ...settings.study import StudySpec, parse_study
 from ...study.estimates import complete_runs, planned
 from ...study.preflight import check_study
 from ...study.runner import run_study
-from ...study.two_stage import on_test_split
 from ...study.worker import EXECUTE
 
 STEPS = 10  # steps of a calibration; the first is not timed
@@ -144,7 +143,7 @@ def plan(
         raise SpecError(f"{rule}; give `spread`, such as 0.02")
     began = time.monotonic()
     measured = calibrate(spec, folder, workers or default_workers(spec.devices))
-    seconds, own = time.monotonic() - began, option(spec, measured, spec.most_seeds, spread)
+    seconds, own = time.monotonic() - began, option(spec, measured, len(spec.seeds), spread)
     options = (option(spec, measured, count, spread) for count in range(2, MOST_SEEDS + 1))
     best = within(options, hours, flops, power) if given else own
     return Proposal(seconds, measured.workers, spread, own, best)
@@ -244,7 +243,8 @@ def spread_of(study: StudySpec, runs: Path) -> float | None:
     label_of = {_alike(arm.spec.model_dump(mode="json")): arm.label for arm in arms}
     for spec, result in complete_runs(runs):
         label, metrics = label_of.get(_alike(spec)), result.get("metrics", {})
-        for metric in (study.metric, on_test_split(study.metric)):  # the second counts if there are both
+        of_test = study.metric.replace("validation/", "test/", 1)  # which counts where both were measured
+        for metric in (study.metric, of_test):
             if label is not None and metric in metrics:
                 scores[label][spec["seed"]] = float(metrics[metric])
     baseline = study.baseline or next((arm.label for arm in arms), "")

@@ -23,7 +23,6 @@ from ....reports import statistics
 from ....reports.analysis import Analysis
 from ....reports.findings import collapse_step
 from ....reports.statistics import Floats, Interval
-from ....reports.trials import num_first
 from ...record.study import TrialRecord
 
 COST = "train/generated_tokens"
@@ -84,8 +83,8 @@ def scalings(analysis: Analysis) -> Scalings | None:
         fallen = [str(one.seed) for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
         found = f"seed {', '.join(fallen)} collapsed, and a curve that saturates cannot fall"
         if not fallen:
-            points, first = _points(trials, record.metric), num_first(record, arm.scores)
-            found = fit_curve(arm.label, list(arm.scores), *points, first)
+            points = _points(trials, record.metric)
+            found = fit_curve(arm.label, list(arm.scores), *points)
         if isinstance(found, str):
             refused[arm.label] = found
         else:
@@ -94,26 +93,24 @@ def scalings(analysis: Analysis) -> Scalings | None:
     for one in fits:
         if base is not None and one is not base:
             seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
-            differences, first = [one.by_seed[seed] - base.by_seed[seed] for seed in seeds], num_first(record, seeds)
-            ceiling, midpoint = (statistics.t_interval([d[i] for d in differences], first) for i in (_A, _LOG_MID))
+            differences = [one.by_seed[seed] - base.by_seed[seed] for seed in seeds]
+            ceiling, midpoint = (statistics.t_interval([d[i] for d in differences]) for i in (_A, _LOG_MID))
             shifts.append(Shift(one.arm, ceiling, midpoint and _exponential(midpoint)))
     return Scalings(fits, refused, shifts)
 
 
-def fit_curve(
-    arm: str, seeds: Sequence[int], costs_ST: Floats, scores_ST: Floats, first: int | None = None
-) -> Scaling | str:
+def fit_curve(arm: str, seeds: Sequence[int], costs_ST: Floats, scores_ST: Floats) -> Scaling | str:
     """The curve of accuracies at points of compute, or the reason that there is none; each seed starts at 0."""
-    found = _fit(costs_ST, scores_ST, first)
+    found = _fit(costs_ST, scores_ST)
     if isinstance(found, str):
         return found
     parameters, values_S4 = found
-    ceiling, middle, steepness = (_interval(values_S4[:, i], first) for i in (_A, _LOG_MID, _LOG_B))
+    ceiling, middle, steepness = (_interval(values_S4[:, i]) for i in (_A, _LOG_MID, _LOG_B))
     prediction, half = None, costs_ST.mean(axis=0) <= costs_ST.mean(axis=0)[-1] / 2
-    if not isinstance(early := _fit(costs_ST[:, half], scores_ST[:, half], first), str):
+    if not isinstance(early := _fit(costs_ST[:, half], scores_ST[:, half]), str):
         rest = costs_ST[:, ~half]
         moved = np.einsum("sti,si->s", _gradients(early[0], rest), early[1] - early[0]) / rest.shape[1]
-        prediction = _interval((curve(early[0], rest) - scores_ST[:, ~half]).mean(axis=1) + moved, first)
+        prediction = _interval((curve(early[0], rest) - scores_ST[:, ~half]).mean(axis=1) + moved)
     return Scaling(
         arm, costs_ST, scores_ST, parameters, dict(zip(seeds, values_S4, strict=True)),
         replace(ceiling, high=min(ceiling.high, 1.0)), _exponential(middle),
@@ -130,9 +127,9 @@ def _share(parameters: Floats, costs: Floats) -> Floats:
     return special.expit(math.exp(parameters[_LOG_B]) * (_log(costs) - parameters[_LOG_MID]))
 
 
-def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats, Floats] | str:
+def _fit(costs_ST: Floats, scores_ST: Floats) -> tuple[Floats, Floats] | str:
     """The parameters and each seed's influence values, or the reason that the data do not identify them."""
-    if len(scores_ST[:first]) < 2:
+    if len(scores_ST) < 2:
         return "a single seed gives no estimate of a curve's uncertainty; run 2 or more"
     if scores_ST.shape[1] < FEWEST_POINTS:
         return (
@@ -147,12 +144,12 @@ def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats
     if np.linalg.cond(normal) > 1e14:
         return "accuracy does not change enough for a curve"
     values_S4 = parameters + np.linalg.solve(normal, pulls.T).T
-    gain, ceiling = parameters[_A] - parameters[_R0], _interval(values_S4[:, _A], first)
+    gain, ceiling = parameters[_A] - parameters[_R0], _interval(values_S4[:, _A])
     if gain <= 0:
         return "accuracy does not rise"
     if _p_without_ceiling(costs_ST / scale, scores_ST) > BENT:
         return "the curve has not bent: a power law or a logarithm, without any ceiling, fits as well; train longer"
-    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(LATEST * float((costs_ST / scale)[:, -1].mean())):
+    if _interval(values_S4[:, _LOG_MID]).high >= math.log(LATEST * float((costs_ST / scale)[:, -1].mean())):
         return "half of the gain may come in the last quarter of training or later; train longer"
     if ceiling.high - ceiling.low >= gain:
         return "the interval of the ceiling is wider than the gain itself; run more seeds, or train longer"
@@ -218,8 +215,8 @@ def _points(trials: Sequence[TrialRecord], metric: str) -> tuple[Floats, Floats]
     return costs_ST, np.array([[one[step] for step in steps] for one in series], dtype=float)
 
 
-def _interval(values_S: Floats, first: int | None) -> Interval:
-    found = statistics.t_interval(values_S, first)
+def _interval(values_S: Floats) -> Interval:
+    found = statistics.t_interval(values_S)
     assert found is not None, "a fit has at least two seeds"
     return found
 

@@ -173,8 +173,6 @@ def _check_search(record: StudyRecord, place: Place) -> None:
             at.compare("events", "search.json", metric, value, series[-1][1] if series else None)
     if record.search is not None:
         place.findings.notes.append("search.json: Pareto set, best arm and importances are compared by hash alone")
-    if record.two_stage is not None:
-        place.findings.notes.append("seeds.json: the decision on the number of seeds is compared by hash alone")
 
 
 def _check_report(
