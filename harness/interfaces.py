@@ -1,4 +1,4 @@
-"""The contracts of the parts that a user can replace: algorithm, reward, task, prompt sampler, engine and mirror.
+"""The contracts of the parts that a user can replace: algorithm, reward, task, sampler, engine, stage and mirror.
 
 A plugin is one file with one public class. Algorithms, rewards, tasks and samplers are frozen values whose fields are
 the settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A
@@ -192,8 +192,9 @@ class Reward(Section, ABC):
         """The files that it reads, as in `Task.inputs`."""
         return {}
 
-    def placed(self, folder: Callable[[str], str]) -> Self:
-        """The same reward; if it reads the model that a stage of the run fits, it reads the one at `folder(stage)`."""
+    def placed(self, stage: Any, directory: Path | None) -> Self:
+        """The reward as `stage` (a `settings.stages.Stage`) pays it in a run's folder. Without a folder, for estimates,
+        the policy stands for a model that an earlier stage fits. ValueError if there is no such stage."""
         return self
 
 
@@ -323,6 +324,42 @@ class Sampler(Section, ABC):
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """ValueError for training problems that it cannot order, before any model loads."""
+
+
+class StageKind(Section, ABC):
+    """What a stage of a run does in place of learning from rewards; its settings are the `section` of the stage.
+
+    A subclass lives in the file of its name. `stage` is a `settings.stages.Stage`, whose `does` is this value.
+    """
+
+    section: ClassVar[str]
+    may_change: ClassVar[frozenset[str]] = frozenset()  # settings of a run; without `steps`, the stage is one step
+    keeps_rollouts: ClassVar[bool] = False  # those of its first step
+    fits_scorer: ClassVar[bool] = False  # it fits a classifier of the policy's size, in checkpoints/*-model-STAGE
+
+    @property
+    def samplers(self) -> Mapping[str, str]:
+        """Models that sample in place of the policy, each by the setting that names it."""
+        return {}
+
+    def check(self, stage: Any) -> None:
+        """ValueError if the stage cannot stand where it does."""
+
+    def num_rollouts(self) -> int:
+        """Completions that the stage samples."""
+        return 0
+
+    @abstractmethod
+    def passes(self, stage: Any, done: int) -> float:
+        """Completions that pass through the model in so many steps, counted as in `study.estimates`."""
+
+    @abstractmethod
+    def learner_spec(self, spec: Any) -> Any:
+        """The settings (a `RunSpec`) of the stage's learner."""
+
+    @abstractmethod
+    def step(self, run: Any, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> tuple[Any, Any]:
+        """The metrics of one step of `run` (`run.build.Run`), and its lengths as those of `Rollouts`."""
 
 
 class Codec(Protocol):

@@ -1,9 +1,10 @@
 """Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
 `algorithms/x.py`, `tasks/x.py` and the `x.py` of `rewards`, `samplers` and `engines` in `harness/` each hold one public
-class, and so do the files of such folders, and of `mirrors`, in an extra. A third party declares the same under the
-entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards`, `cohort.samplers`, `cohort.engines` and
-`cohort.mirrors`. Two classes of one name are an error, because a study would not say which of them it ran.
+class, and so do the files of such folders, and of `mirrors` and `stages`, in an extra. A third party declares the same
+under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards`, `cohort.samplers`, `cohort.engines`,
+`cohort.mirrors` and `cohort.stages`. Two classes of one name are an error, because a study would not say which of them
+it ran.
 """
 
 import importlib
@@ -20,14 +21,14 @@ from typing import Any, Literal, TypeVar, get_args
 from . import extras, interfaces
 from .base.words import did_you_mean
 from .data import Section
-from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, Task
+from .interfaces import Algorithm, Mirror, Reward, RolloutEngine, Sampler, StageKind, Task
 
-Kind = Literal["algorithm", "task", "reward", "sampler", "engine", "mirror"]
+Kind = Literal["algorithm", "task", "reward", "sampler", "engine", "mirror", "stage"]
 T = TypeVar("T")
 
 _BASE: dict[str, type] = {
     "algorithm": Algorithm, "task": Task, "reward": Reward, "sampler": Sampler, "engine": RolloutEngine,
-    "mirror": Mirror,
+    "mirror": Mirror, "stage": StageKind,
 }  # fmt: skip
 _files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether it is from a package
 
@@ -103,7 +104,8 @@ def settings_class(kind: Kind, name: str) -> type[Section]:
 
 def _files(kind: Kind) -> dict[str, str]:
     """Name of each plugin that is a file -> its module."""
-    own = [] if kind == "mirror" else [f"cohort.{'' if kind in ('algorithm', 'task') else 'harness.'}{kind}s"]
+    above = "" if kind in ("algorithm", "task") else "harness."
+    own = [] if kind in ("mirror", "stage") else [f"cohort.{above}{kind}s"]
     folders = {folder: importlib.import_module(folder).__path__ for folder in (*own, *extras.packages(f"{kind}s"))}
     found = ((f"{folder}.{m.name}", m.name) for folder, path in folders.items() for m in pkgutil.iter_modules(path))
     return {name: module for module, name in found if not name.startswith("_")}
@@ -131,7 +133,7 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
         raise ValueError(f"{where} must be a class that inherits from cohort.harness.interfaces.{_BASE[kind].__name__}")
     settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
     field = getattr(settings, "model_fields", {}).get("name")
-    nameless = kind in ("reward", "mirror")  # a spec or an option names them
+    nameless = kind in ("reward", "mirror", "stage")  # a spec or an option names them
     if not nameless and (field is None or field.default != point.name):
         declared = None if field is None else field.default
         raise ValueError(f"{where} must declare name: Literal['{point.name}'] with that default, got {declared!r}")

@@ -151,6 +151,7 @@ def settings(root: Path) -> Counter[str]:
             "rewards",
             "samplers",
             "engines",
+            "stages",
         ):
             with contextlib.suppress(ImportError):  # a library of an extra
                 load(root, ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))

@@ -190,7 +190,7 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "opo") == 0  # in full, with its source
     assert "arXiv:2505.23585" in cohort.out and "gae_lambda" not in cohort.out
     assert cohort("list", "models") == 2
-    kinds = "algorithms, tasks, rewards, samplers, engines, mirrors or settings"
+    kinds = "algorithms, tasks, rewards, samplers, engines, stages, mirrors or settings"
     assert f"cohort list takes {kinds}, got 'models'" in cohort.err
 
 

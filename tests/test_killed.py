@@ -235,22 +235,20 @@ RUN = {
     "rewards": {"accuracy": 1.0, "format": 1.0},
 }  # fmt: skip
 LORA = {**RUN, "lora": {"rank": 4, "alpha": 8.0}}
-# Reinforcement learning with a reference, answers, a critic and a reference again.
+# Reinforcement learning with a reference, with a critic and with a reference again.
 STAGES = [
     {"name": "reason", "steps": 4},
-    {"name": "distil", "kind": "rejection_sampling", "steps": 4, "optimizer": {"learning_rate": 1e-3},
-     "rejection": {"num_prompts": 64, "num_samples": 4, "keep": 2}},
     {"name": "value", "steps": 4, "algorithm": {"name": "ppo"}},
     {"name": "polish", "steps": 3, "kl": {"schedule": "adaptive", "target": 1e-4}},
 ]  # fmt: skip
 STAGED = {**RUN, "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.02}, "cold_start": {"steps": 100},
-          "steps": 15, "checkpoints": {"every": 3}}  # fmt: skip
+          "steps": 11, "checkpoints": {"every": 3}}  # fmt: skip
 TWO, FOUR = {"algorithm.kl_beta": [0.0, 0.1]}, {"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3]}
 SIZES = {"algorithm.group_size": [2, 4, 8]}
 MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those of its start
     "fakes": {"factors": SIZES, "seeds": [0, 1, 2, 3]},
     "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
-    "four stages": {"run": STAGED, "arms": {"four stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
+    "three stages": {"run": STAGED, "arms": {"three stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
     "together": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3], "options": {"together": True}},
     "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0], "options": {"together": True}},

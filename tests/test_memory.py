@@ -21,6 +21,7 @@ from cohort.harness.policy.forward import Critic, completion_states, recomputes,
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.rewards.format import Format
 from cohort.harness.run.build import placed, prepare, run_facts
 from cohort.harness.run.step import train_step
 from cohort.harness.settings.errors import SpecError
@@ -378,7 +379,8 @@ def test_a_policy_is_rounded_before_it_moves_to_the_gpu():
 def test_a_learned_reward_is_counted_whole_on_each_device(tmp_path):
     model_of("qwen2", **SIZES["qwen2"])[0].save_pretrained(tmp_path)
     scorer = transformers.AutoModelForSequenceClassification.from_config(model_config(str(tmp_path)))
-    rewards, size = {"reward_model": {"path": str(tmp_path)}}, sum(p.numel() for p in scorer.parameters())
+    scored = type("Scored", (Format,), {"scorer": str(tmp_path)})
+    rewards, size = {"scored": scored()}, sum(p.numel() for p in scorer.parameters())
     assert [parts(rewards=rewards, devices=n)["rewards"] for n in (1, 2)] == [4 * size] * 2
     assert parts()["rewards"] == 0
 

@@ -16,7 +16,7 @@ from cohort.harness.settings.load import load_run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
     "algorithm": "algorithms", "task": "tasks", "reward": "harness/rewards", "sampler": "harness/samplers",
-    "engine": "harness/engines", "mirror": "no folder but those of extras",
+    "engine": "harness/engines", "mirror": "no folder but those of extras", "stage": "no folder but those of extras",
 }  # fmt: skip
 
 THIRD_PARTY = """

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..base.addresses import hides
     from ..contracts.plugins import check_package
     from ..mirror.ui import browse
-    from ..policy.bradley_terry import train_reward_model
-    from ..record.run import model_folder
     from ..study.estimates import cost
     from ..study.pool import work
     from ..study.queue import study_status

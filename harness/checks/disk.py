@@ -46,7 +46,8 @@ def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     later = any(stage.spec.kl.refresh_reference_every or stage.start for stage in stages)  # policies than the first
     reference = total_bytes(model) if later and spec.lora is None else 0
     checkpoint = saved * (1 + spec.staleness) + learner + reference
-    fitted = sum(stage.kind == "reward_model" for stage in stages) * 4 * sum(p.numel() for p in model)  # in float32
+    fits = [stage for stage in stages if stage.does and stage.does.fits_scorer]
+    fitted = len(fits) * 4 * sum(p.numel() for p in model)  # in float32
     settings = spec.checkpoints
     written = min(settings.keep + 1, -(-spec.steps // settings.every) + 2 * len(spec.stages))
     kept = saved if spec.steps and (settings.finished or finished) == "weights" else 0

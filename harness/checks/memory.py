@@ -168,17 +168,16 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def _estimate_stage(stage: Stage, together: int) -> tuple[dict[str, int] | None, str | None]:
-    model = stage.spec.model
-    found, why = estimate_run(stage.placed(lambda _: model), together)
-    if found is not None and stage.fit:  # weights, gradients and AdamW's moments in float32
-        found["rewards"] += 4 * _scorer_bytes(model)
-    if found is None or stage.rejection is None or stage.rejection.teacher is None:
-        return found, why
-    other, why = estimate_run(stage.spec.model_copy(update={"model": stage.rejection.teacher}))
-    if other is None:
-        return None, why
-    larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
-    return {**found, **larger, "teacher": other["policy"]}, None
+    found, why = estimate_run(stage.placed(), together)
+    if found is not None and stage.does and stage.does.fits_scorer:  # weights, gradients and AdamW's moments in float32
+        found["rewards"] += 4 * _scorer_bytes(stage.spec.model)
+    for sampler in stage.does.samplers.values() if found is not None and stage.does else ():
+        other, why = estimate_run(stage.spec.model_copy(update={"model": sampler}))
+        if other is None:
+            return None, why
+        larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
+        found = {**found, **larger, "teacher": other["policy"]}
+    return found, why
 
 
 def _scorer_bytes(model: str) -> int:

@@ -133,7 +133,7 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
     InputsChanged if they differ from the expected ones, ValueError for a torn model folder. Hashes of large files are
     kept in `cache`.
     """
-    teachers, specs = _teachers(specs), [stage.spec for spec in specs for stage in spec.staged()]
+    samplers, specs = _samplers(specs), [stage.spec for spec in specs for stage in spec.staged()]
     sources: dict[str, Mapping[str, Path | str]] = {}
     read = {(spec.task.model_dump_json(), bool(spec.steps), bool(spec.cold_start.steps)): spec for spec in specs}
     for spec in read.values():
@@ -142,7 +142,7 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
             sources |= spec.task.inputs(split)
     for test in (test for spec in specs for test in spec.evaluation.tests if splits is None or "test" in splits):
         sources |= test.inputs("test")
-    models = [*teachers, *(name for spec in specs for name in (spec.model, spec.kl.reference) if name is not None)]
+    models = [*samplers, *(name for spec in specs for name in (spec.model, spec.kl.reference) if name is not None)]
     for model in dict.fromkeys(models):
         sources |= model_sources(model)
     for reward in (reward for spec in specs for reward in spec.rewards.values()):
@@ -158,8 +158,8 @@ def check_countable(spec: RunSpec) -> None:
         return
     from ..policy.flops import Costs
 
-    rewards = [r for stage in spec.staged() for r in stage.placed(lambda _: spec.model).rewards.values()]
-    for model in {spec.model, *_teachers([spec]), *(r.scorer for r in rewards if r.scorer)}:
+    rewards = [r for stage in spec.staged() for r in stage.placed().rewards.values()]
+    for model in {spec.model, *_samplers([spec]), *(r.scorer for r in rewards if r.scorer)}:
         try:
             Costs.named(model)
         except Exception as error:
@@ -201,8 +201,8 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
     from ..policy.text import load_codec
     from ..policy.tiny import TINY
 
-    for teacher in _teachers(specs):
-        check_model(teacher, "rejection.teacher")
+    for sampler, setting in _samplers(specs).items():
+        check_model(sampler, setting)
     specs = [stage.spec for spec in specs for stage in spec.staged()]
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
@@ -230,10 +230,10 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
             )
 
 
-def _teachers(specs: Sequence[RunSpec]) -> list[str]:
-    """The models that answer in stages of rejection sampling."""
-    settings = [stage.rejection for spec in specs for stage in spec.staged()]
-    return list(dict.fromkeys(one.teacher for one in settings if one is not None and one.teacher is not None))
+def _samplers(specs: Sequence[RunSpec]) -> dict[str, str]:
+    """The models that sample in place of the policy in some stages, each with the setting that names it."""
+    kinds = [stage.does for spec in specs for stage in spec.staged() if stage.does is not None]
+    return {sampler: setting for kind in kinds for setting, sampler in kind.samplers.items()}
 
 
 def _splits(spec: RunSpec) -> Sequence[Split]:

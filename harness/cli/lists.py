@@ -12,7 +12,8 @@ from .options import Json, Sets, Split
 
 # Class attributes of each kind of plugin that its table shows.
 FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
-         "samplers": ("sees_gold",), "engines": ("exact_logprobs",), "mirrors": ("package",)}  # fmt: skip
+         "samplers": ("sees_gold",), "engines": ("exact_logprobs",), "stages": ("section",),
+         "mirrors": ("package",)}  # fmt: skip
 COLUMNS = ("name", "default", "range", "description")
 HEADERS = ("setting", "default", "range", "meaning")
 
@@ -25,13 +26,12 @@ HEADERS = ("setting", "default", "range", "meaning")
     "cohort list samplers",
     "cohort list engines",
     "cohort list mirrors",
+    "cohort list stages",
     "cohort list settings optimizer",
     "cohort list settings study",
 )
 def list_(
-    what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, samplers, engines, mirrors or settings.")
-    ],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(FACTS)} or settings.")],
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="Only this plugin, in full; a section of a run, a setting, or `study`."),

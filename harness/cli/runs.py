@@ -1,6 +1,5 @@
-"""`cohort train`, `evaluate`, `register` and `reward-model`."""
+"""`cohort train`, `evaluate` and `register`."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -131,45 +130,3 @@ def register(
     """
     version, policy = api.register(run, name, runs=runs)
     terminal.say(f"{name}, version {version}: {policy}")
-
-
-@command(
-    "reward-model",
-    "cohort reward-model runs/train/my-run --model tiny --out models/reward",
-    "cohort reward-model runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
-)
-def reward_model_train(
-    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
-    model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
-    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or a reward's name.")] = "reward",
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of data order and initial head.")] = 0,
-    as_json: options.Json = False,
-) -> None:
-    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
-
-    Train with it: --set rewards.reward_model.path=DIR.
-    """
-    from ..console.progress import phase_bar
-
-    with phase_bar("reward model") as bar:
-        fit = api.train_reward_model(
-            rollouts, api.model_folder(model), out, by=by, epochs=epochs, prompts_per_batch=batch,
-            learning_rate=learning_rate, seed=seed, on_progress=lambda done, total: bar("fit", done, total),
-        )  # fmt: skip
-    if as_json:
-        terminal.print_json({"directory": out, **vars(fit)})
-        return
-    rows = [
-        ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", terminal.percent(fit.accuracy)],
-        ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", terminal.percent(fit.held_out_accuracy)],
-    ]
-    headers = ["prompts", "number", "pairs", "ranked rightly"]
-    terminal.show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
-    count, equal = fit.dropped_prompts, "rewards" if by == "reward" else f"values of '{by}'"
-    groups, were = ("group", "was") if count == 1 else ("groups", "were")
-    terminal.say(f"{count:,} {groups} had equal {equal} throughout and {were} skipped; last mean loss {fit.loss:.4f}")
-    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

@@ -38,7 +38,6 @@ from .cold_start import start_policy
 from .guards.gates import GateState
 from .guards.sync import SpotCheck
 from .learner import Learner
-from .supervised import supervised
 
 DEMONSTRATIONS = 512  # sample size for the mean length
 
@@ -136,17 +135,17 @@ class Run:
     def _count(self) -> None:
         """Count the tokens of a completion and what the models of the stage cost, and say whether the engine's
         log-probs are the policy's."""
-        rejection, self.costs, self.max_tokens = self.stage.rejection, None, self.spec.max_tokens
+        does, self.costs, self.max_tokens = self.stage.does, None, self.spec.max_tokens
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)
             if self.spec.kl.reference is not None and self.learner.reference is not None:
                 costs = replace(costs, reference=flops.Costs.of(self.learner.reference))
-            if rejection is not None and rejection.teacher is not None:
-                costs = replace(costs, sampler=flops.Costs.named(rejection.teacher))
+            for sampler in does.samplers.values() if does else ():
+                costs = replace(costs, sampler=flops.Costs.named(sampler))
             scorers = [reward.scorer for reward in self.spec.rewards.values() if reward.scorer]
             self.costs = replace(costs, scorers=tuple(map(flops.Costs.named, scorers)))
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
-        self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and rejection is None
+        self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and does is None
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
@@ -260,18 +259,13 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
     return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
 
 
-def reward_model(directory: Path, stage: str) -> Path:
-    """Folder of a stage's reward model, inside the run's folder."""
-    return directory / CHECKPOINTS / f"reward-model-{stage}"
-
-
 def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
-    """The learner of a stage that begins with this policy. ValueError if a reward model that it reads is torn."""
-    spec = stage.placed(lambda name: str(reward_model(directory, name)))
+    """The learner of a stage that begins with this policy. ValueError if a model that a reward reads is torn."""
+    spec = stage.placed(directory)
     for reward in spec.rewards.values():
         reward.check()
         reward.inputs()
-    spec = spec if stage.kind == "train" else supervised(spec)
+    spec = spec if stage.does is None else stage.does.learner_spec(spec)
     name = spec.kl.reference
     reference = None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec))
     learner = Learner(spec, policy, reference)

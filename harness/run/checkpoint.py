@@ -200,7 +200,7 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tupl
             for name in [event["file"] for event in kept if event["type"] == "kept"]:
                 (target / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, target / name)
-            for folder in (source / CHECKPOINTS).glob("reward-model-*"):  # that its stages have fitted
+            for folder in (source / CHECKPOINTS).glob("*-model-*"):  # that its stages have fitted
                 with publish_folder(target / CHECKPOINTS / folder.name) as copy:
                     shutil.copytree(folder, copy, dirs_exist_ok=True)
             write_text(target / EVENTS, "".join(map(event_line, kept)))

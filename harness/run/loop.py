@@ -24,10 +24,7 @@ from .grading import sample_rows
 from .guards.agreement import check_agreement
 from .guards.gates import LEARNT, check_gates
 from .rollout import Rollouts
-from .stages import fine_tuning_step, reward_fit_step
 from .step import merged, train_step
-
-FITS = {"rejection_sampling": fine_tuning_step, "reward_model": reward_fit_step}  # steps of the other kinds of stages
 
 
 def train(
@@ -88,9 +85,9 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         start, drawn = run.models.now(), Rollouts()
         if step == run.stage.end:
             run.begin(next(stage for stage in stages if step < stage.end))
-        spec, is_fit = run.spec, run.stage.kind != "train"
-        if is_fit:
-            metrics, counts = FITS[run.stage.kind](run, prompts, step, should_stop)
+        spec, does = run.spec, run.stage.does
+        if does is not None:
+            metrics, counts = does.step(run, prompts, step, should_stop)
         else:
             metrics, drawn = train_step(run, prompts, step)
             counts = drawn.lengths(spec.prompts_per_step)
@@ -102,23 +99,23 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
-        if step in run.stage.kept and not is_fit and ranks.rank() == 0:
+        if step in run.stage.kept and does is None and ranks.rank() == 0:
             run.keep(step, [asdict(row) for row in rows()])
         run.log.progress("train", step, whole.steps)
-        if not is_fit:  # gates are for metrics of rollouts, which all ranks share
+        if does is None:  # gates are for metrics of rollouts, which all ranks share
             gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
         if step % whole.evaluation.every == 0 or is_due:
-            if is_fit:
+            if does is not None:
                 run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
             logged_evaluation(run, "validation", step)
             if step in whole.evaluation.test_steps(whole.steps)[:-1]:
                 logged_evaluation(run, "test", step, "test")
         stop = ranks.same(should_stop)
-        has_sampled = is_fit and step == run.stage.start + 1  # none is sampled again
+        has_sampled = does is not None and step == run.stage.start + 1  # none is sampled again
         if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
             run.save(step, is_last=is_last)
         if stop and not is_last:

@@ -72,11 +72,8 @@ def passes(spec: RunSpec, step: int | None = None) -> float:
 def _passes(stage: Stage, done: int) -> float:
     """Completions that pass through the model in so many steps of a stage, counted in the same way."""
     spec, algorithm = stage.spec, stage.spec.algorithm
-    if stage.rejection is not None:
-        return 2 * stage.num_rollouts + 3 * done * spec.rollouts_per_step * spec.optimizer.num_inner_epochs
-    if stage.fit is not None:
-        new, older = (len(steps) for steps in stage.sources)
-        return 3 * stage.fit.epochs * spec.rollouts_per_step * (new + stage.fit.replay * older)
+    if stage.does is not None:
+        return stage.does.passes(stage, done)
     own_critic = algorithm.needs_critic and not algorithm.shares_trunk
     read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
     read += algorithm.needs_collision + sum(bool(reward.scorer) for reward in spec.rewards.values())

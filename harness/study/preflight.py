@@ -180,6 +180,7 @@ def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
             known |= {f"{area}/{name}" for name in metric_names(settings, spec.task.partial_credit)}
         known |= {f"reward/{name}" for stage in spec.staged() for name in stage.spec.rewards}
     plugins = [one for spec in specs for one in (spec.algorithm, spec.task, *spec.rewards.values())]
+    plugins += [stage.does for spec in specs for stage in spec.staged() if stage.does is not None]
     if not all(type(one).__module__.startswith("cohort.") for one in plugins):
         return
     for claim in study.claim:
@@ -192,9 +193,9 @@ def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
 
 @cache
 def texts_of_runs() -> set[str]:
-    """The strings in the code of runs, algorithms and rewards, parts of f-strings among them."""
-    rooms = (Path(__file__).parents[2] / room for room in ("harness/run", "harness/rewards", "algorithms"))
-    trees = (ast.parse(file.read_text("utf-8")) for room in rooms for file in room.rglob("*.py"))
+    """The strings in the code of runs, rewards, extras and algorithms, parts of f-strings among them."""
+    home, rooms = Path(__file__).parents[2], ("harness/run", "harness/rewards", "harness/extras", "algorithms")
+    trees = (ast.parse(file.read_text("utf-8")) for room in rooms for file in (home / room).rglob("*.py"))
     constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return {value for value in constants if isinstance(value, str)}
 

@@ -6,9 +6,9 @@ Cross-entropy: the mean over all tokens of a minibatch of the negative log-prob,
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..data import Batch, PolicyOutput, Tensor
-from ..interfaces import Algorithm
-from ..settings.run import CriticStart, KLControl, Mismatch, RunSpec
+from ...data import Batch, PolicyOutput, Tensor
+from ...interfaces import Algorithm
+from ...settings.run import CriticStart, KLControl, Mismatch, RunSpec
 
 
 class Supervised(Algorithm):

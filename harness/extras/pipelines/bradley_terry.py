@@ -21,18 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..base.files import publish_folder
-from ..base.inputs import digest, expected
-from ..base.streams import generator
-from ..base.tensors import pad_right
-from ..data import InvalidRun
-from ..devices.device import resolve_device
-from ..settings.stages import RewardFit
-from .library import import_generation
-from .model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
-from .sources import source_name, verify_model
-from .text import TextCodec
-from .tiny import TINY
+from ...base.files import publish_folder
+from ...base.inputs import digest, expected
+from ...base.streams import generator
+from ...base.tensors import pad_right
+from ...data import InvalidRun
+from ...devices.device import resolve_device
+from ...policy.library import import_generation
+from ...policy.model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
+from ...policy.sources import source_name, verify_model
+from ...policy.text import TextCodec
+from ...policy.tiny import TINY
 
 Parts = tuple[list["Ranked"], list["Ranked"]]  # to fit, and held out
 Progress = Callable[[int, int], None]  # optimiser steps done, all of them
@@ -139,18 +138,17 @@ def train_reward_model(
     sources: Sequence[Path],
     model: str,
     out: Path,
+    how: Any,
     *,
     by: str = "reward",
-    epochs: int = 3,
-    prompts_per_batch: int = 16,
-    learning_rate: float = 1e-4,
     seed: int = 0,
     on_progress: Progress = lambda done, total: None,
 ) -> RewardModelFit:
     """Fit a reward model on the rollouts in `sources` (files, or run folders) and save it as the folder `out`.
 
-    `by` names the value that ranks completions: `reward`, `correct`, or one of the run's rewards. ValueError, before
-    any model loads, for rollouts with equal values in every group and for a folder that exists.
+    `how` is a `stages.reward_model.RewardFit`. `by` names the value that ranks completions: `reward`, `correct`, or one
+    of the run's rewards. ValueError, before any model loads, for rollouts with equal values in every group and for a
+    folder that exists.
     """
     if out.exists():
         raise ValueError(f"--out must be a new folder, got '{out}', which exists")
@@ -162,7 +160,6 @@ def train_reward_model(
             f"rollouts must hold a prompt whose completions differ in '{by}', got {dropped} prompts without; "
             "rank by another value, or keep rollouts of more steps (checkpoints.rollouts_every)"
         )
-    how = RewardFit(epochs=epochs, prompts_per_batch=prompts_per_batch, learning_rate=learning_rate)
     return replace(fit_ranked(parts, model, out, how, seed, on_progress), dropped_prompts=dropped)
 
 
@@ -175,7 +172,7 @@ def split(ranked: Sequence[Ranked]) -> Parts:
     return parts
 
 
-def fit_ranked(parts: Parts, model: str, out: Path, how: RewardFit, seed: int, on_progress: Progress) -> RewardModelFit:
+def fit_ranked(parts: Parts, model: str, out: Path, how: Any, seed: int, on_progress: Progress) -> RewardModelFit:
     """Fit a reward model on the first part, which is not empty; it becomes the folder `out`, or takes its place."""
     train, held_out = parts
     network, tokenizer = load_classifier(model, seed)

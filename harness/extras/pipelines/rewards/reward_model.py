@@ -6,14 +6,15 @@ text through its own tokenizer, with its chat template if it has one, so it need
 vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from pydantic import Field
 
-from ..base.inputs import Sources
-from ..data import GradedGroup
-from ..interfaces import Reward
+from ....base.inputs import Sources
+from ....data import GradedGroup
+from ....interfaces import Reward
+from ..stages.reward_model import fits, fitted
 
 STAGE = "stage:"
 
@@ -24,24 +25,31 @@ class RewardModel(Reward):
     path: str = Field(min_length=1, description="Hub id, a local folder, or stage:NAME of an earlier stage")
 
     def score(self, group: GradedGroup) -> list[float]:
-        from ..policy.bradley_terry import load_scorer
+        from ..bradley_terry import load_scorer
 
         return load_scorer(self.path).score([(group.prompt, completion) for completion in group.completions])
 
     def check(self) -> None:
-        from ..policy.model import check_model
+        from ....policy.model import check_model
 
         if not self.path.startswith(STAGE):
             check_model(self.path, "rewards.reward_model.path")
 
     def inputs(self) -> Sources:
-        from ..policy.sources import model_sources
+        from ....policy.sources import model_sources
 
         return {} if self.path.startswith(STAGE) else model_sources(self.path)
 
-    def placed(self, folder: Callable[[str], str]) -> Self:
-        fitted = self.path.startswith(STAGE)
-        return self.model_copy(update={"path": folder(self.path.removeprefix(STAGE))}) if fitted else self
+    def placed(self, stage: Any, directory: Path | None) -> Self:
+        if not self.path.startswith(STAGE):
+            return self
+        name, known = self.path.removeprefix(STAGE), fits(stage)
+        if name not in known:
+            where = f"stage '{stage.name}': " if stage.name else ""
+            rule = f"{where}rewards must read an earlier stage of kind reward_model"
+            raise ValueError(f"{rule} ({', '.join(known) or 'there is none'}), got '{name}'; add it before")
+        path = stage.spec.model if directory is None else str(fitted(directory, name))
+        return self.model_copy(update={"path": path})
 
     @property
     def scorer(self) -> str:

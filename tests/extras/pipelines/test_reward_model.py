@@ -5,11 +5,21 @@ import math
 
 import pytest
 import torch
+from cohort.harness.base.inputs import InputsChanged, expecting
 from cohort.harness.checks.memory import _scorer_bytes
-from cohort.harness.policy import bradley_terry
-from cohort.harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
+from cohort.harness.checks.preflight import run_inputs
+from cohort.harness.extras.pipelines import bradley_terry
+from cohort.harness.extras.pipelines.bradley_terry import (
+    Ranked,
+    Scorer,
+    load_scorer,
+    pair_loss,
+    read_ranked,
+    train_reward_model,
+)
+from cohort.harness.extras.pipelines.rewards.reward_model import RewardModel
+from cohort.harness.extras.pipelines.stages.reward_model import RewardFit
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.rewards.reward_model import RewardModel
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
@@ -60,19 +70,19 @@ def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path,
     file = tmp_path / "x.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
-        train_reward_model([file], "tiny", tmp_path / "out", by=by)
+        train_reward_model([file], "tiny", tmp_path / "out", RewardFit(), by=by)
 
 
 def test_a_folder_without_rollouts_and_an_existing_target_are_refused(tmp_path, rollouts):
     with pytest.raises(ValueError, match="has no rollouts"):
-        train_reward_model([tmp_path], "tiny", tmp_path / "out")
+        train_reward_model([tmp_path], "tiny", tmp_path / "out", RewardFit())
     with pytest.raises(ValueError, match="--out must be a new folder"):
-        train_reward_model([rollouts], "tiny", rollouts)
+        train_reward_model([rollouts], "tiny", rollouts, RewardFit())
 
 
 def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     before = torch.get_rng_state()
-    fit = train_reward_model([rollouts], "tiny", tmp_path / "rm", epochs=8, learning_rate=3e-3)
+    fit = train_reward_model([rollouts], "tiny", tmp_path / "rm", RewardFit(epochs=8, learning_rate=3e-3))
     assert torch.equal(torch.get_rng_state(), before)
     assert fit.num_prompts + fit.held_out_prompts == 40
     assert fit.held_out_prompts == fit.held_out_pairs > 0
@@ -106,6 +116,18 @@ def test_a_language_model_is_no_reward_model(tmp_path):
         RewardModel(path=str(tmp_path / "nowhere")).check()
 
 
+@pytest.mark.attack("Data, model or tokenizer edited after the start")
+def test_a_reward_model_that_was_replaced_is_refused(tmp_path):
+    (tmp_path / "rm").mkdir()
+    weights = tmp_path / "rm" / "model.safetensors"
+    weights.write_bytes(b"old")
+    spec = make_spec(rewards={"reward_model": {"path": str(tmp_path / "rm")}})
+    with expecting(run_inputs([spec], tmp_path)):
+        weights.write_bytes(b"new")
+        with pytest.raises(InputsChanged, match=r"'model\.safetensors' of model"):
+            run_inputs([spec], tmp_path)
+
+
 @pytest.mark.slow
 def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3}
@@ -119,7 +141,7 @@ def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     rows = [json.loads(row) for row in files[0].read_text().splitlines()]
     assert len(rows) == 32
     assert all(row["rewards"]["accuracy"] + row["rewards"]["format"] == row["reward"] for row in rows)
-    fit = train_reward_model([first], "tiny", tmp_path / "rm", epochs=2, learning_rate=1e-3)
+    fit = train_reward_model([first], "tiny", tmp_path / "rm", RewardFit(epochs=2, learning_rate=1e-3))
     assert fit.num_pairs > 5
     paid = {**base, "rewards": {"accuracy": 0, "reward_model": {"path": str(tmp_path / "rm")}}, "steps": 1}
     log = MemoryLog()

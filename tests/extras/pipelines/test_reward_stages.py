@@ -11,22 +11,22 @@ from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import _estimate_stage, _scorer_bytes, estimate_run
 from cohort.harness.checks.preflight import check_countable, check_runs
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy import bradley_terry, flops
-from cohort.harness.policy.bradley_terry import fit_ranked, load_scorer, split
+from cohort.harness.extras.pipelines import bradley_terry, reward_fit
+from cohort.harness.extras.pipelines.bradley_terry import fit_ranked, load_scorer, split
+from cohort.harness.extras.pipelines.stages.reward_model import RewardFit
+from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import stages
 from cohort.harness.run.checkpoint import fork_run
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run
 from cohort.harness.settings.run import parse_run
-from cohort.harness.settings.stages import RewardFit
 from cohort.harness.study.estimates import passes
 from factories import FEW, make_spec
 from fakes import MemoryLog, assert_same_weights, check_same_run, gone_on, tiny_codec
 from safetensors.torch import load_file
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
 # The documented rounds without a cold start: 2 steps, a fit, 1 step, a fit, 2 steps.
 SHORT = [
     "task.min_operands=2", "task.max_operands=2", "task.num_train=64", "cold_start.steps=0", "rollouts_per_step=32",
@@ -45,7 +45,7 @@ def lengths_rank(monkeypatch):
         assert by == "correct"
         return bradley_terry.read_ranked(sources, "num_tokens")
 
-    monkeypatch.setattr(stages, "read_ranked", read_ranked)
+    monkeypatch.setattr(reward_fit, "read_ranked", read_ranked)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def spec(tmp_path_factory):
 def undisturbed(spec, tmp_path_factory, cache):
     folder, log, slept = tmp_path_factory.mktemp("undisturbed"), MemoryLog(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
+        patch.setattr(reward_fit, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
         patch.setattr(TransformersEngine, "sleep", lambda engine: slept.append(engine))
         result = train(spec, folder, log, cache=cache)
     assert result.state == "complete" and len(slept) == spec.steps  # the engine sleeps in each step, and in each fit
@@ -88,9 +88,9 @@ def a_run(*stages, **changes):
 @pytest.mark.slow
 def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the_old_ones(spec, undisturbed, tmp_path):
     folder, log, _ = undisturbed
-    assert [(s.name, s.start, s.end, s.kind) for s in spec.staged()] == [
-        ("explore", 0, 2, "train"), ("judge", 2, 3, "reward_model"), ("first", 3, 4, "train"),
-        ("again", 4, 5, "reward_model"), ("second", 5, 7, "train"),
+    assert [(s.name, s.start, s.end, bool(s.does)) for s in spec.staged()] == [
+        ("explore", 0, 2, False), ("judge", 2, 3, True), ("first", 3, 4, False), ("again", 4, 5, True),
+        ("second", 5, 7, False),
     ]  # fmt: skip
     assert sorted(file.name[5:11] for file in (folder / "rollouts").iterdir()) == [f"{n:06d}" for n in (1, 2, 4, 6, 7)]
     old, new = ranked_of(folder, 1, 2), ranked_of(folder, 4)
@@ -194,9 +194,9 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
 
 @pytest.mark.parametrize("parts", [None, ([], ["a prompt that is held out"])])
 def test_rollouts_that_rank_nothing_to_fit_make_the_run_invalid(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "read_ranked", bradley_terry.read_ranked)
+    monkeypatch.setattr(reward_fit, "read_ranked", bradley_terry.read_ranked)
     if parts is not None:
-        monkeypatch.setattr(stages, "split", lambda ranked: parts)
+        monkeypatch.setattr(reward_fit, "split", lambda ranked: parts)
     result = train(a_run(*STAGES), tmp_path, MemoryLog(), cache=tmp_path)
     assert result.state == "invalid" and "stage 'judge' has nothing to rank" in (result.reason or "")
 
@@ -237,7 +237,7 @@ PAID = {"name": "paid", "steps": 1, "rewards": JUDGED}
          {"checkpoints": {"rollouts_every": 9}}, "stage 'c' must have rollouts.*rollouts_every=9"),
         ([STAGES[0], {**STAGES[1], "steps": 2}], {}, "stage 'judge': steps belongs to stages of kind train"),
         ([STAGES[0], {**STAGES[1], "fit": {"replay": 2}}], {}, "replay.*got 2"),
-        ([{**STAGES[0], "fit": {}}], {}, "fit belongs to kind reward_model, got kind train"),
+        ([{**STAGES[0], "fit": {}}], {}, "unknown key 'fit'"),
         (STAGES, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
         (STAGES, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold"),
     ],

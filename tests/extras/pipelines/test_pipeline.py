@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -14,35 +13,31 @@ from cohort.harness.base.streams import generator
 from cohort.harness.checks.disk import estimate_disk
 from cohort.harness.checks.memory import estimate_run
 from cohort.harness.checks.preflight import check_runs
-from cohort.harness.data import Demonstration, Prompt, Split
+from cohort.harness.data import Demonstration
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.extras.verify.verification import Findings, Place, _group_size, check_trial
+from cohort.harness.extras.pipelines import fine_tuning as stages
+from cohort.harness.extras.pipelines.fine_tuning import as_group, drawn, kept_answers
+from cohort.harness.extras.pipelines.supervised import supervised
 from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
-from cohort.harness.run import stages
-from cohort.harness.run.build import engine_settings
 from cohort.harness.run.cold_start import _batches, fit_demonstrations
 from cohort.harness.run.guards.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import collate
-from cohort.harness.run.stages import as_group, drawn, kept_answers
-from cohort.harness.run.supervised import supervised
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run
-from cohort.harness.settings.raw import with_overrides
 from cohort.harness.settings.run import ColdStart, get_path, parse_run
 from cohort.harness.study.estimates import passes
 from cohort.harness.study.preflight import check_claimed
-from cohort.reports.prose.notes import _clip_note, budget_note
-from factories import FEW, make_spec, make_study
+from factories import FEW, make_spec
 from fakes import MemoryLog, check_same_run, final_weights, gone_on, tiny_codec
 from transformers import LlamaForCausalLM
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
 # The documented pipeline in seconds, and a last stage with a critic: 3 + 4 + 2 + 2 steps.
 SHORT = [
     "task.min_operands=2", "task.max_operands=3", "task.num_train=70", "cold_start.steps=40", "rollouts_per_step=8",
@@ -287,9 +282,10 @@ def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
-    findings = Findings()
+    verify = pytest.importorskip("cohort.harness.extras.verify.verification")
+    findings = verify.Findings()
     trial = SimpleNamespace(arm="r1", seed=0, spec={})
-    check_trial(undisturbed[0], trial, Place(findings, "r1", 0))  # pyright: ignore
+    verify.check_trial(undisturbed[0], trial, verify.Place(findings, "r1", 0))  # pyright: ignore
     assert (findings.mismatches, findings.lacks) == ([], [])
     assert findings.completions > 140
     # 4 in a group until step 3, 2 answers of each problem at step 4, then 4 and 8.
@@ -300,8 +296,8 @@ def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
         {"steps": 2, "algorithm": {"group_size": 8}},
     ]
     spec = {"algorithm": {"group_size": 4}, "stages": stages}
-    assert [_group_size(spec, step) for step in (1, 3, 4, 7, 8, 10)] == [4, 4, 2, 2, 4, 8]
-    assert _group_size({"algorithm": {"group_size": 4}}, 5) == 4
+    assert [verify._group_size(spec, step) for step in (1, 3, 4, 7, 8, 10)] == [4, 4, 2, 2, 4, 8]
+    assert verify._group_size({"algorithm": {"group_size": 4}}, 5) == 4
 
 
 def test_stages_are_part_of_the_settings_and_a_run_without_any_has_those_that_it_had(spec):
@@ -334,86 +330,24 @@ def test_stages_are_counted_before_the_start():
     assert disks[0] and disks[1] and disks[1].checkpoint - disks[0].checkpoint == read["reference"]
 
 
-def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of_any_stage():
-    first, second = (
-        {"name": name, "steps": 1, "sampling": {"max_tokens": most}} for name, most in (("a", 9), ("b", 30))
-    )
-    spec = a_run(first, second, engine="vllm")
-    assert spec.max_tokens < 30
-    prompts = [Prompt("one", "1+1=", "2"), Prompt("two", "100+1=", "101")]
-    assert engine_settings(spec, tiny_codec(), prompts).max_model_len == len(tiny_codec().encode("100+1=")) + 30 + 1
-    own = [problem for split in get_args(Split) for problem in spec.task.prompts(split)]
-    longest = max(len(tiny_codec().encode(one.text)) for one in own)
-    assert engine_settings(spec, tiny_codec()).max_model_len == longest + 30 + 1
-
-
-def test_an_arm_has_stages_of_its_own_or_none():
-    study = make_study(run={**FEW, "steps": 4, "stages": [{"name": "a", "steps": 2}, {"name": "b", "steps": 3}]},
-                       arms={"both": {}, "longer": {"stages.b.steps": 4}, "alone": {"stages": []}})  # fmt: skip
-    found = {arm.label: [(s.name, s.spec.steps) for s in arm.spec.staged()] for arm in study.design_arms()}
-    assert found == {"both": [("a", 2), ("b", 3)], "longer": [("a", 2), ("b", 4)], "alone": [("", 4)]}
-    assert {arm.spec.steps for arm in study.design_arms()} == {4}  # the run's own number ends the stages
-    varied = make_study(run={**FEW, "stages": [{"name": "a", "steps": 2}], "steps": 2},
-                        factors={"stages.a.steps": [2, 3]})  # fmt: skip
-    assert [arm.levels for arm in varied.design_arms()] == [{"stages.a.steps": 2}, {"stages.a.steps": 3}]
-
-
-def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_optimiser_step():
-    plain = make_spec(**{**FEW, "steps": 2}).model_dump(mode="json")
-    several = {"name": "a", "steps": 2, "optimizer": {"num_minibatches": 2}}
-    specs = {"alone": plain, "stages": a_run(several).model_dump(mode="json")}
-    assert budget_note(None, specs) == (  # pyright: ignore
-        "Budgets differ", "Arms differ in stages: read the curves against rollouts or tokens, not against steps."
-    )  # fmt: skip
-    assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([{"steps": 3}], "stages must have distinct words as names, got $"),
-        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
-        ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
-        (
-            [{"name": "a", "kind": "sft"}],
-            "stage 'a': kind must be one of train, rejection_sampling, reward_model, got 'sft'",
-        ),
-        ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
-        ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
-        ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
-        ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
-        ([{**FIT, "kl": {}}], "stage 'distil': kl belongs to stages of kind train, got kind rejection_sampling"),
-        ([{"name": "a", "steps": 1, "rejection": {}}], "rejection belongs to kind rejection_sampling, got kind train"),
-        ([{**FIT, "rejection": {"kep": 2}}], "unknown key 'kep'; did you mean 'keep'"),
-        ([{**FIT, "rejection": {"keep": 0}}], "keep.*got 0"),
-        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
-    ],
-)
-def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, message):
-    with pytest.raises(SpecError, match=message):
-        parse_run({**FEW, "steps": 1, "stages": stages}, "f.yaml")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
-        ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
-        ({"devices": 2}, "devices must be left out with stages"),
-        ({"staleness": 1}, "staleness must be left out with stages"),
-        ({"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
-        ({"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "grpo_self_consistency must not see gold"),
-    ],
-)
-def test_runs_that_cannot_have_stages_are_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        a_run({"name": "a", "steps": 1}, FIT, **changes)
-
-
-def test_a_teacher_needs_an_engine_over_the_policys_own_weights_and_a_path_a_stage():
+def test_a_teacher_needs_an_engine_over_the_policys_own_weights():
     with pytest.raises(
         SpecError, match=r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"
     ):
         a_run({**FIT, "rejection": {"teacher": "m"}}, engine="vllm")
-    with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
-        with_overrides({"stages": [FIT]}, {"stages.shine.steps": 2})
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "message"),
+    [
+        ({"kl": {}}, {}, "stage 'distil': kl belongs to stages of kind train, got kind rejection_sampling"),
+        ({"kind": "train"}, {}, "unknown key 'rejection'"),
+        ({"rejection": {"kep": 2}}, {}, "unknown key 'kep'; did you mean 'keep'"),
+        ({"rejection": {"keep": 0}}, {}, "keep.*got 0"),
+        ({}, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
+        ({}, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold answers"),
+    ],
+)
+def test_stages_that_cannot_sample_are_refused(stage, changes, message):
+    with pytest.raises(SpecError, match=message):
+        a_run({"name": "a", "steps": 1}, {**FIT, **stage}, **changes)

@@ -1,0 +1,1 @@
+"""Stages that learn otherwise than from rewards: on the correct ones of sampled answers, or a reward model."""

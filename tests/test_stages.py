@@ -1,0 +1,89 @@
+"""Stages of a run, each with settings of its own: what is refused, and what all of them share."""
+
+from typing import get_args
+
+import pytest
+from cohort.harness.data import Prompt, Split
+from cohort.harness.run.build import engine_settings
+from cohort.harness.settings.errors import SpecError
+from cohort.harness.settings.raw import with_overrides
+from cohort.harness.settings.run import parse_run
+from cohort.reports.prose.notes import _clip_note, budget_note
+from factories import FEW, make_spec, make_study
+from fakes import tiny_codec
+
+
+def a_run(*stages, **changes):
+    return parse_run({**FEW, "stages": [*stages], "steps": sum(s["steps"] for s in stages), **changes}, "f.yaml")
+
+
+def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of_any_stage():
+    first, second = (
+        {"name": name, "steps": 1, "sampling": {"max_tokens": most}} for name, most in (("a", 9), ("b", 30))
+    )
+    spec = a_run(first, second, engine="vllm")
+    assert spec.max_tokens < 30
+    prompts = [Prompt("one", "1+1=", "2"), Prompt("two", "100+1=", "101")]
+    assert engine_settings(spec, tiny_codec(), prompts).max_model_len == len(tiny_codec().encode("100+1=")) + 30 + 1
+    own = [problem for split in get_args(Split) for problem in spec.task.prompts(split)]
+    longest = max(len(tiny_codec().encode(one.text)) for one in own)
+    assert engine_settings(spec, tiny_codec()).max_model_len == longest + 30 + 1
+
+
+def test_an_arm_has_stages_of_its_own_or_none():
+    study = make_study(run={**FEW, "steps": 4, "stages": [{"name": "a", "steps": 2}, {"name": "b", "steps": 3}]},
+                       arms={"both": {}, "longer": {"stages.b.steps": 4}, "alone": {"stages": []}})  # fmt: skip
+    found = {arm.label: [(s.name, s.spec.steps) for s in arm.spec.staged()] for arm in study.design_arms()}
+    assert found == {"both": [("a", 2), ("b", 3)], "longer": [("a", 2), ("b", 4)], "alone": [("", 4)]}
+    assert {arm.spec.steps for arm in study.design_arms()} == {4}  # the run's own number ends the stages
+    varied = make_study(run={**FEW, "stages": [{"name": "a", "steps": 2}], "steps": 2},
+                        factors={"stages.a.steps": [2, 3]})  # fmt: skip
+    assert [arm.levels for arm in varied.design_arms()] == [{"stages.a.steps": 2}, {"stages.a.steps": 3}]
+
+
+def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_optimiser_step():
+    plain = make_spec(**{**FEW, "steps": 2}).model_dump(mode="json")
+    several = {"name": "a", "steps": 2, "optimizer": {"num_minibatches": 2}}
+    specs = {"alone": plain, "stages": a_run(several).model_dump(mode="json")}
+    assert budget_note(None, specs) == (  # pyright: ignore
+        "Budgets differ", "Arms differ in stages: read the curves against rollouts or tokens, not against steps."
+    )  # fmt: skip
+    assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"steps": 3}], "stages must have distinct words as names, got $"),
+        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
+        ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
+        ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train.*, got 'sft'"),
+        ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
+        ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
+        ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
+        ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
+        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
+    ],
+)
+def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, message):
+    with pytest.raises(SpecError, match=message):
+        parse_run({**FEW, "steps": 1, "stages": stages}, "f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
+        ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
+        ({"devices": 2}, "devices must be left out with stages"),
+        ({"staleness": 1}, "staleness must be left out with stages"),
+    ],
+)
+def test_runs_that_cannot_have_stages_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        a_run({"name": "a", "steps": 1}, {"name": "b", "steps": 2}, **changes)
+
+
+def test_a_path_names_a_stage_that_is_there():
+    with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
+        with_overrides({"stages": [{"name": "a", "steps": 2}]}, {"stages.shine.steps": 2})
