@@ -198,6 +198,7 @@ def test_a_worked_solution_states_the_answer_as_written_where_the_format_wants_i
     assert problem.answer == "0.75"
 
 
+@pytest.mark.slow
 def test_every_gold_of_real_math500_equals_itself_in_every_format_and_through_the_checker():
     path = real_data("math500")
     written = [json.loads(line)["answer"] for line in (path / "test.jsonl").read_text("utf-8").splitlines()]

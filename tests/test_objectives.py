@@ -154,7 +154,7 @@ def test_advantages_read_what_the_algorithm_declares_and_need_it(name, kl_beta):
         lean = given.replace(**dict.fromkeys(INPUTS.keys() - declared), sampler_logprobs_BT=None)
         assert torch.equal(algorithm.advantages(lean).advantages_BT, algorithm.advantages(given).advantages_BT)
         for key in declared - {"ref_logprobs_BT"}:
-            with pytest.raises(AssertionError):
+            with pytest.raises((AttributeError, TypeError)):
                 algorithm.advantages(lean.replace(**{key: None}))
 
 

@@ -118,6 +118,7 @@ def test_a_share_of_tokens_is_counted_among_those_in_the_loss():
     assert highest(torch.ones(2, 3), counted, 0.2).sum() == 5  # equal values are not told apart
 
 
+@pytest.mark.slow
 def test_a_run_counts_what_it_leaves_out_and_pays_the_penalty_once(tmp_path, cache):
     spec = make_spec(**{**FEW, "overlong": "mask", "high_entropy_tokens": 0.2, "steps": 1, "cold_start": {"steps": 20}})
     log = MemoryLog()

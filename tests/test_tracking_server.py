@@ -78,6 +78,7 @@ def server(running, monkeypatch) -> Server:
     return running
 
 
+@pytest.mark.slow
 def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, capsys):
     runs = tmp_path / "runs"
     check_runs_folder(runs)
