@@ -68,7 +68,7 @@ $(VLLM_BIN)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM_BIN)/.installed
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/test_sync.py tests/test_vllm_engine.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/extras/contracts/test_rules.py tests/test_sync.py tests/test_vllm_engine.py
 
 # This project and TRL, in an environment of its own, so that one torch runs both.
 $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
