@@ -148,7 +148,9 @@ def servers() -> Iterator[Callable[[str], Any]]:
         yield functools.cache(lambda name: after.enter_context(SERVERS[name].server()))
 
 
-@pytest.fixture(params=["files", *(pytest.param(name, marks=one.needed) for name, one in SERVERS.items())])
+@pytest.fixture(
+    params=["files", *(pytest.param(name, marks=[one.needed, pytest.mark.slow]) for name, one in SERVERS.items())]
+)
 def url(request) -> str | None:
     """Where the queue of the test lives; None for files."""
     return None if request.param == "files" else request.getfixturevalue("servers")(request.param).new_database()

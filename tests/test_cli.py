@@ -379,6 +379,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
     assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 0.5, 400)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(cohort, tmp_path, runs, capsys):
     file = tmp_path / "rates.yaml"

@@ -126,6 +126,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Torn or altered cold start in the cache")
 def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path, caplog, record_property):
     spec = make_spec(steps=1)

@@ -172,6 +172,7 @@ def record_of(design: str, accuracies: dict[str, float]) -> StudyRecord:
     return StudyRecord(**{**vars(record), "spec": spec})
 
 
+@pytest.mark.slow
 def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_comparison(tmp_path):
     out = {"all": 0.8, "without small": 0.77, "without large": 0.6, "without harmful": 0.9}
     found = analysed(record_of("leave_one_out", out))

@@ -60,6 +60,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rollouts/step-000001.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
 def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(runs, control):
     (folder, log), (plain, plain_log) = runs[control], runs[None]

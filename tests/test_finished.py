@@ -212,6 +212,7 @@ def test_a_run_of_a_shape_that_nobody_can_count_is_not_refused(tmp_path, monkeyp
     assert check_disk(tmp_path, [(parse_run(RUN, "test"), tmp_path / "a")], 1, "weights") is None
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A study or a run on a disk that is too small")
 def test_what_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path, monkeypatch, record_property):
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 2**27))

@@ -116,6 +116,7 @@ def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.setitem(STEPS, "stuck_groups", 6)
     spec, whole, parts = make_spec({}), MemoryLog(), MemoryLog()

@@ -134,6 +134,7 @@ def test_a_worker_refuses_a_trial_whose_data_changed_after_the_start(data, runs)
     assert study_status("sizes", runs).counts()["failed"] == 1  # reads no data
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
 def test_a_run_does_not_go_on_from_a_checkpoint_of_other_data(data, tmp_path):
     spec, log = a_run(data), MemoryLog()

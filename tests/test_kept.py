@@ -51,6 +51,7 @@ def test_a_thousand_samples_of_a_problem_are_drawn_64_at_a_time_with_noise_of_th
     assert result.metrics["num_samples"] == 130
 
 
+@pytest.mark.slow
 def test_completions_are_held_for_a_few_problems_at_a_time():
     spec = make_spec(16, num_samples=1024)
     engine = CountingEngine(spec)

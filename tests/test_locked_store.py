@@ -39,6 +39,7 @@ def store(tmp_path, tmp_path_factory) -> Path:
     return Path(shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db"))
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Locked MLflow store at the start")
 @pytest.mark.parametrize("lock", ["EXCLUSIVE", "IMMEDIATE"])
 def test_a_store_that_stays_locked_ends_the_start_in_one_sentence_unless_it_can_be_read(store, lock, monkeypatch):

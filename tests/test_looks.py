@@ -197,6 +197,7 @@ def test_any_time_is_decided_when_a_study_starts():
     assert parse_study(study.model_dump(mode="json"), "test").any_time
 
 
+@pytest.mark.slow
 def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path):
     tuned = {"label": "arm 1 001: kl_beta=0.1", "parameters": {"algorithm.kl_beta": 0.1}, "state": "complete"}
     tuned = {**tuned, "values": {"validation/accuracy": 0.6}, "seeds": {}}

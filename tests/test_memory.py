@@ -242,6 +242,7 @@ def cohort(*arguments):
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit_or_there_is_no_run(tmp_path, capsys):
     run_file = str(tmp_path / "run.yaml")
     Path(run_file).write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))

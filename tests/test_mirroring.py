@@ -178,6 +178,7 @@ def test_one_process_at_a_time_copies_a_record(runs, monkeypatch):
     assert kept(place_of(runs))[1:-1] == read_events(log.directory / EVENTS)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in the middle of a run")
 def test_the_mirrors_of_a_killed_command_copy_what_it_left_and_end(runs, monkeypatch):
     monkeypatch.setenv(MIRROR, "keeps")

@@ -345,6 +345,7 @@ def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero(
     assert sides == {True, False}
 
 
+@pytest.mark.slow
 def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes(tmp_path):
     record = fake_study(two_arms(0.6, 0.6), seeds=range(8), num_problems=64, num_steps=10)
     problems = sorted(record.trials[0].per_problem)
@@ -420,9 +421,14 @@ def test_the_test_split_decides_only_where_every_complete_trial_has_it():
     "record",
     [
         fake_study(states=NONE),
-        fake_study(states=dict.fromkeys(NONE, "running"), num_steps=10),
-        fake_study(states={("ppo", seed): "invalid" for seed in range(3)}, num_steps=10),
-        fake_study(two_arms(0.0, 1.0), num_steps=10),
+        *(
+            pytest.param(record, marks=pytest.mark.slow)
+            for record in (
+                fake_study(states=dict.fromkeys(NONE, "running"), num_steps=10),
+                fake_study(states={("ppo", seed): "invalid" for seed in range(3)}, num_steps=10),
+                fake_study(two_arms(0.0, 1.0), num_steps=10),
+            )
+        ),
     ],
     ids=["no trial", "all running", "no baseline", "zero and one"],
 )
@@ -682,6 +688,7 @@ def searched(*objectives: str) -> StudyRecord:
     return dataclasses.replace(record, search=found)
 
 
+@pytest.mark.slow
 def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path):
     record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
@@ -887,6 +894,7 @@ def test_counts_of_one_have_no_plural(tmp_path):
     assert not [found for file in (files.html, files.markdown) for found in re.findall(many, file.read_text())]
 
 
+@pytest.mark.slow
 def test_a_study_tells_the_threads_of_its_trials_beside_the_command(tmp_path):
     record = fake_study(two_arms(0.5, 0.6), seeds=[0], num_problems=8, num_steps=10)
     files = write_report(with_trials(record, lambda _: {"threads": ("1", "2")}), tmp_path, formats=())

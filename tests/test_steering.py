@@ -95,6 +95,7 @@ def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path):
     assert [t.reason for t in again.status().trials if t.arm == ARMS[0]] == [HELD] * 2
 
 
+@pytest.mark.slow
 def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs):
     (runs / "hold").touch()
 
@@ -216,6 +217,7 @@ def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
     assert section.count("clone ") == 2 and "a separate study with other seeds" in section
 
 
+@pytest.mark.slow
 def test_clones_change_nothing_in_the_comparison(tmp_path):
     record = fake_study()
     best = [t for t in fake_study(rng_seed=5).trials if t.arm == "grpo"]

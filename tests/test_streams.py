@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cohort.harness.base.streams import generator
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
@@ -13,6 +14,7 @@ from fakes import MemoryLog
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_no_two_purposes_of_a_run_draw_the_same_numbers(tmp_path, monkeypatch):
     users: dict[tuple[int, ...], set[str]] = {}
     make = np.random.default_rng

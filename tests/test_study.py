@@ -137,6 +137,7 @@ def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_la
     assert "; seed 1 (" in text
 
 
+@pytest.mark.slow
 def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     run(a_study(seeds=[0]), runs, workers=1)
     changes = {

@@ -50,6 +50,7 @@ SPECS = {
     "banded": BANDED,
     **{name: make_spec(name) for name in ("grpo", "ppo", "remax")},
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("changing", "warming", "banded")]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def undisturbed(tmp_path_factory, cache):
     return run_of
 
 
-@pytest.mark.parametrize("name", sorted(SPECS))
+@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", *SLOW])
 def test_whatever_a_run_logs_may_be_claimed(name, undisturbed):
     _, log, result = undisturbed(name)
     names = {*result.summary, *(metric for _, values in log.events for metric in values)}
@@ -132,7 +133,7 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
     assert_same_weights(final_weights(tmp_path), final_weights(undisturbed("grpo")[0]))  # training has not noticed
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "changing", "warming", "banded"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", *SLOW])
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
     load, loaded = TransformersEngine.load_weights, []
     whole = undisturbed(name)[:2]
@@ -143,6 +144,7 @@ def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, m
     check_same_run((tmp_path, log), whole)
 
 
+@pytest.mark.slow
 def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed):
     (_, warm, result), (_, plain, full) = undisturbed("warming"), undisturbed("ppo")
     assert result.summary["rollouts"] == full.summary["rollouts"] == 5 * 16
@@ -159,6 +161,7 @@ def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed)
     assert explained[0] == 0.0 and explained[4] != 0.0
 
 
+@pytest.mark.slow
 def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed):
     betas, divergences = ([v for _, v in undisturbed("changing")[1].history(n)] for n in ("kl/beta", "kl/reference"))
     adapted = [adapted_kl_beta(CHANGING.kl, *pair) for pair in zip(betas, divergences, strict=True)]

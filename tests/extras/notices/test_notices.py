@@ -106,6 +106,7 @@ def test_what_is_neither_a_url_nor_a_command_is_refused(where, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(runs, plugins, hook, monkeypatch):
     secret = uuid.uuid4().hex  # in no text that a record could quote
     monkeypatch.setenv(notices.NOTIFY, f"{hook[0]}/{secret}")

@@ -44,6 +44,7 @@ def cluster(tmp_path, monkeypatch) -> Path:
     return fake_slurm.install(tmp_path / "cluster", monkeypatch)
 
 
+@pytest.mark.slow
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs, cluster):
     study = a_study(seeds=[0])
