@@ -13,12 +13,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ..harness.base.tensors import kl_k1, kl_k3
-from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.data import UNSET, Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
 
 STD_FLOOR = 1e-4  # added to a standard deviation in a denominator, as TRL does; verl adds 1e-6
 KLEstimator = Literal["k1", "k2", "k3"]
-
 
 # Settings, with the words in which `objective` tells of them. What they do stands in the file of each algorithm.
 
@@ -27,7 +26,6 @@ class ClipSettings(Algorithm):
     """Bounds of a ratio; the algorithm decides what the ratio is taken over."""
 
     objective = {"clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound"}
-
     clip_epsilon: float = Field(
         default=0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
     )
@@ -57,10 +55,9 @@ class RowClipSettings(ClipSettings):
     """Bounds of the geometric mean of a completion's ratios, which moves far less than the ratio of a token."""
 
     objective = {
-        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
-        "at most ratio_bound",
+        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, at most "
+        "ratio_bound"
     }
-
     clip_epsilon: float = Field(default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1")
     clip_epsilon_high: float | None = Field(default=4e-4, gt=0, description="ratio's rise above 1; null: clip_epsilon")
 
@@ -81,7 +78,6 @@ class LossKLSettings(Algorithm):
     objective = {
         "kl": "kl_beta * kl_estimator to the reference, in the loss (times the token's ratio: kl_importance_weighted)"
     }
-
     kl_estimator: KLEstimator = Field(
         default="k3",
         description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
@@ -95,7 +91,6 @@ class LossKLSettings(Algorithm):
 
     @property
     def kl(self) -> tuple[float, KLEstimator, bool]:
-        """What `kl_penalty` is given."""
         return self.kl_beta, self.kl_estimator, self.kl_importance_weighted
 
 
@@ -103,7 +98,6 @@ class PlacedKLSettings(LossKLSettings):
     """A KL penalty in the loss, or in the reward of each completion (`rewards_less_kl`)."""
 
     objective = {"kl": f"{LossKLSettings.objective['kl']}; or its sum over a row, before the group is compared (kl_in)"}
-
     kl_in: Literal["loss", "reward"] = Field(
         default="loss", description="place of the KL; in the reward k1 has the gradient of KL(policy, reference)"
     )
@@ -126,7 +120,6 @@ class SumSettings(Algorithm):
     """The sum over a completion's tokens, divided by a constant (`summed_weights`)."""
 
     objective = {"aggregation": "sum over all tokens / (rows * loss_denominator)"}
-
     loss_denominator: float = Field(
         default=128.0, gt=0, description="divides the sum over a completion's tokens; in the paper the token limit"
     )
@@ -144,13 +137,11 @@ def rewards_less_kl(batch: Batch, kl_beta: float, estimator: KLEstimator) -> Bat
     """
     if batch.ref_logprobs_BT is None:
         return batch
-    assert batch.old_logprobs_BT is not None
     divergence_BT = kl_estimate(estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT)
     cost_B, mask = kl_beta * divergence_BT.sum(dim=1), batch.completion_mask_BT
     batch = batch.replace(rewards_B=batch.rewards_B - cost_B)
     if batch.step_rewards_BT is None:
         return batch
-    assert batch.step_ends_BT is not None
     ends_BT = batch.step_ends_BT | (at_last_token(cost_B.new_ones(len(cost_B)), mask) > 0)
     steps_BT = batch.step_rewards_BT - at_last_token(cost_B, mask)
     return batch.replace(step_rewards_BT=steps_BT, step_ends_BT=ends_BT)
@@ -162,10 +153,9 @@ def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
 
 
 def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
-    """[P, G]: r - mean within each group.
+    """[P, G]: r - mean within each group, over the rewards in `mask_PG` if given, and 0 for the rest.
 
-    A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean. With `mask_PG` only its
-    rewards count, and the rest is 0.
+    A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean.
     """
     mask = counted(rewards_PG, mask_PG)
     mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)  # NaN of none, left out below
@@ -178,10 +168,9 @@ def group_standardised(rewards_PG: Tensor, mask_PG: Tensor | None = None, *, of_
     """[P, G]: (r - mean) / (std + STD_FLOOR) within each group, std with count - 1 in the denominator.
 
     DeepSeekMath, arXiv:2402.03300, section 4.1.2; equal rewards and `mask_PG` as in `group_centred`. With `of_batch`
-    the mean is the group's and std that of the rewards of all groups (arXiv:2508.08221).
+    std is over the rewards of all groups (arXiv:2508.08221).
     """
-    centred = group_centred(rewards_PG, mask_PG)
-    mask = counted(rewards_PG, mask_PG)
+    centred, mask = group_centred(rewards_PG, mask_PG), counted(rewards_PG, mask_PG)
     if of_batch:
         rewards = rewards_PG[mask]
         return centred / (rewards.std() + STD_FLOOR) if len(rewards) > 1 else centred
@@ -197,15 +186,14 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
 
 
 def shrunk_leave_one_out(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: each reward minus its baseline, (1 - w) * the mean of the others in its group + w * that of the other
-    groups, none of which depends on the reward.
+    """[P, G]: each reward minus (1 - w) * the mean of the others in its group + w * the mean of the other groups, none
+    of which depends on the reward.
 
     James-Stein baseline, arXiv:2511.03710, eq. 10 and 13-16: w = (P - 1) / P * v / (v + s). Over the other groups, v is
     the mean of the estimated variance of a group's mean and s the variance of these means (by their number). Without
     noise (v = 0), or other groups, w is 0.
     """
-    lead_PG = leave_one_out(rewards_PG)
-    num_groups, size = rewards_PG.shape
+    lead_PG, (num_groups, size) = leave_one_out(rewards_PG), rewards_PG.shape
     if num_groups == 1:
         return lead_PG
     mean_1P = rewards_PG.mean(dim=1)[None]
@@ -226,14 +214,13 @@ def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], 
     """
     if batch.step_rewards_BT is None:
         return normalise(batch.rewards_PG, None).reshape(-1, 1) * batch.completion_mask_BT
-    assert batch.step_ends_BT is not None
     shape = (-1, batch.group_size * batch.step_rewards_BT.shape[1])
     normalised = normalise(batch.step_rewards_BT.view(shape), batch.step_ends_BT.view(shape))
     return to_go(normalised.view_as(batch.step_rewards_BT)) * batch.completion_mask_BT
 
 
 def to_go(values_BT: Tensor, gamma: float = 1.0) -> Tensor:
-    """[B, T]: the sum of a row's values from each token on, each discounted by gamma for every token in between."""
+    """[B, T]: the sum of a row's values from each token on, discounted by gamma for every token in between."""
     if gamma == 1:
         return values_BT.flip(1).cumsum(1).flip(1)
     sums = values_BT.clone()
@@ -268,12 +255,11 @@ def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 def token_rewards(batch: Batch, kl_beta: float) -> Tensor:
     """[B, T]: an outcome on the last token, a step's reward at its end, minus kl_beta times each token's KL to the
-    reference (k1), if there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
+    reference (k1), if there is one (arXiv:2203.02155)."""
     mask = batch.completion_mask_BT
     rewards_BT = at_last_token(batch.rewards_B, mask) if batch.step_rewards_BT is None else batch.step_rewards_BT
     if batch.ref_logprobs_BT is None:
         return rewards_BT
-    assert batch.old_logprobs_BT is not None
     return rewards_BT - kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT)
 
 
@@ -281,14 +267,12 @@ def token_rewards(batch: Batch, kl_beta: float) -> Tensor:
 
 
 def token_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
-    """[B, T]: each token's probability now over that when it was sampled; 1 outside the completion."""
-    assert batch.old_logprobs_BT is not None
+    """[B, T]: each token's probability now over its probability when sampled; 1 outside the completion."""
     return (policy.logprobs_BT - batch.old_logprobs_BT).exp()
 
 
 def row_log_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
     """[B, 1] nats: the sum of a completion's token log-ratios."""
-    assert batch.old_logprobs_BT is not None
     return ((policy.logprobs_BT - batch.old_logprobs_BT) * batch.completion_mask_BT).sum(dim=1, keepdim=True)
 
 
@@ -309,25 +293,21 @@ def clipped_surrogate(
     than the clip the first ratio counts as the bound where it is above, which only matters for A < 0: the dual clip
     (arXiv:1912.09729) and the two-sided clip (INTELLECT-2, arXiv:2505.07291) are this same rule.
     """
-    advantages_BT = batch.advantages_BT
-    assert advantages_BT is not None
-    free = ratio * advantages_BT
-    clipped = ratio.clamp(lowest, highest) * advantages_BT
-    if bound is None:
-        return -free.minimum(clipped), clipped < free
+    advantages_BT, bound = batch.advantages_BT, inf if bound is None else bound
+    free, clipped = ratio * advantages_BT, ratio.clamp(lowest, highest) * advantages_BT
     cut = (clipped < free) | ((ratio > bound) & (advantages_BT < 0))
     return -(ratio.clamp(max=bound) * advantages_BT).minimum(clipped), cut
 
 
-def no_clip(batch: Batch) -> Tensor:
-    """[B, T] bool: no token's gradient is cut."""
-    return batch.completion_mask_BT.new_zeros(batch.completion_mask_BT.shape)
+def reinforced(batch: Batch, policy: PolicyOutput, weight: Tensor | float = 1.0) -> Tensor:
+    """[B, T]: REINFORCE's loss of each token, -weight * A * log p; only the log-prob has a gradient."""
+    return -weight * batch.advantages_BT * policy.logprobs_BT
 
 
 def kl_estimate(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Nats per token, by the named estimator (Schulman 2020).
 
-    k2 is (log p - log q)^2 / 2: a biased value, but under samples of p its gradient is that of KL(p || q); k3 has the
+    k2 is (log p - log q)^2 / 2: a biased value, but under samples of p it has the gradient of KL(p || q); k3 has the
     gradient of KL(q || p), and k1's is 0 in expectation.
     """
     if estimator == "k2":
@@ -346,24 +326,22 @@ def kl_penalty(
 
 
 def summed_weights(batch: Batch, loss_denominator: float) -> Tensor:
-    """[B, T]: from weights of a mean over a row's tokens those of their sum over a constant, so that no answer's length
-    rescales its gradient."""
-    assert batch.loss_weight_BT is not None
+    """[B, T]: weights of a row's mean made weights of its sum over a constant, so that no answer's length rescales its
+    gradient."""
     return batch.loss_weight_BT * batch.completion_mask_BT.sum(dim=1, keepdim=True) / loss_denominator
 
 
 def weighted_loss(
-    batch: Batch, policy: PolicyOutput, loss_BT: Tensor, clipped_BT: Tensor, weight_BT: Tensor | None = None
+    batch: Batch, policy: PolicyOutput, loss_BT: Tensor, clipped_BT: Tensor | None = None, weight_BT: Tensor = UNSET
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a per-token loss, weighted by `weight_BT` (by default `loss_weight_BT`), and what every objective
-    reports, as means: clip fraction, entropy, `kl/old` = KL(sampling policy || policy) and, if there is a reference,
-    `kl/reference` = KL(policy || reference): k3 estimates, nats per token."""
-    assert batch.loss_weight_BT is not None and batch.old_logprobs_BT is not None
+    reports, as means: share of clipped tokens (None: none is), entropy, `kl/old` = KL(sampling policy || policy) and,
+    if there is a reference, `kl/reference` = KL(policy || reference): k3 estimates, nats per token."""
     weight, logprobs = batch.loss_weight_BT, policy.logprobs_BT.detach()
     loss = ((weight if weight_BT is None else weight_BT) * loss_BT).sum()
     metrics = {
         "policy/loss": loss.detach(),
-        "policy/clip_fraction": (weight * clipped_BT).sum(),
+        "policy/clip_fraction": weight.new_zeros(()) if clipped_BT is None else (weight * clipped_BT).sum(),
         "policy/entropy": (weight * policy.entropy_BT.detach()).sum(),
         "kl/old": (weight * kl_k3(batch.old_logprobs_BT, logprobs)).sum(),
     }

@@ -1,11 +1,10 @@
 """Credit goes to answers that beat their group, and no token ever loses its gradient to a clip.
 
 Clipped Importance-Sampling Policy Optimization: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), eq. 4 (log-prob times a
-stop-gradient weight times GRPO's standardised advantage, mean over all tokens) and eq. 5 (the weight: the ratio of the
-token, clipped). The clip limits the weight and does not drop the token, as PPO's does, so the policy keeps learning
-from rare but decisive tokens after the first update. No KL and no lower bound, as in the paper. Departures: a weight is
-cut at 5 (the paper tunes the bound and gives no value); the mean is over the tokens of a minibatch, not of a group; the
-standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
+stop-gradient weight times GRPO's advantage, mean over all tokens) and eq. 5 (the weight: the token's ratio, clipped).
+The clip limits the weight and does not drop the token, as PPO's does, so rare but decisive tokens still teach after the
+first update. No KL and no lower bound, as in the paper. Departures: a weight is cut at 5 (the paper tunes the bound and
+gives no value); the mean is over the tokens of a minibatch, not of a group; GRPO's.
 """
 
 from typing import Literal
@@ -25,7 +24,6 @@ class CISPO(F.LossKLSettings):
         "advantage": "(r - mean) / (std + 0.0001) in the group",
         "clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays",
     }
-
     name: Literal["cispo"] = "cispo"
     clip_epsilon_high: float = Field(default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")
 
@@ -33,8 +31,7 @@ class CISPO(F.LossKLSettings):
         return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None
         ratio_BT = F.token_ratio(batch, policy).detach()
         weight_BT = ratio_BT.clamp(max=1 + self.clip_epsilon_high)
-        loss_BT = -weight_BT * batch.advantages_BT * policy.logprobs_BT
+        loss_BT = F.reinforced(batch, policy, weight_BT)
         return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), weight_BT != ratio_BT)

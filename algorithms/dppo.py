@@ -4,11 +4,10 @@ Divergence proximal policy optimization: Qi et al. 2026 (DPPO, arXiv:2602.04879)
 0 where the update would push further (A > 0 and ratio > 1, or A < 0 and ratio < 1) and the divergence from the sampling
 policy exceeds a bound. The divergence is between "this token" and "any other": eq. 13, total variation |p - p_old|, or
 eq. 14, KL. A rare token may thus grow manyfold, where a clip of the ratio stops it first. From appendix C: bounds 0.15
-(TV) and 0.05 (KL), advantage r - mean without deviation, sum over tokens (here divided by a constant, as in Dr. GRPO),
-no bound on the ratio (`weight_max`; 5 in the paper's scaling runs, 20 if unset in verl's function, 3 in its actor's
-settings). verl means over all tokens and standardises by default. Process rewards are centred as in Dr. GRPO.
-Departures: the old policy is the learner's, not the engine's (they are one with engine `transformers`); the paper's
-top-K divergence needs distributions and is left out.
+(TV) and 0.05 (KL), advantage and (by a constant) sum over tokens of Dr. GRPO, no bound on the ratio (`weight_max`; 5 in
+the paper's scaling runs, 20 if unset in verl's function, 3 in its actor's settings). verl means over all tokens and
+standardises by default. Departures: the old policy is the learner's, not the engine's (they are one with engine
+`transformers`); the paper's top-K divergence needs distributions and is left out.
 """
 
 import math
@@ -31,7 +30,6 @@ class DPPO(F.SumSettings, F.LossKLSettings):
         "clip": "probability of each token, masked where it moved on by a divergence above divergence_bound; "
         "the ratio, a weight without gradient, up to weight_max if set",
     }
-
     name: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = Field(default="tv", description="of a token's own probability: |p - old|, or KL")
     divergence_bound: float = Field(default=0.15, gt=0, description="largest divergence (kl: nats; the paper has 0.05)")
@@ -41,7 +39,6 @@ class DPPO(F.SumSettings, F.LossKLSettings):
         return batch.replace(advantages_BT=F.group_advantages(batch, F.group_centred))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         now, old = policy.logprobs_BT.detach().clamp(max=0), batch.old_logprobs_BT
         distance = (now.exp() - old.exp()).abs() if self.divergence == "tv" else _binary_kl(old, now)
         masked_BT = (distance > self.divergence_bound) & ((now - old) * batch.advantages_BT > 0)

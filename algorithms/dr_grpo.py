@@ -20,7 +20,6 @@ class DrGRPO(F.ClipSettings, F.SumSettings, F.PlacedKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "r - mean in the group"}
-
     name: Literal["dr_grpo"] = "dr_grpo"
 
     def advantages(self, batch: Batch) -> Batch:

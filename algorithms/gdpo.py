@@ -20,16 +20,14 @@ class GDPO(F.ClipSettings, F.LossKLSettings):
     min_group_size = 2
     objective = {
         "advantage": "sum of weight * (r - mean) / (std + 0.0001) in the group over rewards, then the same over "
-        "the batch",
+        "the batch"
     }
-
     name: Literal["gdpo"] = "gdpo"
 
     def advantages(self, batch: Batch) -> Batch:
         parts_BK, weights_BK = batch.reward_parts_BK, batch.reward_weights_BK
         if parts_BK is None:
             parts_BK, weights_BK = batch.rewards_B[:, None], batch.rewards_B.new_ones(len(batch))[:, None]
-        assert weights_BK is not None
         own_KPG = parts_BK.T.reshape(-1, *batch.rewards_PG.shape)
         own_BK = F.group_standardised(own_KPG.flatten(0, 1)).view(parts_BK.shape[1], -1).T
         total_1B = (weights_BK * own_BK).sum(dim=1)[None]

@@ -4,8 +4,7 @@ Geometric-mean policy optimization: Zhao et al. 2025 (GMPO, arXiv:2507.20673): t
 advantage times the geometric mean of its tokens' ratios, each clipped before, in log space and on the side that PPO
 clips (sign of the advantage), to e^-0.4 .. e^0.4; then the mean over completions. GSPO clips that mean instead. Written
 token by token: a token carries the row's mean ratio and the gradient of its own log-prob, 0 where it is clipped. Value
-and gradient are the paper's if all tokens of a row share one advantage; process rewards are credited as in GRPO.
-Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default, one in the loss can be set.
+and gradient are the paper's if all tokens of a row share one advantage. Departures: GRPO's; no KL by default.
 """
 
 from typing import Literal
@@ -24,7 +23,6 @@ class GMPO(F.LossKLSettings):
         "advantage": "(r - mean) / (std + 0.0001) in the group",
         "clip": "ratio of each token, exp(-clip_log_ratio) to exp(clip_log_ratio), before their geometric mean",
     }
-
     name: Literal["gmpo"] = "gmpo"
     clip_log_ratio: float = Field(default=0.4, gt=0, description="nats by which a token's log-prob may move")
 
@@ -32,7 +30,6 @@ class GMPO(F.LossKLSettings):
         return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         mask, advantages_BT = batch.completion_mask_BT, batch.advantages_BT
         log_ratio_BT = (policy.logprobs_BT - batch.old_logprobs_BT) * mask
         clipped_BT = log_ratio_BT.abs() > self.clip_log_ratio

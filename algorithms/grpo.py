@@ -3,9 +3,10 @@
 Group Relative Policy Optimization: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), eq. 3 (clipped surrogate, mean
 over a completion's tokens, then over completions), eq. 4 (k3 KL to the frozen reference, in the loss and not in the
 reward), section 4.1.2 (outcome supervision: advantage = reward standardised within its group) and, with rewards of
-steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 1 and a stated floor (the paper gives
-neither). Settings: other KL estimators, their weight by the ratio (DeepSeek-V3.2), the KL in the reward (eq. 2, PPO's
-there), a higher upper clip (DAPO's), a bound on the ratio of bad answers (dual clip), a weight of good answers.
+steps, 4.1.3 (process supervision). Departure, also of all that call `group_standardised`: the standard deviation uses
+G - 1 and a stated floor (the paper gives neither). Settings: other KL estimators, their weight by the ratio
+(DeepSeek-V3.2), the KL in the reward (eq. 2, PPO's there), a higher upper clip (DAPO's), a bound on the ratio of bad
+answers (dual clip), a weight of good answers.
 """
 
 from typing import Literal
@@ -21,7 +22,6 @@ class GRPO(F.ClipSettings, F.PlacedKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "(r - mean) / (std + 0.0001) in the group; positive: by positive_weight"}
-
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
     positive_weight: float = Field(

@@ -16,5 +16,4 @@ class GRPOSelfConsistency(GRPO):
 
     sees_gold = False
     default_rewards = {"majority_vote": 1.0}
-
     name: Literal["grpo_self_consistency"] = "grpo_self_consistency"

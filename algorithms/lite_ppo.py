@@ -2,10 +2,9 @@
 
 Lite PPO: Liu et al. 2025 ("Tricks or Traps?", arXiv:2508.08221): of all tricks only two, on PPO's clipped loss without
 a critic: rewards less the mean of their group, divided by the standard deviation of the batch's rewards, and the mean
-over all tokens. So a group with one odd answer out is not scaled up, as the group's own small deviation would do. It is
-`grpo` with `std_over: batch`, without KL, in DAPO's aggregation. Departures: the standard deviation has n - 1 and
-GRPO's floor, as TRL's `scale_rewards="batch"`; the mean is over the tokens of a minibatch. Process rewards are as in
-GRPO.
+over all tokens. So a group with one odd answer out is not scaled up, as the group's own small deviation would do.
+Departures: the standard deviation has n - 1 and GRPO's floor, as TRL's `scale_rewards="batch"`; the mean is over the
+tokens of a minibatch; no KL by default.
 """
 
 from functools import partial
@@ -20,15 +19,12 @@ class LitePPO(F.ClipSettings, F.LossKLSettings):
 
     min_group_size = 2
     token_mean = True
-    objective = {
-        "advantage": "(r - mean in the group) / (std + 0.0001) of the batch",
-    }
-
+    objective = {"advantage": "(r - mean in the group) / (std + 0.0001) of the batch"}
     name: Literal["lite_ppo"] = "lite_ppo"
 
     def advantages(self, batch: Batch) -> Batch:
-        advantages_BT = F.group_advantages(batch, partial(F.group_standardised, of_batch=True))
-        return batch.replace(advantages_BT=advantages_BT)
+        standardised = partial(F.group_standardised, of_batch=True)
+        return batch.replace(advantages_BT=F.group_advantages(batch, standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)

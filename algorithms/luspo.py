@@ -20,14 +20,12 @@ class LUSPO(F.RowClipSettings, F.LossKLSettings):
         "advantage": "(r - mean) / (std + 0.0001) in the group",
         "aggregation": "sum over a row's tokens, then mean over rows",
     }
-
     name: Literal["luspo"] = "luspo"
 
     def advantages(self, batch: Batch) -> Batch:
         return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio_BT = F.mean_row_ratio(batch, policy)
-        loss_BT, clipped_BT = F.clipped_surrogate(batch, ratio_BT, *self.clip)
+        loss_BT, clipped_BT = F.clipped_surrogate(batch, F.mean_row_ratio(batch, policy), *self.clip)
         loss_BT = loss_BT + F.kl_penalty(batch, policy, *self.kl)
         return F.weighted_loss(batch, policy, loss_BT, clipped_BT, F.summed_weights(batch, 1.0))

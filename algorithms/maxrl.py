@@ -4,10 +4,9 @@ Maximum likelihood reinforcement learning: Tajwar et al. 2026 (MaxRL, arXiv:2602
 answer is log p = -sum over k of (1 - p)^k / k, and its gradient the sum over k of 1/k times that of pass@k; with 0 / 1
 rewards the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean
 score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the
-standard deviation, 0 where nothing is right. (Because it is dropped there too, the expectation is that of the first G -
-1 terms.) Process rewards are centred and divided over the steps of the group. The paper pays 0 / 1 alone, and divides
-by the mean; with rewards below 0 a mean may be the residue of rounding. verl 0.9.1 and TRL 1.16 have no such advantage.
-Departures: the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no
+standard deviation, 0 where nothing is right (so the expectation has the first G - 1 terms). verl 0.9.1 and TRL 1.16
+have no such advantage. Departures: the paper pays 0 / 1 alone, and with rewards below 0 a mean may be the residue of
+rounding, so the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no
 reward is below 0 and keeps an advantage below 2 * count everywhere; 0 where no reward is above 0; the sum over a
 completion's tokens, which the score is, is divided by a constant, as in Dr. GRPO.
 """
@@ -24,7 +23,6 @@ class MaxRL(F.ClipSettings, F.SumSettings, F.LossKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "(r - mean) / max(mean, max |r| / count) in the group, 0 where no r is positive"}
-
     name: Literal["maxrl"] = "maxrl"
 
     def advantages(self, batch: Batch) -> Batch:
@@ -37,8 +35,7 @@ class MaxRL(F.ClipSettings, F.SumSettings, F.LossKLSettings):
 
 
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
-    centred = F.group_centred(rewards_PG, mask_PG)
-    mask = F.counted(rewards_PG, mask_PG)
+    centred, mask = F.group_centred(rewards_PG, mask_PG), F.counted(rewards_PG, mask_PG)
     paid, count = rewards_PG * mask, mask.sum(dim=1, keepdim=True)  # NaN of none, left out below
     largest = paid.abs().amax(dim=1, keepdim=True)
     mean = (paid.sum(dim=1, keepdim=True) / count).maximum(largest / count)

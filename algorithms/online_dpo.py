@@ -35,12 +35,10 @@ class OnlineDPO(Algorithm):
         "aggregation": "sum over a row's tokens, one pair per group, mean over groups",
         "kl": "kl_beta, implied by the loss",
     }
-
     name: Literal["online_dpo"] = "online_dpo"
     kl_beta: float = Field(default=0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference")
 
     def advantages(self, batch: Batch) -> Batch:
-        assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None
         mask = batch.completion_mask_BT
         gain_B = (batch.old_logprobs_BT - batch.ref_logprobs_BT).sum(dim=1)
         gain_PG, rewards_PG = gain_B.view(-1, batch.group_size), batch.rewards_PG
@@ -52,7 +50,6 @@ class OnlineDPO(Algorithm):
         return batch.replace(advantages_BT=signed_PG.reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None
         first_B1 = batch.completion_mask_BT.int().argmax(dim=1, keepdim=True)
         signed_B1 = batch.advantages_BT.gather(1, first_B1)
         push_B1 = signed_B1.abs()
@@ -60,6 +57,6 @@ class OnlineDPO(Algorithm):
         moved_B1 = self.kl_beta * signed_B1.sign() * F.row_log_ratio(batch, policy)
         change_B1 = (-push_B1).log1p().logaddexp(push_B1.log() - moved_B1)
         per_row_B1 = change_B1 - 0.5 * (1 - push_B1).clamp(min=SMALLEST).log()
-        loss, metrics = F.weighted_loss(batch, policy, per_row_B1, F.no_clip(batch))
+        loss, metrics = F.weighted_loss(batch, policy, per_row_B1)
         # Weights of a row add up to 1 / rows; one group has group_size rows.
         return loss * batch.group_size, {**metrics, "policy/loss": loss.detach() * batch.group_size}

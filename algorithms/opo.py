@@ -3,9 +3,9 @@
 On-policy RL with optimal reward baseline: Hao et al. 2025 (OPO, arXiv:2505.23585). The baseline that gives REINFORCE
 the least variance is E[|score|^2 r] / E[|score|^2]; if the gradients of tokens are orthogonal and equally long,
 |score|^2 is the length l of an answer, so the baseline of a group is sum(l * r) / sum(l). No deviation, no KL and no
-clip, as in the paper, which takes one update per batch: the clip here binds from the second on. Whole answers: process
-rewards count with their total. Departures: the sum over a completion's tokens is divided by a constant, as in Dr. GRPO;
-verl has the same advantage, under whatever aggregation is set (by default the mean over all tokens).
+clip, as in the paper, which takes one update per batch: the clip here binds from the second on. Process rewards count
+with their total. Departure: the sum over a completion's tokens is divided by a constant, as in Dr. GRPO (verl: any
+aggregation, by default the mean over all tokens).
 """
 
 from typing import Literal
@@ -19,7 +19,6 @@ class OPO(F.ClipSettings, F.SumSettings, F.LossKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "r - sum(length * r) / sum(length) in the group"}
-
     name: Literal["opo"] = "opo"
 
     def advantages(self, batch: Batch) -> Batch:

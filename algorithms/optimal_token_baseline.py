@@ -5,10 +5,10 @@ Optimal token baseline: 2026 (OTB, arXiv:2602.07078): the baseline of least vari
 sum(W * r) / sum(W) over the group, W the squared length of the gradient of an answer's log-prob up to the token. Its
 proxy is the gradient by the logits, as if those of tokens were orthogonal: the sum of 1 - 2 p + (sum of p^2 over the
 vocabulary), from one forward pass more, which is charged. No deviation, and no KL by default; the clip binds from the
-second update of a batch on. Whole answers: process rewards count with their total. Departures: a group's mean is taken
-off its rewards first, so that equal ones are exact zeros; where one answer is left, which would be its own baseline,
-that mean stays the baseline (verl's `optimal_token_baseline` has 0); the sum over a completion's tokens is divided by a
-constant, as in Dr. GRPO (verl: any aggregation); W takes no weights for the engine's mismatch.
+second update of a batch on. Process rewards count with their total. Departures: a group's mean is taken off its rewards
+first, so that equal ones are exact zeros; it stays the baseline where one answer is left, which would be its own (verl
+has 0); the sum over a completion's tokens is divided by a constant, as in Dr. GRPO (verl: any aggregation); W takes no
+weights for the engine's mismatch.
 """
 
 from typing import Literal
@@ -27,12 +27,10 @@ class OptimalTokenBaseline(F.ClipSettings, F.SumSettings, F.LossKLSettings):
     objective = {
         "advantage": "r - sum(W * r) / sum(W) in the group at each place, W the sum of 1 - 2 p + sum of p^2 up to there"
     }
-
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
 
     def advantages(self, batch: Batch) -> Batch:
         mask_BT, old_BT, collision_BT = batch.completion_mask_BT, batch.old_logprobs_BT, batch.collision_BT
-        assert old_BT is not None and collision_BT is not None
         energy_BT = (1 - 2 * old_BT.exp() + collision_BT).clamp(min=0)  # rounding at p = 1, and -1 beside completions
         shape = (-1, batch.group_size, mask_BT.shape[1])
         weight_PGT = (energy_BT.cumsum(dim=1) * mask_BT).view(shape)

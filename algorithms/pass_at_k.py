@@ -3,10 +3,9 @@
 Pass@k training: Tang et al. 2025 (arXiv:2503.19595): the objective is the expected best reward of k = G answers.
 Without answer i the best would be max over j != i of r_j, which does not depend on i and is thus a baseline, so its
 advantage is max_j r_j - max_{j != i} r_j: r1 - r2 for the best and 0 for all others, also for two that tie. The sum of
-their scores has the true gradient of the expected maximum as its expectation. Whole answers: process rewards count with
-their total. verl's `grpo_passk` has the same advantage, divided by the group's standard deviation unless told
-otherwise. Departure: the sum over tokens is divided by a constant and by rows, as in Dr. GRPO, so that the expected
-gradient is the true one divided by G * loss_denominator.
+their scores has the true gradient of the expected maximum as its expectation. Process rewards count with their total.
+verl's `grpo_passk` divides by the group's standard deviation unless told otherwise. Departure: the sum over tokens is
+divided by a constant and by rows, as in Dr. GRPO: the expected gradient is the true one / (G * loss_denominator).
 """
 
 from typing import Literal
@@ -20,7 +19,6 @@ class PassAtK(F.ClipSettings, F.SumSettings, F.LossKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "best - second best of the group for the best, 0 for the others"}
-
     name: Literal["pass_at_k"] = "pass_at_k"
 
     def advantages(self, batch: Batch) -> Batch:

@@ -30,7 +30,6 @@ class PPO(F.RewardKLSettings, F.ClipSettings):
         "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens",
         "kl": "kl_beta * k1 to the reference, in the reward of each token",
     }
-
     name: Literal["ppo"] = "ppo"
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
@@ -48,7 +47,6 @@ class PPO(F.RewardKLSettings, F.ClipSettings):
 
     def advantages(self, batch: Batch) -> Batch:
         mask, values = batch.completion_mask_BT, batch.values_BT
-        assert values is not None
         gae = partial(F.generalised_advantages, F.token_rewards(batch, self.kl_beta), values, mask, self.gamma)
         own, alpha = self.gae_lambda_critic, self.length_adaptive_alpha
         targets = gae(self.gae_lambda if own is None else own)
@@ -61,7 +59,6 @@ class PPO(F.RewardKLSettings, F.ClipSettings):
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         weight, returns, values, old_values = batch.loss_weight_BT, batch.returns_BT, policy.values_BT, batch.values_BT
-        assert weight is not None and values is not None and old_values is not None and returns is not None
         loss_BT, clipped_BT = F.clipped_surrogate(batch, F.token_ratio(batch, policy), *self.clip)
         policy_loss, metrics = F.weighted_loss(batch, policy, loss_BT, clipped_BT)
         near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)

@@ -26,7 +26,6 @@ class ReinforcePlusPlus(F.RewardKLSettings, F.ClipSettings):
         "advantage": "(reward to go - mean) / std over the batch's tokens (less the group's mean first: baseline)",
         "kl": "kl_beta * k1 to the reference, in the reward of each token (k2 beside the clip: baseline)",
     }
-
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token in the reward to go")
     baseline: Literal["none", "group"] = Field(

@@ -2,11 +2,11 @@
 
 ReMax: Li et al. 2023 (arXiv:2310.10505), algorithm 1: REINFORCE with the reward of the greedy answer to the same prompt
 as its baseline, which depends on no sampled answer and so leaves the gradient without bias. The greedy answer costs one
-completion more per prompt (with `group_size` samples each), which is generated, graded and charged like any other but
-not trained on. It is rewarded alone: a reward that compares answers, such as `majority_vote`, has nothing to compare
-there. Whole answers: process rewards count with their total. Departures: the paper's KL is in the reward of each token,
-here in the loss; a ratio under PPO's clip follows later updates of a batch, as in verl; the sum over a completion's
-tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by default in a mean over all tokens.
+completion more per prompt, which is generated, graded and charged like any other but not trained on. It is rewarded
+alone: a reward that compares answers, such as `majority_vote`, has nothing to compare there. Process rewards count with
+their total. Departures: the paper's KL is in the reward of each token, here in the loss; a ratio under PPO's clip
+follows later updates of a batch, as in verl; the sum over a completion's tokens is divided by a constant, as in Dr.
+GRPO (verl: by default the mean over all tokens).
 """
 
 from typing import Literal
@@ -20,11 +20,9 @@ class ReMax(F.ClipSettings, F.SumSettings, F.LossKLSettings):
 
     needs_greedy = True
     objective = {"advantage": "r - reward of the prompt's greedy answer"}
-
     name: Literal["remax"] = "remax"
 
     def advantages(self, batch: Batch) -> Batch:
-        assert batch.greedy_rewards_B is not None
         lead_B = batch.rewards_B - batch.greedy_rewards_B
         return batch.replace(advantages_BT=lead_B[:, None] * batch.completion_mask_BT)
 

@@ -2,9 +2,8 @@
 
 REINFORCE with group relative advantage: Carrino et al. 2026 (RGRA, arXiv:2603.18756): GRPO's standardised advantage
 times the log-prob of each token, mean over a completion's tokens, then over completions, less beta times the KL to the
-reference (k3, in the loss), as GRPO has it. On policy its gradient is GRPO's. From the second update of a batch on
-nothing corrects for the policy having moved. verl's `gpg` (arXiv:2504.02546) has the same policy term, by default in a
-mean over all tokens. Departures: the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
+reference (k3, in the loss), as GRPO has it. On policy its gradient is GRPO's; from the second update of a batch on
+nothing corrects for the policy having moved. Departures: GRPO's (verl's `gpg`, arXiv:2504.02546: mean over all tokens).
 """
 
 from typing import Literal
@@ -20,7 +19,6 @@ class RGRA(F.LossKLSettings):
 
     min_group_size = 2
     objective = {"advantage": "(r - mean) / (std + 0.0001) in the group"}
-
     name: Literal["rgra"] = "rgra"
     kl_beta: float = Field(default=0.04, ge=0, description="weight of the KL to the reference, in the loss; 0: none")
 
@@ -28,6 +26,5 @@ class RGRA(F.LossKLSettings):
         return batch.replace(advantages_BT=F.group_advantages(batch, F.group_standardised))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None
-        loss_BT = -batch.advantages_BT * policy.logprobs_BT
-        return F.weighted_loss(batch, policy, loss_BT + F.kl_penalty(batch, policy, *self.kl), F.no_clip(batch))
+        loss_BT = F.reinforced(batch, policy) + F.kl_penalty(batch, policy, *self.kl)
+        return F.weighted_loss(batch, policy, loss_BT)

@@ -16,7 +16,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..harness.base.tensors import kl_k1
 from ..harness.data import Batch, PolicyOutput, Tensor
 from . import _functional as F
 
@@ -31,7 +30,6 @@ class RLOO(F.RewardKLSettings):
         "clip": "ratio of each row (product of its tokens'), 1 -+ clip_epsilon; none by default",
         "kl": "kl_beta * k1 to the reference summed over the row, in the reward",
     }
-
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(default=None, gt=0, description="how far a row's ratio may leave 1; null: any")
     baseline: Literal["group", "shrinkage"] = Field(
@@ -39,12 +37,9 @@ class RLOO(F.RewardKLSettings):
     )
 
     def advantages(self, batch: Batch) -> Batch:
-        rewards_B, mask = batch.rewards_B, batch.completion_mask_BT
-        if batch.ref_logprobs_BT is not None:
-            assert batch.old_logprobs_BT is not None
-            rewards_B = rewards_B - self.kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT).sum(dim=1)
+        paid = F.rewards_less_kl(batch, self.kl_beta, "k1")
         centre = F.leave_one_out if self.baseline == "group" else F.shrunk_leave_one_out
-        return batch.replace(advantages_BT=centre(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
+        return batch.replace(advantages_BT=centre(paid.rewards_PG).reshape(-1, 1) * batch.completion_mask_BT)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         ratio_B1 = F.row_log_ratio(batch, policy).exp()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 else:
     Tensor = Any  # for the hints of algorithms, whose settings are read without torch
 
+UNSET: Any = None  # of a tensor that is None until, or unless, something fills it
+
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
 TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
@@ -238,21 +240,21 @@ class Batch:
     sampler_logprobs_BT: Tensor
     rewards_B: Tensor
     group_size: int
-    reward_parts_BK: Tensor | None = None
-    reward_weights_BK: Tensor | None = None
-    truncated_B: Tensor | None = None
-    greedy_rewards_B: Tensor | None = None
-    step_rewards_BT: Tensor | None = None
-    step_ends_BT: Tensor | None = None
-    old_logprobs_BT: Tensor | None = None
-    ref_logprobs_BT: Tensor | None = None
-    values_BT: Tensor | None = None
-    advantages_BT: Tensor | None = None
-    returns_BT: Tensor | None = None
-    collision_BT: Tensor | None = None
-    held_BT: Tensor | None = None
-    gradient_BT: Tensor | None = None
-    loss_weight_BT: Tensor | None = None
+    reward_parts_BK: Tensor = UNSET
+    reward_weights_BK: Tensor = UNSET
+    truncated_B: Tensor = UNSET
+    greedy_rewards_B: Tensor = UNSET
+    step_rewards_BT: Tensor = UNSET
+    step_ends_BT: Tensor = UNSET
+    old_logprobs_BT: Tensor = UNSET
+    ref_logprobs_BT: Tensor = UNSET
+    values_BT: Tensor = UNSET
+    advantages_BT: Tensor = UNSET
+    returns_BT: Tensor = UNSET
+    collision_BT: Tensor = UNSET
+    held_BT: Tensor = UNSET
+    gradient_BT: Tensor = UNSET
+    loss_weight_BT: Tensor = UNSET
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -290,7 +292,7 @@ class PolicyOutput:
 
     logprobs_BT: Tensor
     entropy_BT: Tensor
-    values_BT: Tensor | None = None
+    values_BT: Tensor = UNSET
 
 
 @dataclass(frozen=True, slots=True)
