@@ -12,6 +12,8 @@ DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start many processes: none compiles the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
