@@ -12,6 +12,8 @@ DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start many processes: none compiles the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
@@ -66,7 +68,7 @@ $(VLLM_BIN)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM_BIN)/.installed
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/test_sync.py tests/test_vllm_engine.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/extras/contracts/test_rules.py tests/test_sync.py tests/test_vllm_engine.py
 
 # This project and TRL, in an environment of its own, so that one torch runs both.
 $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt

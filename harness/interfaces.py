@@ -334,7 +334,6 @@ class StageKind(Section, ABC):
 
     section: ClassVar[str]
     may_change: ClassVar[frozenset[str]] = frozenset()  # settings of a run; without `steps`, the stage is one step
-    metrics: ClassVar[str] = ""  # that its steps log, with spaces between
     keeps_rollouts: ClassVar[bool] = False  # those of its first step
     fits_scorer: ClassVar[bool] = False  # it fits a classifier of the policy's size, in checkpoints/*-model-STAGE
 

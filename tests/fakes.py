@@ -3,8 +3,7 @@
 import contextlib
 
 import torch
-from cohort.harness.contracts.plugins import batch_of, graded_group  # noqa: F401
-from cohort.harness.data import SampleRow
+from cohort.harness.data import Batch, GradedGroup, SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.run.loop import train
@@ -13,6 +12,54 @@ from safetensors.torch import load_file
 
 def tiny_codec():
     return TextCodec(tiny_tokenizer())
+
+
+def graded_group(classes, correct=None, **changes):
+    """A graded group of one-token completions with these equivalence classes; any field may be given."""
+    n = len(classes)
+    given = {
+        "prompt_id": "p", "prompt": "p?", "completions": ("",) * n, "num_tokens": (1,) * n, "max_tokens": 8,
+        "truncated": (False,) * n, "answers": tuple(None if c is None else str(c) for c in classes),
+        "classes": tuple(classes), "format_scores": tuple(float(c is not None) for c in classes),
+        "reasoning_chars": (0,) * n, "correct": None if correct is None else tuple(correct),
+    }  # fmt: skip
+    return GradedGroup(**{**given, **changes})
+
+
+def batch_of(mask, rewards, group_size: int, **tensors):
+    """Rows of tokens 0 with this completion mask and these rewards."""
+    mask = torch.as_tensor(mask, dtype=torch.bool)
+    named = {
+        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64),
+        "lengths_B": torch.full((len(mask),), mask.shape[1]),
+        "sampler_logprobs_BT": torch.zeros(mask.shape),
+        "rewards_B": torch.tensor(rewards, dtype=torch.float32),
+        **tensors,
+    }
+    return Batch(completion_mask_BT=mask, group_size=group_size, **named)
+
+
+def small_batch(rewards):
+    """12 rows, prompts of 2 tokens and completions of 0 to 5; the policy has moved a little since it sampled them."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3, 7, 2, 4, 6, 7, 3, 5, 7, 4, 6, 3])
+    column = torch.arange(7)
+    mask = (column < lengths[:, None]) & (column >= 2)
+    noise = [torch.randn(12, 7, generator=generator) * mask for _ in range(4)]
+    return batch_of(
+        mask,
+        rewards,
+        4,
+        tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
+        lengths_B=lengths,
+        sampler_logprobs_BT=-noise[0].abs(),
+        old_logprobs_BT=-noise[0].abs(),
+        ref_logprobs_BT=-noise[1].abs(),
+        values_BT=0.1 * noise[2],
+        collision_BT=(-2 * noise[0].abs()).exp() * mask,
+        held_BT=torch.zeros_like(mask),
+        greedy_rewards_B=torch.tensor(rewards[1::4], dtype=torch.float32).repeat_interleave(4),
+    )
 
 
 class MemoryLog:

@@ -52,7 +52,7 @@ SLOW = 5.0  # seconds of processor; a slower test is asked only about lines that
 SHORT = ("algorithms/_functional.py", 12, ("tests/test_objectives.py",))
 FILES = ("algorithms", "harness/rewards", "harness/run", "reports/statistics.py", "harness/extras/scaling/fits.py",
          "reports/capability.py", "reports/analysis.py", "reports/anova.py")  # fmt: skip
-SHIPPED_TESTS = ("harness/contracts/plugins.py", "harness/contracts/hostile.py")  # no mutants of tests
+SHIPPED_TESTS = ("harness/extras/contracts/plugins.py", "harness/extras/contracts/hostile.py")  # no mutants of tests
 HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 

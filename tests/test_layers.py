@@ -59,7 +59,7 @@ ROOMS = (
     ("policy",),
     ("engines", "rewards", "samplers", "checks"),
     ("run",),
-    ("contracts", "study"),
+    ("study",),
     ("console",),
     ("api",),
     ("cli",),

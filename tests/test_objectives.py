@@ -15,10 +15,8 @@ from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.harness import plugins
 from cohort.harness.base.tensors import pad_right
-from cohort.harness.contracts.plugins import make_batch as small_batch
-from cohort.harness.contracts.plugins import weighted, without_divergence
 from cohort.harness.data import Batch, PolicyOutput
-from fakes import batch_of
+from fakes import batch_of, small_batch
 
 NAMES = plugins.names("algorithm")
 PROMPT = 2  # tokens before each completion
@@ -160,9 +158,16 @@ def test_advantages_read_what_the_algorithm_declares_and_need_it(name, kl_beta):
                 algorithm.advantages(lean.replace(**{key: None}))
 
 
+def without_divergence(algorithm):
+    """The algorithm with no KL term, where it can do without."""
+    bound = not algorithm.learns_from_rewards or "implied" in algorithm.objective["kl"]
+    return algorithm if bound else algorithm.model_copy(update={"kl_beta": 0.0})
+
+
 def loss_and_gradient(algorithm, batch, logprobs):
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = algorithm.loss(weighted(algorithm, batch), PolicyOutput(leaf, torch.zeros_like(leaf), batch.values_BT))
+    weighted = batch.replace(loss_weight_BT=algorithm.loss_weights(batch.completion_mask_BT))
+    loss, _ = algorithm.loss(weighted, PolicyOutput(leaf, torch.zeros_like(leaf), batch.values_BT))
     loss.backward()
     return loss.item(), leaf.grad
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from cohort.harness import plugins
-from cohort.harness.contracts.plugins import PAID, make_batch
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, highest, left_out
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
-from fakes import MemoryLog
+from fakes import MemoryLog, small_batch
 
+PAID = [1.0, 0, 0, 0.5] * 3
 CUT = torch.tensor([0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0]).bool()  # 3 of 12 rows, with 5, 3 and 4 of their 33 tokens
 
 
@@ -32,7 +32,7 @@ def updated(spec, batch):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "rloo", "ppo"])
 def test_a_loss_without_cut_completions_is_that_of_a_batch_that_never_had_them(algorithm):
-    batch = make_batch(PAID).replace(truncated_B=CUT)
+    batch = small_batch(PAID).replace(truncated_B=CUT)
     metrics, gradient, credited = updated(a_spec(algorithm, overlong="mask"), batch)
     rest = credited.rows((~CUT).nonzero()[:, 0])  # with the advantages that they had in their whole groups
     without, expected, _ = updated(a_spec(algorithm), rest)
@@ -45,7 +45,7 @@ def test_a_loss_without_cut_completions_is_that_of_a_batch_that_never_had_them(a
 
 
 def test_a_batch_of_cut_completions_alone_teaches_nothing():
-    batch = make_batch(PAID).replace(truncated_B=torch.ones(12).bool())
+    batch = small_batch(PAID).replace(truncated_B=torch.ones(12).bool())
     metrics, gradient, _ = updated(a_spec("grpo", overlong="mask", high_entropy_tokens=0.5), batch)
     assert metrics["train/masked_tokens"] == 1 and metrics["train/gradient_tokens"] == 0
     assert not gradient.any() and metrics["policy/loss"] == 0
@@ -69,7 +69,7 @@ def written(batch, share, bonus):
 @pytest.mark.parametrize(("share", "bonus"), [(0.2, 0.0), (1.0, 0.3), (0.4, 0.3)])
 def test_only_the_tokens_of_highest_entropy_carry_gradient_that_of_the_bonus_too(share, bonus):
     algorithm = {"name": "grpo", "kl_beta": 0.0, "entropy_bonus": bonus}
-    found = [updated(a_spec(algorithm, budget=b, high_entropy_tokens=share), make_batch(PAID)) for b in (1024, 13)]
+    found = [updated(a_spec(algorithm, budget=b, high_entropy_tokens=share), small_batch(PAID)) for b in (1024, 13)]
     for metrics, gradient, batch in found:  # whatever the micro-batches
         expected, learns, entropy = written(batch, share, bonus)
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()
@@ -87,7 +87,7 @@ def test_every_objective_takes_the_bonus_and_loses_the_gradient_of_tokens_that_d
     plain, paid = (
         a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": bonus}, **teacher(name)) for bonus in (0.0, 0.3)
     )
-    given = make_batch(PAID)
+    given = small_batch(PAID)
     values, gradients = [], []
     for spec in (plain, paid):
         metrics, gradient, batch = updated(spec, given)

@@ -108,6 +108,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, ca
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
 
 
+@pytest.mark.slow
 def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server, tmp_path):
     begin_study(tmp_path, a_study())
     log = log_trial(tmp_path, "group_size=4", 0, "complete")
@@ -122,6 +123,7 @@ def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server, tmp_pa
     assert (model / "policy" / "config.json").read_text() == config and (model / "MLmodel").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.attack("Loss of the MLflow server")
 def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server, tmp_path):

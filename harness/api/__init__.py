@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..base.addresses import hides
-    from ..contracts.plugins import check_package
     from ..mirror.ui import browse
     from ..study.estimates import cost
     from ..study.pool import work

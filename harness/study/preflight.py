@@ -1,10 +1,12 @@
 """Checks a study before it writes or runs anything."""
 
+import ast
 import logging
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,6 @@ COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
     "flops/train",
 )  # fmt: skip
-_LOGGED = {  # area -> what steps log, beside evaluations, costs and `reward/<name>`
-    "train": "accuracy answered majority_accuracy score rollouts optimizer_steps stuck_groups zero_advantage_groups "
-    "zero_variance_groups masked_tokens gradient_tokens",
-    "policy": "loss entropy clip_fraction grad_norm no_signal ratio_max weights_changed",
-    "completion": "truncated", "critic": "loss grad_norm no_signal explained_variance fitted_variance",
-    "kl": "beta old reference", "reward": "mean std greedy", "sampling": "batches kept_groups filled_groups",
-    "mismatch": "kl max_ratio weight outside at_start after_sync",
-    "staleness": "kl max_ratio weight outside effective_samples",
-    "seconds": "step generate grade annotate update sync", "optimizer": "learning_rate", "grading": "unparsable",
-    "vote": "entropy label_accuracy margin answered false_positive_rate accepted", "process": "calculations right",
-    "verifier": "true_positive_rate false_positive_rate", "flops": "sampling scoring learning evaluation cold_start",
-    "memory": "estimate_bytes recomputes",
-}  # fmt: skip
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
     "peak_memory_bytes", "core_seconds", "gpu_seconds",
@@ -182,25 +171,41 @@ def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     """SpecError for a claim on a metric that no arm has, unless a plugin of somebody else may log it."""
     from ..run.evaluate import metric_names
 
-    known = {f"{area}/{name}" for area, names in _LOGGED.items() for name in names.split()} | {*COSTS, *_SUMMARY}
-    known |= {f"flops_{name}" for name in ("train", *_LOGGED["flops"].split())}
+    known = {*COSTS, *_SUMMARY}
     for spec in specs:
         tested = spec.evaluation.model_copy(update={"num_samples": spec.evaluation.samples_of("test")})
         areas = {"validation": spec.evaluation, "test": tested, "start": tested}
         areas |= {f"{when}_{name}": tested for when in ("test", "start") for name in spec.tests}
         for area, settings in areas.items():
             known |= {f"{area}/{name}" for name in metric_names(settings, spec.task.partial_credit)}
-        for stage in spec.staged():
-            known |= {f"reward/{name}" for name in stage.spec.rewards}
-            known |= {*stage.does.metrics.split()} if stage.does else set()
+        known |= {f"reward/{name}" for stage in spec.staged() for name in stage.spec.rewards}
     plugins = [one for spec in specs for one in (spec.algorithm, spec.task, *spec.rewards.values())]
+    plugins += [stage.does for spec in specs for stage in spec.staged() if stage.does is not None]
     if not all(type(one).__module__.startswith("cohort.") for one in plugins):
         return
     for claim in study.claim:
         by_tag = re.fullmatch(r"(validation|test|start)\w*/accuracy_.+", claim.metric)
-        if claim.metric not in {"", *known} and not by_tag:
+        if claim.metric not in {"", *known} and not by_tag and not is_logged(claim.metric):
+            known |= {text for text in texts_of_runs() if re.fullmatch("[a-z_]+/[a-z_]+", text)}
             fix = f"{did_you_mean(claim.metric, sorted(known))}others are policy/entropy, seconds/step, train/accuracy"
             raise SpecError(f"the metric of a claim must be one that runs log, got '{claim.metric}'; {fix}")
+
+
+@cache
+def texts_of_runs() -> set[str]:
+    """The strings in the code of runs, rewards, extras and algorithms, parts of f-strings among them."""
+    home, rooms = Path(__file__).parents[2], ("harness/run", "harness/rewards", "harness/extras", "algorithms")
+    trees = (ast.parse(file.read_text("utf-8")) for room in rooms for file in (home / room).rglob("*.py"))
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
+def is_logged(metric: str) -> bool:
+    """Whether the code of runs has a metric as "area/quantity", f"area/{...}", f"{...}/quantity" or f"flops_{...}"."""
+    area, slash, quantity = metric.replace("flops_", "flops/", 1).partition("/")
+    start = "flops_" if area == "flops" else f"{area}/"
+    ways = ({f"{area}/{quantity}"}, {f"{area}_{quantity}"}, {start, quantity}, {area, f"/{quantity}"})
+    return bool(slash) and any(way <= texts_of_runs() for way in ways)
 
 
 def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:

@@ -18,8 +18,6 @@ from typing import get_args
 
 import pytest
 from cohort.harness import plugins
-from cohort.harness.contracts import hostile
-from cohort.harness.contracts import plugins as contract
 from cohort.harness.interfaces import Task
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
@@ -32,7 +30,6 @@ INSTALLED = [name for name in plugins.names("task") if name != "reasoning_gym" o
 TASKS = [*INSTALLED, DOCUMENTED]
 FORMATS = get_args(AnswerFormat)
 SPLITS = ("train", "validation", "test")
-RULES = [one for one in contract.of_kind("task") if one.test is not contract.hostile_text_is_graded]
 
 
 @cache
@@ -110,8 +107,12 @@ def test_the_format_changes_neither_the_problems_nor_their_answers(name, answer_
 @every_format
 def test_demonstrations_state_their_gold_answer_in_the_format_and_within_the_token_limit(name, answer_format):
     task = make(name, answer_format)
-    contract.demonstrations_are_right(task)
+    gold = {prompt.text: prompt.gold for prompt in task.prompts("train")}
     for demonstration in islice(task.demonstrations(), 500):
+        assert len(demonstration.completion) < task.max_completion_tokens  # of a character, and one ends it
+        stated = task.extract(demonstration.completion)
+        assert task.format_score(demonstration.completion) == 1.0
+        assert demonstration.prompt not in gold or task.equivalent(stated, gold[demonstration.prompt])
         assert 0 < len(task.reasoning(demonstration.completion)) < len(demonstration.completion)
 
 
@@ -127,11 +128,6 @@ def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_
             assert task.format_score(completion) == float(is_own)
 
 
-@pytest.mark.parametrize("check", RULES, ids=lambda check: check.test.__name__)
-def test_a_task_keeps_the_contract(task, check):
-    check.test(task)
-
-
 def test_equality_overlooks_spaces_around_an_answer(task):
     assert all(task.equivalent(gold, f" {gold} ") for gold in sorted({p.gold for p in task.prompts("test")})[:8])
 
@@ -144,12 +140,6 @@ def test_problems_are_the_same_in_another_process_with_another_hash_seed():
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=TESTS.parent
     )
     assert done.stdout.split() == [fingerprint(make(name)) for name in TASKS], done.stderr
-
-
-@pytest.mark.attack("Hostile text in a completion")
-def test_hostile_completions_are_graded(task, record_property):
-    record_property("tried", len(hostile.COMPLETIONS))
-    contract.hostile_text_is_graded(task)
 
 
 def test_a_last_sentence_without_a_marker_counts_for_lenient_extraction_only(task):

@@ -20,9 +20,6 @@ class RejectionSampling(StageKind):
 
     section: ClassVar[str] = "rejection"
     may_change: ClassVar[frozenset[str]] = frozenset({"steps", "rollouts_per_step", "sampling", "optimizer"})
-    metrics: ClassVar[str] = " ".join(
-        f"rejection/{name}" for name in ("samples", "correct", "kept", "acceptance", "covered")
-    )
     keeps_rollouts: ClassVar[bool] = True
 
     num_prompts: int = Field(default=512, ge=1, description="training problems; all when there are fewer")

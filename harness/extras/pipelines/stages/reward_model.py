@@ -15,10 +15,6 @@ class RewardFit(StageKind):
     """The fit (AdamW, constant rate)."""
 
     section: ClassVar[str] = "fit"
-    metrics: ClassVar[str] = " ".join(
-        f"reward_model/{name}"
-        for name in ("prompts", "pairs", "replayed", "loss", "accuracy", "held_out_pairs", "held_out_accuracy")
-    )
     fits_scorer: ClassVar[bool] = True
 
     epochs: int = Field(default=3, ge=1, description="passes over the rollouts")

@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 
-from .. import plugins
-from ..data import Batch, GradedGroup, PolicyOutput, Prompt, PromptDraw, SampleRow, Sampling, Split
-from ..interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, Sampler, StepReward, Task
-from ..policy.forward import token_logprobs
-from ..policy.text import TextCodec
-from ..policy.tiny import tiny_model, tiny_tokenizer
-from ..run.grading import problem_rows, score
-from ..run.learner import Learner
-from ..settings.run import parse_run
+from ... import plugins
+from ...data import Batch, GradedGroup, PolicyOutput, Prompt, PromptDraw, SampleRow, Sampling, Split
+from ...interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, Sampler, StepReward, Task
+from ...policy.forward import token_logprobs
+from ...policy.text import TextCodec
+from ...policy.tiny import tiny_model, tiny_tokenizer
+from ...run.grading import problem_rows, score
+from ...run.learner import Learner
+from ...settings.run import parse_run
 from . import hostile
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SAMPLING = Sampling(max_tokens=12)
 SLOWEST = 2.0  # seconds of one hostile completion
 GROUP_SIZE = 4
-CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
 PAID = [1.0, 0, 0, 0.5] * 3  # one best answer in each group, since pass@k pays nothing for a tie
-CORRECT = (True, True, False, False) + (False,) * 8
+CORRECT, WRONG = (True, False, False, True), (False, True, True, False)
 TEXTS = ("<think>2+2=4</think><answer>4</answer>", "2+2=5 so #### 5", "", "2+2=4;4*3=12#### 12")
 MEANS = {"entropy": (0.1, 0.4, 0.2, 0.3), "uniform_kl": (3.0, 1.0, 2.0, 0.5), "collision": (0.9, 0.6, 0.8, 0.7)}
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
@@ -107,42 +106,31 @@ def _must(holds: object, found: str) -> None:
         raise AssertionError(found)
 
 
-def graded_group(classes: Any, correct: Any = None, **changes: Any) -> GradedGroup:
-    """A graded group of one-token completions with these equivalence classes; any field may be given."""
-    n = len(classes)
+def graded_group(correct: tuple[bool, ...] = CORRECT, texts: Sequence[str] = TEXTS) -> GradedGroup:
+    """A graded group of these completions, four kinds in turn."""
+    n = len(texts) // 4
     given: dict[str, Any] = {
-        "prompt_id": "p", "prompt": "p?", "completions": ("",) * n, "num_tokens": (1,) * n, "max_tokens": 8,
-        "truncated": (False,) * n, "answers": tuple(None if c is None else str(c) for c in classes),
-        "classes": tuple(classes), "format_scores": tuple(float(c is not None) for c in classes),
-        "reasoning_chars": (0,) * n, "correct": None if correct is None else tuple(correct),
+        "num_tokens": (3, 5, 8, 6), "truncated": (False, False, True, False), "format_scores": (1.0, 0.5, 0.0, 1.0),
+        "reasoning_chars": (5, 9, 0, 700), "correct": correct, "classes": (0, 1, None, 0),
+        "answers": ("0", "1", None, "0"),
     }  # fmt: skip
-    return GradedGroup(**{**given, **changes})
+    rows = {name: values * n for name, values in given.items()}
+    means = {name: values * n for name, values in MEANS.items()}
+    return GradedGroup(prompt_id="p", prompt="p?", completions=tuple(texts), max_tokens=8, token_means=means, **rows)
 
 
-def batch_of(mask: Any, rewards: Any, group_size: int, **tensors: Any) -> Batch:
-    """Rows of tokens 0 with this completion mask and these rewards."""
-    mask = torch.as_tensor(mask, dtype=torch.bool)
-    named = {
-        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64),
-        "lengths_B": torch.full((len(mask),), mask.shape[1]),
-        "sampler_logprobs_BT": torch.zeros(mask.shape),
-        "rewards_B": torch.tensor(rewards, dtype=torch.float32),
-        **tensors,
-    }
-    return Batch(completion_mask_BT=mask, group_size=group_size, **named)
-
-
-def make_batch(rewards: Any) -> Batch:
+def make_batch(rewards: Sequence[float]) -> Batch:
     """12 rows, prompts of 2 tokens and completions of 0 to 5; the policy has moved a little since it sampled them."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([3, 7, 2, 4, 6, 7, 3, 5, 7, 4, 6, 3])
     column = torch.arange(7)
     mask = (column < lengths[:, None]) & (column >= 2)
     noise = [torch.randn(12, 7, generator=generator) * mask for _ in range(4)]
-    return batch_of(
-        mask,
-        rewards,
-        GROUP_SIZE,
+    rewards_B = torch.tensor(rewards)
+    return Batch(
+        completion_mask_BT=mask,
+        rewards_B=rewards_B,
+        group_size=GROUP_SIZE,
         tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
         lengths_B=lengths,
         sampler_logprobs_BT=-noise[0].abs(),
@@ -151,15 +139,8 @@ def make_batch(rewards: Any) -> Batch:
         values_BT=0.1 * noise[2],
         collision_BT=(-2 * noise[0].abs()).exp() * mask,
         held_BT=torch.zeros_like(mask),
-        greedy_rewards_B=torch.tensor(rewards[1::GROUP_SIZE], dtype=torch.float32).repeat_interleave(GROUP_SIZE),
+        greedy_rewards_B=rewards_B[1::GROUP_SIZE].repeat_interleave(GROUP_SIZE),
     )
-
-
-def without_divergence(algorithm: Algorithm, **changes: Any) -> Algorithm:
-    """The algorithm with no KL term, where it can do without."""
-    bound = not algorithm.learns_from_rewards or "implied" in algorithm.objective["kl"]
-    free = algorithm if bound else algorithm.model_copy(update={"kl_beta": 0.0})
-    return free.model_copy(update=changes)
 
 
 def weighted(algorithm: Algorithm, batch: Batch) -> Batch:
@@ -194,12 +175,8 @@ def objective_is_told(algorithm: Algorithm) -> None:
 def default_rewards_see_gold_as_declared(algorithm: Algorithm) -> None:
     """The default rewards see gold only where the algorithm declares it."""
     rewards = parse_run({"task": "arithmetic", "algorithm": algorithm}, "check").rewards
-    paid, permuted = [], []
-    for totals, correct in ((paid, CORRECT), (permuted, [not one for one in CORRECT])):
-        parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(CLASSES), GROUP_SIZE)]
-        groups = [graded_group(CLASSES[p], correct[p], prompt_id=f"p{p.start}", num_tokens=(3,) * 4) for p in parts]
-        totals += [value for found in score(rewards, groups) for value in found.totals]
-    _must(len(paid) == len(CLASSES) and all(map(math.isfinite, paid)), f"paid {paid}")
+    paid, permuted = (score(rewards, [graded_group(correct)])[0].totals for correct in (CORRECT, WRONG))
+    _must(all(map(math.isfinite, paid)), f"paid {paid}")
     _must(any(paid) == algorithm.learns_from_rewards, f"learns_from_rewards is {algorithm.learns_from_rewards}")
     moved = paid != permuted
     _must(moved == algorithm.sees_gold, f"sees_gold is {algorithm.sees_gold}, rewards {'' if moved else 'do not '}move")
@@ -242,18 +219,20 @@ def parts_add_up(algorithm: Algorithm) -> None:
 def better_answers_become_likelier(algorithm: Algorithm) -> None:
     """A step along the gradient makes the better of two answers likelier."""
     # the first is right, or the reference likes it by a nat: its log-prob must rise
-    plain = without_divergence(algorithm, group_size=2)
+    bound = not algorithm.learns_from_rewards or "implied" in algorithm.objective["kl"]  # it has no meaning without KL
+    plain = algorithm.model_copy(update={"group_size": 2} if bound else {"group_size": 2, "kl_beta": 0.0})
     policy = tiny_model(0)
     tokens = torch.tensor([[10, 11, 12, 1], [10, 11, 40, 1]])
-    greedy = {"greedy_rewards_B": torch.zeros(2), "values_BT": torch.zeros(2, 4)}
-    batch = batch_of([[0, 0, 1, 1]] * 2, [1.0, 0.0], 2, tokens_BT=tokens, **greedy)
-    mask = batch.completion_mask_BT
+    mask = torch.tensor([[False, False, True, True]] * 2)
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
     liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
     reference = liked if plain.needs_reference else None
-    found = batch.replace(old_logprobs_BT=old, ref_logprobs_BT=reference, collision_BT=(2 * old).exp() * mask)
-    batch = plain.advantages(found)
+    batch = plain.advantages(Batch(
+        tokens, mask, torch.tensor([4, 4]), old, torch.tensor([1.0, 0.0]), 2, greedy_rewards_B=torch.zeros(2),
+        old_logprobs_BT=old, ref_logprobs_BT=reference, values_BT=torch.zeros(2, 4),
+        collision_BT=(2 * old).exp() * mask,
+    ))  # fmt: skip
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()
@@ -287,19 +266,10 @@ def microbatches_do_not_matter(algorithm: Algorithm) -> None:
     _must(off <= 1e-6, f"the gradient moves by {off:.1e} of its length")
 
 
-def reward_group(correct: Any = (True, False, False, True), texts: Any = TEXTS) -> GradedGroup:
-    n = len(texts) // 4
-    return graded_group(
-        [0, 1, None, 0] * n, correct * n, completions=tuple(texts), num_tokens=(3, 5, 8, 6) * n,
-        truncated=(False, False, True, False) * n, format_scores=(1.0, 0.5, 0.0, 1.0) * n,
-        reasoning_chars=(5, 9, 0, 700) * n, token_means={name: values * n for name, values in MEANS.items()},
-    )  # fmt: skip
-
-
 @_rule("reward", "set the class fact sees_gold = True, or read nothing of `correct`")
 def gold_as_declared(reward: Reward) -> None:
     """A reward depends on gold only where it says so."""
-    first, second = reward_group(), reward_group((False, True, True, False))
+    first, second = graded_group(), graded_group(WRONG)
     if reward.sees_gold:
         _must(reward.score(first) != reward.score(second), "sees_gold is True, and the scores do not move with gold")
     else:
@@ -309,7 +279,7 @@ def gold_as_declared(reward: Reward) -> None:
 @_rule("reward", "score each completion by what it is, not by its place in the group")
 def order_does_not_matter(reward: Reward) -> None:
     """Scores do not depend on the order of the completions."""
-    given, order = reward_group(), (2, 0, 3, 1)
+    given, order = graded_group(), (2, 0, 3, 1)
     rows = {f.name: row for f in fields(given) if isinstance(row := getattr(given, f.name), tuple)}
     turned, means = ({name: tuple(row[i] for i in order) for name, row in part.items()} for part in (rows, MEANS))
     scores, other = reward.score(given), reward.score(replace(given, **turned, token_means=means))
@@ -319,7 +289,7 @@ def order_does_not_matter(reward: Reward) -> None:
 @_rule("reward", "name metrics area/quantity with numbers")
 def metrics_are_told(reward: Reward) -> None:
     """Metrics are numbers with an area and a quantity."""
-    metrics = reward.metrics(reward_group(), reward.score(reward_group()))
+    metrics = reward.metrics(graded_group(), reward.score(graded_group()))
     bad = [k for k, v in metrics.items() if k.count("/") != 1 or not isinstance(v, float | int)]
     _must(not bad, f"metrics {', '.join(bad)}")
 
@@ -328,9 +298,9 @@ def metrics_are_told(reward: Reward) -> None:
 def hostile_text_gets_a_number(reward: Reward) -> None:
     """No completion makes a reward raise, and steps lie inside their completion in order."""
     texts = hostile.COMPLETIONS[: len(hostile.COMPLETIONS) // 4 * 4]
-    scores = reward.score(reward_group(texts=texts))
+    scores = reward.score(graded_group(texts=texts))
     _must(len(scores) == len(texts) and all(map(math.isfinite, scores)), f"{len(scores)} scores for {len(texts)}")
-    found = reward.steps(reward_group()) if isinstance(reward, StepReward) else [[]] * 4
+    found = reward.steps(graded_group()) if isinstance(reward, StepReward) else [[]] * 4
     for text, steps in zip(TEXTS, found, strict=True):
         ends = [end for end, _ in steps]
         _must(ends == sorted(ends) and all(0 < end <= len(text) for end in ends), f"{text!r}: steps end at {ends}")

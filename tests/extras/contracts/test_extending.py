@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cohort.harness.contracts.plugins import check_package, of_kind
+from cohort.harness.extras.contracts.plugins import check_package, of_kind
 from cohort.harness.settings.load import load_study
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
 from cohort.harness.study.worker import worker_main
 
-TEXT = (Path(__file__).resolve().parents[1] / "docs/extending.md").read_text()
+TEXT = (Path(__file__).resolve().parents[3] / "docs/extending.md").read_text()
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Text that no grader may choke on: it must neither raise nor take long, whatever it makes of the answer."""
 
-SLOW = r"\prod_{n=1}^{9999999} n"  # small, and long to compute: the limits alone end it
-
 # fmt: off
 # What stands where an answer should be.
 ANSWERS = [
@@ -17,7 +15,9 @@ ANSWERS = [
     r"\begin{cases}" * 30, r"\begin{cases} 1 & x>9^{9^9} \end{cases}",
     r"\begin{cases} x & x>1 \\" * 15 + r"\end{cases}",
     "x<1 or " * 50, "x<1 or x>2 or " * 25 + "x>9", r"x^{99}+x+1>0 \lor x<0", r"\sqrt[3]{" * 40 + "x" + "}" * 40,
-    r"\int_0^{10^9} e^{x^x} dx", r"\sum_{n=1}^{10^9} n^n", r"\prod_{n=1}^{99999} n", SLOW, r"\lim_{x \to 0} x^{x^x}",
+    r"\int_0^{10^9} e^{x^x} dx", r"\sum_{n=1}^{10^9} n^n", r"\prod_{n=1}^{99999} n",
+    r"\prod_{n=1}^{9999999} n",  # small, and long to compute: the limits alone end it
+    r"\lim_{x \to 0} x^{x^x}",
     r"\infty-\infty", r"\binom{10^9}{10^8}", r"\sin(\sin(\sin(" * 12, "x" * 400, "x+" * 200 + "x", "(x+1)" * 90,
     "x^" * 200 + "x", "|" * 301, "(x+y+z)^{200}", "((((x+1)^9+1)^9+1)^9+1)^9", r"\log_{0} 0", r"\tan 90^\circ",
     "a,b" * 100, "1;2;3", ":" * 300, "_" * 300, "\\" * 399, "%" * 390, "#" * 390, "&" * 390, "nan", "inf", "None",

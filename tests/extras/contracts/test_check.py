@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from cohort.harness.cli.app import main
-from cohort.harness.contracts.plugins import check_package
+from cohort.harness.extras.contracts.plugins import check_package
 
 BROKEN = """
 from cohort.algorithms.grpo import GRPO
