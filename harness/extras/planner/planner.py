@@ -177,7 +177,7 @@ def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
             after.callback(os.environ.__setitem__, name, os.environ.pop(name))
         scratch, since = Path(folder), time.time()
         (scratch / "cache").symlink_to((runs / "cache").resolve())
-        status = run_study(cut, scratch, workers=workers, command="", together=False)
+        status = run_study(cut, scratch, workers=workers, command="")
         if not status.finished:  # asked to stop
             raise KeyboardInterrupt
         bad = next((trial for trial in status.trials if trial.state != "complete"), None)
