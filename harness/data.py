@@ -153,9 +153,9 @@ class GradedGroup:
     of that answer under the task's own equality (None without an answer that counts). `correct` is None for a reward
     that must not see the gold answer, so that label leakage fails loudly. `scores` is the score of each answer from 0
     to 1; it is None for such a reward too, and for a task without partial credit. `format_scores[i]` in [0, 1] is the
-    score of the answer format, `reasoning_chars[i]` the length of the reasoning, `max_tokens` the limit of a
-    completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity
-    over the tokens of each completion, under the policy at the sampling temperature.
+    score of the answer format, `max_tokens` the limit of a completion. `token_means` has, for each
+    `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of each completion, under the
+    policy at the sampling temperature.
     """
 
     prompt_id: str
@@ -167,7 +167,6 @@ class GradedGroup:
     answers: tuple[str | None, ...]
     classes: tuple[int | None, ...]
     format_scores: tuple[float, ...]
-    reasoning_chars: tuple[int, ...]
     correct: tuple[bool, ...] | None
     scores: tuple[float, ...] | None = None
     token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -261,10 +261,6 @@ class Task(Section, ABC):
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
 
-    def reasoning(self, completion: str) -> str:
-        """The part of the completion before its answer."""
-        return completion
-
     def inputs(self, split: Split) -> Sources:
         """The sources of the split: source -> name -> file here, or the commit of a Hub repository.
 

@@ -16,7 +16,6 @@ the widest of the two-way and the Student t intervals. Where the scores of singl
 Student's over seeds. The bootstrap is shown in addition. The same holds for paired differences.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -300,29 +299,6 @@ def region_test(tests: Sequence[Interval], low: float, high: float, resolution: 
         return math.nan, math.nan
     ends = [(end, sign) for end, sign in ((low, 1), (high, -1)) if math.isfinite(end)]
     return float(np.max([shown(*end) for end in ends])), float(np.min([shown(end, -sign) for end, sign in ends]))
-
-
-def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, resamples: int = 9999) -> float:
-    """One-sided p-value of the first mean being the higher one, if both groups are exchangeable (Fisher 1935).
-
-    Over all divisions of the N + M values into groups of these sizes if there are `resamples` at most, or else over so
-    many random ones and the one that was seen (Phipson and Smyth 2010): never 0. NaN for an empty group.
-    """
-    values, others = np.asarray(values_N, dtype=float), np.asarray(others_M, dtype=float)
-    if not values.size or not others.size:
-        return math.nan
-    pooled = np.concatenate([values, others])
-    pooled -= pooled.mean()  # so that rounding is small beside the sums
-    bound = pooled[: values.size].sum() - 1e-9 * np.abs(pooled).sum()
-    if math.comb(pooled.size, values.size) <= resamples:
-        return float(np.mean([sum(part) >= bound for part in itertools.combinations(pooled, values.size)]))
-    as_high, left = 1, resamples
-    while left:
-        count = min(left, max(1, 2_000_000 // pooled.size))
-        shuffled = rng.permuted(np.tile(pooled, (count, 1)), axis=1)
-        as_high += int(np.count_nonzero(shuffled[:, : values.size].sum(axis=1) >= bound))
-        left -= count
-    return as_high / (resamples + 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -60,16 +60,6 @@ class AnswerTask(Task):
             return 1.0
         return 0.5 if think is not None or is_answer else 0.0
 
-    def reasoning(self, completion: str) -> str:
-        """The text before the last marker, or all of it; with tags the content of the first `<think>` pair, if any."""
-        completion = self._own(completion)
-        if self.answer_format == "think_answer":
-            _, opened, rest = completion.partition("<think>")
-            inside, closed, _ = rest.partition("</think>")
-            return inside if opened and closed else ""
-        position = completion.rfind("####" if self.answer_format == "hash" else r"\boxed")
-        return completion if position < 0 else completion[:position]
-
     def equivalent(self, answer: str, other: str) -> bool:
         value = _numbers.number(answer)
         return answer == other or (value is not None and value == _numbers.number(other))

@@ -20,6 +20,7 @@ import browser
 import fake_trials
 import psutil
 import pytest
+from cohort.harness import extras
 from cohort.harness.api.reporting import keep_report
 from cohort.harness.mirror import ui
 from cohort.harness.mirror.address import health, tracking_uri
@@ -171,9 +172,9 @@ def write_hostile_study(runs: Path) -> dict[str, tuple[str, ...]]:
         f"{at}/runs/{parent}": (parent, "question<", "arm4<"),
         f"{at}/runs/{parent}/artifacts/report/index.html": ("report/index.html",),
         f"{at}/traces": ("prompt<", "completion<"),
-        "/live": ("question<",),
-        "/live/hostile": ("question<", "arm2<", "reason<", "prompt<", "completion<"),
-    }
+        **({"/live": ("question<",), "/live/hostile": ("question<", "arm2<", "reason<", "prompt<", "completion<")}
+           if "live" in extras.names() else {}),
+    }  # fmt: skip
 
 
 def write_study(runs: Path) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from cohort.harness import plugins
 from cohort.harness.base.files import sha256
 from cohort.harness.data import EvaluationResult, Prompt, Sampling
 from cohort.harness.devices import ranks
@@ -35,6 +34,7 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
 from cohort.harness.settings.run import Evaluation, parse_run
 from cohort.reports.statistics import wilson_interval
+from cohort.tasks.arithmetic import Arithmetic
 from fakes import MemoryLog, graded_group, tiny_codec
 
 
@@ -113,15 +113,20 @@ def test_many_samples_are_drawn_in_calls_with_a_seed_of_their_own(monkeypatch):
         assert greedy == (1, 3, best)
 
 
+class OfFamilies(Arithmetic):
+    """Sums with a family by their first digit."""
+
+    def prompts(self, split):
+        return [replace(one, family=one.text[0]) for one in super().prompts(split)]
+
+
 def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_completions(tmp_path):
     settings = {"evaluation": {"num_test_prompts": 10, "num_samples": 1}, "sampling": {"max_tokens": 8}}
-    if "word_problems" not in plugins.names("task"):
-        pytest.skip("needs a task with families")
-    spec = parse_run({"task": "word_problems", "algorithm": "grpo", **settings}, "test")
+    spec = parse_run({"task": OfFamilies(), "algorithm": "grpo", **settings}, "test")
     engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
     engine.script = lambda prompt, sample: "#### 1"
     prompts = spec.task.prompts("test")[:10]
-    wanted = {prompt.id: dict(prompt.tags)["family"] for prompt in prompts}
+    wanted = {prompt.id: prompt.family for prompt in prompts}
     assert len(set(wanted.values())) > 2
     tags = {"cohort.trial": "run", "cohort.arm": "a", "cohort.seed": "0", "cohort.factors": "{}"}
     with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:

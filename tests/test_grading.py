@@ -53,9 +53,6 @@ class FractionTask(Task):
     def format_score(self, completion: str) -> float:
         return 1.0 if completion.startswith("=") else 0.5
 
-    def reasoning(self, completion: str) -> str:
-        return completion.partition("=")[0]
-
 
 @pytest.fixture(autouse=True)
 def _nothing_asked():

@@ -109,7 +109,8 @@ def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
     mask = (column >= starts[:, None]) & (column < torch.tensor([columns, 6, columns - 1, 7, 5])[:, None])
 
     def compute(model, prompts):
-        logprobs, entropies = token_logprobs(model, tokens, mask, 0.8, prompts=prompts, entropy_gradient=True)
+        hidden = completion_states(model, tokens, mask, prompts)
+        logprobs, entropies = token_logprobs(model, tokens, mask, 0.8, hidden, entropy_gradient=True)
         return logprobs, logprobs * torch.cos(column) + entropies
 
     assert_equal_to_the_library(nn.Module.to(randomised(MODELS[name]()), torch.float64), tokens, mask, compute)

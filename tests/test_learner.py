@@ -10,7 +10,7 @@ from cohort.harness import plugins
 from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
 from cohort.harness.policy import fused_llama
-from cohort.harness.policy.forward import hidden_states, prompt_states, token_logprobs
+from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
@@ -270,7 +270,7 @@ def test_shared_prompts_cost_one_reading():
     states = prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT)
     assert sorted(states.lengths_U.tolist()) == [2, 3, 5]
     arguments = (policy, batch.tokens_BT, batch.completion_mask_BT, 0.7)
-    token_logprobs(*arguments, prompts=states)
+    token_logprobs(*arguments, completion_states(*arguments[:3], states))
     token_logprobs(*arguments)
     handle.remove()
     # three prompts of at most 5 tokens besides their last; the longest completion has 7 tokens, the longest row 10

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 import warnings
 
 import numpy as np
@@ -14,8 +13,6 @@ from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.format import Format
 from cohort.harness.rewards.majority_vote import MajorityVote, majority_correct
 from cohort.harness.rewards.overlong import Overlong
-from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
-from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.loop import train
@@ -61,11 +58,6 @@ def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
     assert math.isnan(MajorityVote().metrics(graded_group([0, 0], [True, True]), [])["vote/false_positive_rate"])
 
 
-def test_reasoning_pays_by_its_length_up_to_saturation_and_only_in_the_right_format():
-    group = graded_group([0] * 4, reasoning_chars=(250, 1000, 4000, 4000), format_scores=(1.0, 1.0, 1.0, 0.5))
-    assert ReasoningLength().score(group) == [0.25, 1.0, 1.0, 0.0]
-
-
 def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_all_of_it():
     # limit 100, buffer 20: nothing up to 80, then -(n - 80) / 20; one that was cut before the limit too
     group = graded_group([0] * 5, max_tokens=100, num_tokens=(1, 80, 90, 100, 85), truncated=(False,) * 4 + (True,))
@@ -76,68 +68,6 @@ def test_repetition_counts_ngrams_that_occurred_before():
     # a b a b a: 2-grams ab ba ab ba, of which 2 of 4 are repeats
     group = graded_group([0] * 4, completions=("a b a b a", "a b c d", "a", ""))
     assert Repetition(ngram=2).score(group) == [-0.5, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4+4=8;8+5=13#### 13", [(5, True), (12, True)]),
-        ("4+4=9;9+5=14", [(5, False), (12, True)]),
-        ("<<48/2=24>>24 clips", [(9, True)]),
-        ("She has 2 x 3 = 6 apples", [(17, True)]),
-        ("cost: $5 * 4 = $20.", [(18, True)]),
-        ("2+3=5*2=10", [(5, True), (10, True)]),
-        ("2+3=4+1", [(5, True)]),
-        ("(1+2)*3=9", [(9, True)]),
-        ("1,200+300=1,500", [(15, True)]),
-        ("0.2*50=10.0", [(11, True)]),
-        ("50*20%=10", [(9, True)]),
-        ("10/50=20%", [(9, True)]),
-        ("10/3=3.33", [(9, True)]),
-        ("10/3=3.34", [(9, False)]),
-        ("3349/10000=0.33", [(15, True)]),  # off by 0.0049, of at most 0.005
-        ("335/1000=0.34", [(13, True)]),  # either way of rounding a half
-        ("2/3=66.7%", [(9, True)]),
-        ("2/3=66.8%", [(9, False)]),
-        (f"{'1' * 30}+1={'1' * 29}2", [(63, True)]),
-        ("10/3=3", [(6, False)]),
-        ("3-5=-2", [(6, True)]),
-        ("-3+5=2", [(6, True)]),
-        ("2/0=5", []),
-        ("7=7", []),
-        ("x=5", []),
-        ("y - 3 + 4 = 10", []),
-        ("2y+3+4=7", []),
-        ("5. 3 + 4 = 7", [(12, True)]),
-        ("2 * . 3 + 4 = 7", [(15, True)]),
-        ("- 3 + 4 = 7", [(11, False)]),
-        ("* 3 + 4 = 7", [(11, True)]),
-        ("or ,,3+4=7", [(10, True)]),
-        ("(7)=7", []),
-        ("9**9**9=1", []),
-        ("6 \u00d7 7 = 42, 8\u00f72=4", [(10, True), (17, True)]),
-        ("1+" * 300 + "1=301", []),
-        ("9" * 40 + "+1=2", []),
-        ("(" * 50 + "1+1" + ")" * 50 + "=2", []),
-    ],
-)
-def test_a_written_calculation_is_found_and_checked(text, expected):
-    assert list(calculations(text)) == expected
-
-
-@pytest.mark.attack("Hostile text in a completion")
-def test_checking_calculations_is_bounded_on_hostile_text():
-    assert len(calculations("1+1=2;" * 10**5)) == MAX_CALCULATIONS
-    for text in (
-        "(" * 10**6,
-        "1+" * 10**6 + "=",
-        "1=" * 10**6,
-        "$" * 10**6 + "1+1=2",
-        "1 " * (MAX_CHARS // 2 - 9) + "+1=2",
-    ):
-        start = time.process_time()
-        calculations(text)
-        assert time.process_time() - start < 2.0
 
 
 def test_a_verifier_that_errs_does_so_at_its_rates_and_alike_for_equal_groups():
@@ -197,19 +127,6 @@ def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
         make_spec(**changes)
 
 
-def test_the_share_of_calculations_that_hold_is_of_those_that_are_written():
-    group = graded_group([0, 0], completions=("4+4=8;8+5=14;1+1=2", "no step"))
-    assert Process().metrics(group, []) == {"process/calculations": 1.5, "process/right": pytest.approx(2 / 3)}
-    assert math.isnan(Process().metrics(graded_group([0], completions=("no step",)), [])["process/right"])
-
-
-def test_process_rewards_sit_at_the_end_of_their_calculation():
-    group = graded_group([0, 0], completions=("4+4=8;8+5=14", "no step"))
-    assert Process().steps(group) == [[(5, 1.0), (12, 0.0)], []]
-    assert Process().score(group) == [0.5, 0.0]
-    assert Process().metrics(group, []) == {"process/calculations": 1.0, "process/right": 0.5}
-
-
 def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
     group = graded_group([0, None], [True, False], format_scores=(0.5, 0.0))
     rewards = {"accuracy": Accuracy(weight=2.0), "format": Format(weight=0.1), "majority_vote": MajorityVote(weight=0)}
@@ -241,6 +158,13 @@ def rollout(text: str) -> Rollout:
     return Rollout(text, ids, (0.0,) * len(ids), "stop")
 
 
+class Ends(StepReward):
+    """A right step and a wrong one in the first completion, none in the second."""
+
+    def steps(self, group):
+        return [[(5, 1.0), (12, 0.0)], []]
+
+
 def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome_by_the_last():
     def paid(scores: list[Score]) -> list[dict[int, float]]:
         earned = rewarded(batch, Rollouts(sampled, scores=scores), tiny_tokenizer())
@@ -254,11 +178,11 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     group = graded_group([0, None], [True, False], completions=texts)
     sampled = [Group(Prompt("p", "p?", "8"), (5,), tuple(rollout(text) for text in texts))]
     batch = collate(sampled)
-    both = score({"accuracy": Accuracy(), "process": Process(weight=0.5)}, [group])
+    both = score({"accuracy": Accuracy(), "ends": Ends(weight=0.5)}, [group])
     # one token per character, so the character before the end; the last token is the end of the sequence
     assert paid(both) == [{4: 0.5, 11: 0.0, 12: 1.0}, {7: 0.0}]
     assert both[0].totals == [1.5, 0.0]
-    alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
+    alone = score({"accuracy": Accuracy(weight=0), "ends": Ends()}, [group])
     assert paid(alone) == [{4: 1.0, 11: 0.0}, {}]
     outcome = score({"accuracy": Accuracy()}, [group])
     assert rewarded(batch, Rollouts(sampled, scores=outcome), tiny_tokenizer()).step_rewards_BT is None

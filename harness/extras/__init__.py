@@ -13,6 +13,7 @@ is found by the name of its file or folder:
     notices.py    `notices(study)`: a context that yields a function which is told of events
     pages.py      `ROUTES`: pages that `cohort ui` serves below /NAME; the extra's docstring is what it calls them
     tasks/, rewards/, mirrors/, ...   its plugins
+    studies/      studies that need it, as files
 
 A product without the folder lacks what the extra brings and nothing else.
 """
@@ -20,6 +21,7 @@ A product without the folder lacks what the extra brings and nothing else.
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 
@@ -34,6 +36,11 @@ def packages(part: str) -> list[str]:
     """Full names of the modules or packages called `part` that extras have, in the order of their extras."""
     homes = {f"{__name__}.{name}": importlib.import_module(f"{__name__}.{name}").__path__ for name in names()}
     return [f"{home}.{part}" for home, path in homes.items() if part in {m.name for m in pkgutil.iter_modules(path)}]
+
+
+def folders(name: str) -> list[Path]:
+    """The folders of that name that extras have."""
+    return sorted(Path(__path__[0]).glob(f"*/{name}"))
 
 
 def modules(part: str) -> dict[str, ModuleType]:

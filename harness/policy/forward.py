@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..devices import ranks
 from ..devices.sharding import is_sharded, under_hooks
+from ..interfaces import Distribution
 from ..settings.run import Optimizer
 from . import fused_llama
 from .lora import around_frozen
@@ -122,21 +123,19 @@ def token_logprobs(
     tokens_BT: Tensor,
     mask_BT: Tensor,
     temperature: float,
+    hidden_NH: Tensor | None = None,
     *,
-    prompts: PromptStates | None = None,
-    hidden: Tensor | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
     They come from the model's own forward pass. Its language-model head runs on masked positions alone, so that
-    [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`,
-    if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a
-    gradient only if asked.
+    [B, T, V] never exists. `hidden_NH` are the `completion_states`, if known. Logits are divided by `temperature`
+    (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient only if asked.
     """
-    hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
+    hidden_NH = completion_states(model, tokens_BT, mask_BT) if hidden_NH is None else hidden_NH
     targets_N = tokens_BT[:, 1:][mask_BT[:, 1:]]
-    logprobs, entropies = state_logprobs(model, hidden, targets_N, temperature, entropy_gradient=entropy_gradient)
+    logprobs, entropies = state_logprobs(model, hidden_NH, targets_N, temperature, entropy_gradient=entropy_gradient)
     return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
 
 
@@ -145,28 +144,22 @@ def uniform_kl(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
 
 
-def collision(logits: Tensor) -> Tensor:
-    """The sum of p^2."""
-    return logits.softmax(-1).square().sum(-1)
+MEASURES: dict[Distribution, Callable[[Tensor], Tensor]] = {
+    "entropy": lambda logits: torch.special.entr(logits.softmax(-1)).sum(-1),
+    "uniform_kl": uniform_kl,
+    "collision": lambda logits: logits.softmax(-1).square().sum(-1),
+}
 
 
 @under_hooks
-def token_measures(
-    model: nn.Module,
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
-    temperature: float,
-    *,
-    prompts: PromptStates | None = None,
-    measure: Callable[[Tensor], Tensor],
+def token_measure(
+    model: nn.Module, hidden_NH: Tensor, mask_BT: Tensor, temperature: float, name: Distribution
 ) -> Tensor:
-    """[B, T]: a measure of the distributions from which the tokens in `mask_BT` came, by their logits [.., V] as
+    """[B, T]: a measure of the distributions after the states, from which the tokens in `mask_BT` came, with logits as
     `token_logprobs` has them; 0 elsewhere."""
-    hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
-    parts = hidden_NH.split(block_tokens(vocabulary, hidden_NH.device))
-    found = [measure(_at_least_float32(output_logits(model, part)) / (temperature or 1.0)) for part in parts]
-    return _scatter(torch.cat(found), mask_BT)
+    parts = hidden_NH.split(block_tokens(len(model.get_output_embeddings().weight), hidden_NH.device))  # pyright: ignore
+    logits = (_at_least_float32(output_logits(model, part)) / (temperature or 1.0) for part in parts)
+    return _scatter(torch.cat([MEASURES[name](part) for part in logits]), mask_BT)
 
 
 def block_tokens(vocabulary: int, device: torch.device) -> int:
@@ -350,8 +343,10 @@ def _prompt_pass(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
 
 
 @under_hooks
-def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None) -> Tensor:
-    """[N, H]: the hidden state before each of the N tokens in `mask_BT`, row by row."""
+def completion_states(
+    model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None = None
+) -> Tensor:
+    """[N, H]: the hidden state before each of the N tokens in `mask_BT`, row by row; `prompts` are not read again."""
     if prompts is None:
         return hidden_states(model, tokens_BT)[:, :-1][mask_BT[:, 1:]]
     lengths_B = prompts.lengths_U[prompts.prompt_B]

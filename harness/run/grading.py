@@ -84,7 +84,6 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
             truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
             classes=tuple(votes[answer] for answer in answers),
             format_scores=formats,
-            reasoning_chars=tuple(len(task.reasoning(text)) for text in texts),
             correct=tuple(correct[answer] for answer in answers),
             scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
         )  # fmt: skip

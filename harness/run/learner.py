@@ -26,14 +26,12 @@ from ..policy import flops
 from ..policy.forward import (
     Critic,
     PromptStates,
-    collision,
     completion_states,
     microbatch_tokens,
     prompt_states,
     recomputes,
     token_logprobs,
-    token_measures,
-    uniform_kl,
+    token_measure,
 )
 from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
 from ..settings.run import Mismatch, RunSpec
@@ -82,10 +80,9 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with old and reference log-probs and values, each only if the objective reads it.
+        """The batch with old and reference log-probs, values and masks, each only if the objective reads it.
 
         The spec's algorithm decides, so a schedule that lowers the KL weight to 0 changes neither passes nor metrics.
-        Log-probs of an exact sampler serve as old log-probs, which saves a forward pass.
         """
         if self.reads_old:
             old = batch.sampler_logprobs_BT if self.sampler_is_exact else self.logprobs(self.policy, batch)
@@ -96,13 +93,11 @@ class Learner:
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.spec.algorithm.needs_collision:
             batch = batch.replace(collision_BT=self._measured(batch, "collision"))
-        if self.critic is not None:
-            critic = self.critic
-
-            def values(trunk: nn.Module, tokens: Tensor, mask: Tensor, _: float, prompts: Any) -> Tensor:
-                return critic(mask, completion_states(trunk, tokens, mask, prompts))
-
-            batch = batch.replace(values_BT=self._forward_rows(batch, self._trunks()[-1], values))
+        if (critic := self.critic) is not None:
+            values_BT = self._forward_rows(
+                batch, self._trunks()[-1], lambda part, hidden: critic(part.completion_mask_BT, hidden)
+            )
+            batch = batch.replace(values_BT=values_BT)
         if self.spec.high_entropy_tokens < 1:
             counted = batch.completion_mask_BT & in_loss(batch, self.spec)[:, None]
             entropies_BT = self._measured(batch, "entropy")
@@ -121,10 +116,7 @@ class Learner:
         return self.spec.mismatch.correction != "none" and not self.sampler_is_exact
 
     def begin_step(self, step: int) -> dict[str, float]:
-        """Set rates, KL weight and reference for training step `step`.
-
-        Returns the ones that vary over the run, as metrics.
-        """
+        """Set rates, KL weight and reference for training step `step`; those that vary over the run, as metrics."""
         metrics: dict[str, float] = {}
         step -= self.start
         settings = self.spec.optimizer
@@ -145,15 +137,14 @@ class Learner:
         return metrics
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Make mu passes over the batch, and adapt the KL weight if its schedule says so.
+        """Make mu passes over the batch, and adapt the KL weight if its schedule says so. InvalidRun on a non-finite
+        value.
 
-        Metrics are means over the optimiser steps, except that `mismatch/` is from the first step (the policy is still
-        the sampler's) and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per token.
-        A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal` (or
-        `critic/`) is the share of such steps. Schedules count them like any other.
-        If older weights sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
-        `staleness/effective_samples` is the effective sample size of an update's importance weights w (policy /
-        sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
+        Metrics are means over the optimiser steps, except that `mismatch/` (`staleness/` if older weights sampled) is
+        from the first step and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per
+        token. A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal`
+        (or `critic/`) is the share of such steps. `staleness/effective_samples` is the effective sample size of the
+        importance weights w (policy / sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
         In the critic's warm-up the policy's passes have no gradient, so its weights, moments and KL weight stay.
         """
         steps: list[dict[str, float]] = []
@@ -180,9 +171,8 @@ class Learner:
     def operations(
         self, costs: flops.Costs, drawn: flops.Lengths, trained: flops.Lengths, greedy: flops.Lengths
     ) -> dict[str, float]:
-        """Operations of the training step of the last update by purpose. Scoring is every pass without gradient: old
-        and reference log-probs, values, entropies, collisions, and those that rewards ask of the policy and of their
-        own models."""
+        """Operations of the training step of the last update by purpose; scoring is every pass without gradient, those
+        of the rewards' own models too."""
         spec, algorithm = self.spec, self.spec.algorithm
         score = partial(flops.scored, costs, share=self.shares_prompts)
         learn = partial(flops.learned, costs, trained, spec, share=self.shares_prompts)
@@ -208,9 +198,8 @@ class Learner:
         return self.policy.state_dict()
 
     def state(self, *, to_train: bool = True) -> dict[str, Any]:
-        """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder. The
-        tensors are the learner's own. A run that trains no more needs the adapter alone.
-        """
+        """Everything that a resumed run needs besides the policy's folder, in the learner's own tensors; a run that
+        trains no more needs the adapter alone."""
         state: dict[str, Any] = {"adapter": adapter_weights(self.policy)} if self.adapted else {}
         if not to_train:
             return state
@@ -226,8 +215,7 @@ class Learner:
         return state
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue from a saved policy and `state()`, whose tensors the first process has; ValueError if they do not
-        fit this model."""
+        """Continue from a saved policy and `state()`, which the first process has; ValueError if they do not fit."""
         try:
             if self.adapted:
                 load_adapter(self.policy, spread(self.policy, state["adapter"]))
@@ -249,8 +237,7 @@ class Learner:
             raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
 
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
-        """Make one optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the
-        sampler's."""
+        """The metrics of an optimiser step on a minibatch with loss weights; `first`: the policy is the sampler's."""
         sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
         ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
@@ -279,7 +266,6 @@ class Learner:
             if first:
                 sampler = micro.sampler_logprobs_BT
                 ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
-                assert micro.loss_weight_BT is not None
                 metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
             for name, value in metrics.items():
                 sums[name] += value.detach().double()
@@ -309,11 +295,9 @@ class Learner:
         return totals
 
     def _train_mode(self, on: bool) -> None:
-        """transformers recomputes activations only in training mode, which changes nothing else because there is no
-        dropout."""
-        for module in (self.policy, self.critic):
-            if module is not None:
-                module.train(on)
+        """transformers recomputes activations only in training mode, which changes nothing else without dropout."""
+        for module in filter(None, (self.policy, self.critic)):
+            module.train(on)
 
     def _trunks(self) -> list[nn.Module]:
         """The networks that read tokens: the policy, and a critic's separate backbone."""
@@ -322,13 +306,11 @@ class Learner:
 
     def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
         """Scores of a micro-batch, given its prompts as each trunk reads them."""
-        tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        wants_gradient, temperature = self.spec.algorithm.entropy_bonus > 0, self.spec.sampling.temperature
+        tokens, mask, temperature = micro.tokens_BT, micro.completion_mask_BT, self.spec.sampling.temperature
         with torch.set_grad_enabled(not self.warms_critic):
             hidden = completion_states(self.policy, tokens, mask, prompts[0])
-            logprobs, entropy = token_logprobs(
-                self.policy, tokens, mask, temperature, hidden=hidden, entropy_gradient=wants_gradient
-            )
+            wanted = self.spec.algorithm.entropy_bonus > 0
+            logprobs, entropy = token_logprobs(self.policy, tokens, mask, temperature, hidden, entropy_gradient=wanted)
         if self.critic is None:
             return PolicyOutput(logprobs, entropy)
         if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now
@@ -339,16 +321,12 @@ class Learner:
     def _fit_head(self, batch: Batch) -> dict[str, float]:
         """Fit the critic's head to the batch's returns. `critic/fitted_variance`: the share of their variance that it
         explains on prompts that it was not fitted on."""
-        assert self.critic is not None and batch.returns_BT is not None
-        trunk, head = self._trunks()[-1], self.critic.head
-        prompts, halves = self._prompt_states(trunk, batch), [Moments.of(head.weight[:0], head.bias[:0])] * 2
+        assert self.critic is not None
+        head = self.critic.head
+        halves = [Moments.of(head.weight[:0], head.bias[:0])] * 2
         half_B = torch.arange(len(batch), device=batch.tokens_BT.device) // batch.group_size % 2
-        for rows in self._rows_by_length(batch, prompts):
-            part = batch.rows(rows)
+        for rows, part, states in self._read(batch, self._trunks()[-1]):
             mask = part.completion_mask_BT
-            with mixed_precision(mask.device, self.spec.autocast):
-                states = completion_states(trunk, part.tokens_BT, mask, prompts and prompts.rows(rows))
-            assert part.returns_BT is not None
             returns, half = part.returns_BT[mask], half_B[rows][:, None].expand_as(mask)[mask]
             halves = [one.plus(Moments.of(states[half == i], returns[half == i])) for i, one in enumerate(halves)]
         fit_D, explained = fitted_head(*halves)
@@ -358,7 +336,12 @@ class Learner:
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
-        return self._forward_rows(batch, model, lambda *given, prompts: token_logprobs(*given, prompts=prompts)[0])
+
+        def measure(part: Batch, hidden: Tensor) -> Tensor:
+            mask, temperature = part.completion_mask_BT, self.spec.sampling.temperature
+            return token_logprobs(model, part.tokens_BT, mask, temperature, hidden)[0]
+
+        return self._forward_rows(batch, model, measure)
 
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
         """[B]: the mean of a quantity of the policy's next-token distribution over each completion's tokens."""
@@ -366,26 +349,31 @@ class Learner:
 
     @torch.no_grad()
     def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
-        measures: dict[Distribution, Callable[..., Tensor]] = {
-            "uniform_kl": partial(token_measures, measure=uniform_kl),
-            "collision": partial(token_measures, measure=collision),
-            "entropy": lambda *given, prompts: token_logprobs(*given, prompts=prompts)[1],
-        }
-        return self._forward_rows(batch, self.policy, measures[distribution])
+        temperature = self.spec.sampling.temperature
+        return self._forward_rows(
+            batch,
+            self.policy,
+            lambda part, hidden: token_measure(self.policy, hidden, part.completion_mask_BT, temperature, distribution),
+        )
 
-    def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[..., Tensor]) -> Tensor:
-        """[B, T] in the batch's row order, from a function of a micro-batch with the arguments of `token_logprobs`."""
-        prompts, temperature = self._prompt_states(model, batch), self.spec.sampling.temperature
+    def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[[Batch, Tensor], Tensor]) -> Tensor:
+        """[B, T] in the batch's row order, from a function of a micro-batch and its `completion_states`."""
         result = torch.empty(0)
-        for rows in self._rows_by_length(batch, prompts):
-            part = batch.rows(rows)
-            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                own = prompts and prompts.rows(rows)
-                values = measure(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=own)
+        for rows, part, hidden in self._read(batch, model):
+            values = measure(part, hidden)
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
         return ranks.summed(result)
+
+    def _read(self, batch: Batch, model: nn.Module) -> Iterator[tuple[Tensor, Batch, Tensor]]:
+        """The places of this rank's rows, the rows and their `completion_states`, a micro-batch at a time and in the
+        run's precision."""
+        prompts = self._prompt_states(model, batch)
+        for rows in self._rows_by_length(batch, prompts):
+            part, own = batch.rows(rows), prompts and prompts.rows(rows)
+            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
+                yield rows, part, completion_states(model, part.tokens_BT, part.completion_mask_BT, own)
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
         if not self.shares_prompts:
@@ -395,8 +383,7 @@ class Learner:
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
         """Row subsets of equal size with their loss weights; drawn again in each pass, keyed by (seed, step, epoch)."""
-        count = self.spec.optimizer.num_minibatches
-        order = np.arange(len(batch))
+        count, order = self.spec.optimizer.num_minibatches, np.arange(len(batch))
         if count > 1:
             order = generator("minibatches", self.spec.seed, step, epoch).permutation(len(batch))
         for rows in np.split(order, count):
@@ -472,11 +459,10 @@ def highest(values_BT: Tensor, counted_BT: Tensor, share: float) -> Tensor:
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
     """The batch with advantages times the importance weights learner / engine, and metrics of the weights.
 
-    This weights the policy term of an objective that is linear in its advantages, and leaves its KL term as it is.
-    Truncated: weights above the bound become the bound (truncated importance sampling). Masked: weights outside [1 /
-    bound, bound] become 0. The weight of a completion is the product over its tokens.
+    An objective that is linear in its advantages has its policy term weighted, and its KL term as it is. Truncated:
+    weights above the bound become the bound (truncated importance sampling). Masked: weights outside [1 / bound, bound]
+    become 0. The weight of a completion is the product over its tokens.
     """
-    assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
     mask = batch.completion_mask_BT
     log_weight_BT = (batch.old_logprobs_BT - batch.sampler_logprobs_BT) * mask
     if settings.level == "sequence":
@@ -488,27 +474,20 @@ def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str,
     else:
         outside_BT |= (raw_BT < 1 / settings.bound) & mask
         weight_BT = raw_BT.masked_fill(outside_BT, 0.0)
-    count = mask.sum()
-    metrics = {
-        "mismatch/weight": float((weight_BT * mask).sum() / count),
-        "mismatch/outside": float(outside_BT.sum() / count),
-    }
+    shares = {"mismatch/weight": (weight_BT * mask).sum(), "mismatch/outside": outside_BT.sum()}
+    metrics = {name: float(total / mask.sum()) for name, total in shares.items()}
     return batch.replace(advantages_BT=batch.advantages_BT * weight_BT), metrics
 
 
 def explained_variance(batch: Batch) -> float:
     """1 - Var(return - value) / Var(return) over completion tokens; 0 where returns do not vary."""
-    assert batch.returns_BT is not None and batch.values_BT is not None
-    returns = batch.returns_BT[batch.completion_mask_BT]
+    returns, values = batch.returns_BT[batch.completion_mask_BT], batch.values_BT[batch.completion_mask_BT]
     variance = returns.var()
-    if not variance > 0:
-        return 0.0
-    return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
+    return float(1 - (returns - values).var() / variance) if variance > 0 else 0.0
 
 
 def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimiser's saved state with each moment placed (device, sharding) like its parameter; rates and decay are
-    this run's."""
+    """An optimiser's saved state, each moment placed like its parameter; rates and decay are this run's."""
     parameters = optimizer.param_groups[0]["params"]
 
     def moved(like: Tensor, value: Tensor) -> Tensor:
@@ -518,9 +497,8 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
 
 
-def _ratio_max(logprobs: Tensor, other: Tensor | None) -> Tensor:
+def _ratio_max(logprobs: Tensor, other: Tensor) -> Tensor:
     """The largest ratio of two probabilities of a token, at least 1."""
-    assert other is not None
     return torch.exp((logprobs - other).abs().max())
 
 
@@ -533,10 +511,8 @@ def weight_sample(policy: nn.Module) -> list[Tensor]:
 def weights_metric(
     policy: nn.Module, before: Sequence[Tensor], *, gradient_norm: float, rate: float
 ) -> dict[str, float]:
-    """`policy/weights_changed`: the share of the sampled weights that an update changed.
-
-    Empty if the update had no effect to expect: the learning rate is 0 or the gradient norm is below `LEAST_GRADIENT`.
-    """
+    """`policy/weights_changed`: the share of the sampled weights that an update changed. Empty if no effect is to be
+    expected: the learning rate is 0 or the gradient norm at most `LEAST_GRADIENT`."""
     if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
         return {}
     changed = torch.stack([(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]).sum()

@@ -1,8 +1,5 @@
-"""Decides how settings change over a run: learning rate and KL weight as functions of the step, and the adaptive KL
-weight.
-
-All except the adaptive weight are pure functions of (step, number of steps), so a resumed run needs no state for them.
-"""
+"""Decides how learning rate and KL weight change over a run: functions of the step, and the adaptive KL weight, which
+alone needs state in a checkpoint."""
 
 import math
 
@@ -14,10 +11,8 @@ HOLD, END = 0.1, 0.8  # of the steps: between them a cosine takes the KL weight 
 
 
 def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> float:
-    """The factor of the learning rate in training step `step` (from 0) of `num_steps`.
-
-    It rises linearly over the first `warmup_steps` (the last of them has the full rate). Then it stays, or falls
-    linearly or as half a cosine, and would reach 0 one step after the last.
+    """The factor of the learning rate in training step `step` (from 0) of `num_steps`: it rises linearly over the
+    `warmup_steps` (the last has the full rate), then stays, or falls linearly or as half a cosine to 0 after the last.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps

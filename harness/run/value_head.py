@@ -13,8 +13,7 @@ PENALTIES = tuple(10.0**power for power in range(2, -7, -1))  # times the mean v
 
 
 class Moments(NamedTuple):
-    """Sums over N tokens of the products of states and returns, from which a fit and its error follow; x is a state
-    with a 1 after it, y a return. float64."""
+    """Sums over N tokens of products of x, a state with a 1 after it, and y, its return. float64."""
 
     xx_DD: Tensor
     xy_D: Tensor
@@ -42,11 +41,6 @@ class Moments(NamedTuple):
         """The sum of squared errors of a fit on these tokens."""
         return self.yy - 2 * fit_D @ self.xy_D + fit_D @ self.xx_DD @ fit_D
 
-    @property
-    def spread(self) -> Tensor:
-        """The sum of squared differences of the returns from their mean."""
-        return self.yy - self.xy_D[-1] ** 2 / self.xx_DD[-1, -1]
-
 
 def fitted_head(one: Moments, other: Moments) -> tuple[Tensor, float]:
     """The head [D] on the tokens of two sets of prompts, and the share of the returns' variance that heads fitted on
@@ -55,6 +49,6 @@ def fitted_head(one: Moments, other: Moments) -> tuple[Tensor, float]:
     def held_out(penalty: float) -> float:
         return float(other.error(one.fit(penalty)) + one.error(other.fit(penalty)))
 
-    both = one.plus(other)
-    best = min(PENALTIES, key=held_out)
-    return both.fit(best), 1 - held_out(best) / float(both.spread) if both.spread > 1e-12 * both.yy else 0.0
+    both, best = one.plus(other), min(PENALTIES, key=held_out)
+    spread = both.yy - both.xy_D[-1] ** 2 / both.xx_DD[-1, -1]  # squared differences of the returns from their mean
+    return both.fit(best), 1 - held_out(best) / float(spread) if spread > 1e-12 * both.yy else 0.0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import extras
 from .errors import SpecError, did_you_mean
 from .raw import parse_overrides, read_yaml, with_overrides
 from .run import RunSpec, parse_run
@@ -97,8 +98,9 @@ def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[
 
 def shipped_studies() -> dict[str, Path]:
     """Name -> file of every study that Cohort ships."""
-    folder = Path(str(importlib.resources.files("cohort.studies")))
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    own = Path(str(importlib.resources.files("cohort.studies")))
+    files = [file for folder in (own, *extras.folders("studies")) for file in folder.glob("*.yaml")]
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def _mapping(path: Path, kind: str, least: str) -> dict[str, Any]:

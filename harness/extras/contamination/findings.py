@@ -11,14 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from numpy.random import Generator
+import numpy as np
+from scipy import stats
 
 from ....reports.prose.wording import listed, p_value
-from ....reports.statistics import holm, permutation_test
+from ....reports.statistics import holm
 
 LEVEL = 0.01  # of a corrected p that flags a model
+RESAMPLES = 9999  # random divisions of the problems, where there are more divisions than that
 MEANINGS = {
     "completion": "Completion of the rest, ROUGE-L",
     "renumbered": "Likelier than with other numbers, nats per token",
@@ -32,7 +34,7 @@ class Finding:
     """The result of one test of a probe: mean scores, numbers of problems with a score, and p-values.
 
     The alternative of `p` and `p_adjusted` is that the model knows the probed problems better; that of `p_reverse`,
-    which is uncorrected, is that it knows the reference better. NaN without problems.
+    which is uncorrected, is that it knows the reference better. NaN without problems, p-values without two of each set.
     """
 
     probe: str
@@ -49,21 +51,31 @@ class Finding:
         return self.p_adjusted < LEVEL
 
 
-def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
+def judge(probed: Scores, reference: Scores, rng: np.random.Generator) -> list[Finding]:
     """The finding of every test, in order; both sides have the same tests."""
     known = [[[x for x in side[name] if not math.isnan(x)] for side in (probed, reference)] for name in probed]
-    tests = [permutation_test(one, other, rng) for one, other in known]
-    reverse = [permutation_test(other, one, rng) for one, other in known]
+    tests, reverse = ([_p(*sides, way, rng) for sides in known] for way in ("greater", "less"))
     return [
         Finding(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
         for name, (one, two), *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
     ]
 
 
+def _p(one: list[float], other: list[float], way: Literal["greater", "less"], rng: np.random.Generator) -> float:
+    """The p-value of the permutation test that the first mean is higher, or lower; NaN without two scores each."""
+    if min(len(one), len(other)) < 2:
+        return math.nan
+    test = stats.permutation_test(
+        (one, other), lambda x, y, axis: np.mean(x, axis=axis) - np.mean(y, axis=axis), vectorized=True,
+        n_resamples=RESAMPLES, batch=1000, alternative=way, random_state=rng,
+    )  # fmt: skip
+    return float(test.pvalue)
+
+
 def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
     """The conclusion from all findings, in a sentence or two; `probed` and `reference` name the two sets."""
     if all(math.isnan(one.p) for one in findings):
-        return "Not tested: no problem of one of the two sets has a score."
+        return "Not tested: one of the two sets has fewer than two problems with a score."
     flagged = [f"{one.probe} (p = {one.p_adjusted:.2g})" for one in findings if one.is_flagged]
     if flagged:
         return f"Flagged: the model knows {probed} better than {reference}, by {listed(flagged)}."

@@ -1,87 +1,45 @@
 """Predicts the cost of a study from a short calibration, and how many seeds, for how small a difference, a budget buys.
 
-The calibration is the study itself, cut to a few steps of each arm, with the same numbers of workers and threads, in
-its own folder. So the costs of workers, models, evaluations and report are measured, not assumed. A trial then takes
-
-    steps x (seconds of a step) + problems evaluated x (seconds of one) + rest
-
-and trials go in order to the first free worker (Graham 1969, doi:10.1137/0117039).
+The calibration is the study itself, cut to a few steps of each arm, with the same numbers of workers and threads, in a
+runs folder of its own. `study/estimates.py` then predicts the study as it predicts any: from the runs of its folder.
 """
 
-import heapq
-import itertools
+import bisect
 import math
 import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....reports.statistics import minimum_detectable_difference
-from ...api.reporting import write_report
 from ...api.settings import runs_folder
 from ...api.study import Study
 from ...base.inputs import digest
 from ...base.machine import default_workers, usable_cores
 from ...mirror.address import MIRROR, TRACKING_URI
 from ...policy.sources import start_name
-from ...record.events import EVENTS, read_history
 from ...run.cold_start import start_policy
 from ...settings.errors import SpecError
-from ...settings.run import RunSpec
+from ...settings.run import RunSpec, parse_run
 from ...settings.study import StudySpec, parse_study
-from ...study.estimates import complete_runs, planned
+from ...study.estimates import budget, complete_runs, planned
+from ...study.plan import Plan
 from ...study.preflight import check_study
+from ...study.queue import Queue
 from ...study.runner import run_study
 from ...study.worker import EXECUTE
 
-STEPS = 10  # steps of a calibration; the first is not timed
+STEPS = 10  # steps of a calibration
 MOST_SEEDS = 200
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The cost of a training step of an arm and of one evaluated problem: seconds, and operations if known."""
-
-    step: float
-    problem: float
-    flops_step: float
-    flops_problem: float
-    num_validation: int
-    num_test: int
-
-    def steps(self, spec: RunSpec) -> int:
-        """Training steps of a run, which its limit of operations may end early."""
-        if spec.max_flops is None or not self.flops_step:
-            return spec.steps
-        return min(spec.steps, math.ceil(spec.max_flops / self.flops_step))
-
-    def problems(self, spec: RunSpec) -> int:
-        """The problems that a run evaluates: validation at the start, at intervals and at the end, and the test."""
-        return (1 + math.ceil(self.steps(spec) / spec.evaluation.every)) * self.num_validation + self.num_test
-
-    def seconds(self, spec: RunSpec) -> float:
-        return self.steps(spec) * self.step + self.problems(spec) * self.problem
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The measurements of a cut study: the pace of each arm, and the seconds besides training of a worker's first
-    trial, of each further trial, and of the end (including the report)."""
-
-    paces: Mapping[str, Pace]
-    first: float
-    further: float
-    end: float
-    workers: int
 
 
 @dataclass(frozen=True)
@@ -141,98 +99,100 @@ def plan(
     if power is not None and spread is None:
         rule = "`power` needs the spread over seeds, but the runs folder has no two complete seeds of these arms"
         raise SpecError(f"{rule}; give `spread`, such as 0.02")
-    began = time.monotonic()
-    measured = calibrate(spec, folder, workers or default_workers(spec.devices))
-    seconds, own = time.monotonic() - began, option(spec, measured, len(spec.seeds), spread)
-    options = (option(spec, measured, count, spread) for count in range(2, MOST_SEEDS + 1))
-    best = within(options, hours, flops, power) if given else own
-    return Proposal(seconds, measured.workers, spread, own, best)
+    began, workers = time.monotonic(), workers or default_workers(spec.devices)
+    (folder / "cache").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=folder / "cache") as scratch:
+        calibrate(spec, folder, Path(scratch), workers)
+        seconds = time.monotonic() - began
+        cost = cache(lambda seeds: option(spec, seeds, Path(scratch), workers, spread))
+        own = cost(len(spec.seeds))
+        return Proposal(seconds, workers, spread, own, within(cost, hours, flops, power) if given else own)
 
 
-def calibrate(study: StudySpec, runs: Path, workers: int) -> Calibration:
-    """Measure a study. It first trains the cold starts in the cache of the runs folder, where the study finds them.
+def calibrate(study: StudySpec, runs: Path, scratch: Path, workers: int) -> None:
+    """Run a study, cut to a few steps, in the runs folder `scratch`; one trial for each worker at least.
 
-    SpecError if an arm does not finish its few steps.
+    It first trains the cold starts in the cache of `runs`, where the study finds them. SpecError if an arm does not
+    finish its few steps.
     """
     arms = [arm for arm, _ in planned(study)]
     check_study(study, runs, workers, EXECUTE)
-    (runs / "cache").mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, usable_cores() // workers))  # as in a worker, because the last bits depend on it
     for spec in {start_name(arm.spec, runs / "cache"): arm.spec for arm in arms if arm.spec.cold_start.steps}.values():
         start_policy(spec, runs / "cache")
     torch.set_num_threads(threads)
 
-    kinds = {arm.label: _alike(arm.spec.model_dump(mode="json")) for arm in arms}  # each kind is measured once
-    cut_arms = list({kinds[arm.label]: arm for arm in reversed(arms)}.values())[::-1]
+    kinds = {_alike(arm.spec.model_dump(mode="json")): arm for arm in reversed(arms)}  # each is measured once
+    cut_arms = list(kinds.values())[::-1]
     raw = {
         "name": "plan", "question": study.question, "run": study.run, "metric": study.metric,
         "arms": {a.label: {**a.overrides, "steps": min(a.spec.steps, STEPS), "max_flops": None} for a in cut_arms},
         "baseline": next(arm.label for arm in cut_arms if arm.spec.control is None),
-        "seeds": list(range(math.ceil(2 * workers / len(cut_arms)))),  # two trials per worker: the first one costs more
+        "seeds": list(range(math.ceil(workers / len(cut_arms)))),
     }  # fmt: skip
-    cut = parse_study(raw, f"study '{study.name}'")
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder, ExitStack() as after:
+    (scratch / "cache").symlink_to((runs / "cache").resolve())
+    with ExitStack() as after:
         for name in os.environ.keys() & {TRACKING_URI, MIRROR}:  # nothing of a calibration is sent anywhere
             after.callback(os.environ.__setitem__, name, os.environ.pop(name))
-        scratch, since = Path(folder), time.time()
-        (scratch / "cache").symlink_to((runs / "cache").resolve())
+        cut = parse_study(raw, f"study '{study.name}'")
         status = run_study(cut, scratch, workers=workers, command="")
-        if not status.finished:  # asked to stop
-            raise KeyboardInterrupt
-        bad = next((trial for trial in status.trials if trial.state != "complete"), None)
-        if bad is not None:
-            rule = f"arm '{bad.arm}' of study '{study.name}' must complete {STEPS} steps to be measured"
-            raise SpecError(f"{rule}, got {bad.state}: {bad.reason}")
-        write_report(cut.name, scratch)
-        ended = time.time()
-        specs = {arm.label: arm.spec for arm in cut.design_arms()}
-        trials = [(trial.arm, *measured_trial(trial.directory, specs[trial.arm])) for trial in status.trials]
-    trials.sort(key=lambda one: one[-1])
-    first, further, last_of = [], [], {}
-    of_arm: dict[str, list[Pace]] = defaultdict(list)
-    for arm, pace, worker, end in trials:  # for each worker, its trials in order
-        extra = end - last_of.get(worker, since) - pace.seconds(specs[arm])
-        (further if worker in last_of else first).append(max(0.0, extra))
-        last_of[worker] = end
-        of_arm[arm].append(pace)
-    averaged = ("step", "problem", "flops_step", "flops_problem")
-    measured = {
-        kinds[arm]: replace(found[0], **{name: fmean(getattr(one, name) for one in found) for name in averaged})
-        for arm, found in of_arm.items()
-    }
-    paces = {arm.label: measured[kinds[arm.label]] for arm in arms}
-    return Calibration(paces, fmean(first), fmean(further or first), ended - trials[-1][-1], workers)
+    if not status.finished:  # asked to stop
+        raise KeyboardInterrupt
+    if bad := next((trial for trial in status.trials if trial.state != "complete"), None):
+        rule = f"arm '{bad.arm}' of study '{study.name}' must complete {STEPS} steps to be measured"
+        raise SpecError(f"{rule}, got {bad.state}: {bad.reason}")
 
 
-def option(study: StudySpec, measured: Calibration, seeds: int, spread: float | None) -> Option:
-    """The cost of a study with that many seeds of each arm, and the difference that it can detect."""
-    arms = list(planned(study))
-    trials = [(arm.label, arm.spec) for arm, _ in arms] * seeds
-    if study.searches():  # its file sets the number of trials
-        trials = [(arm.label, arm.spec) for arm, count in arms for _ in range(count)]
-    paces = [(measured.paces[label], spec) for label, spec in trials]
-    free = [measured.first - measured.further] * min(measured.workers, len(trials))
-    for pace, spec in paces:
-        heapq.heapreplace(free, free[0] + pace.seconds(spec) + measured.further)
-    taken = sum(pace.seconds(spec) for pace, spec in paces)
-    flops = sum(pace.steps(spec) * pace.flops_step + pace.problems(spec) * pace.flops_problem for pace, spec in paces)
+def option(study: StudySpec, seeds: int, runs: Path, workers: int, spread: float | None) -> Option:
+    """The cost of a study with that many seeds of each arm, by the complete runs of a runs folder without the study,
+    and the difference that it can detect."""
+    arms, listed = list(planned(study)), study.seeds if seeds == len(study.seeds) else list(range(seeds))
+    queue = Queue(Plan(study.model_copy(update={"name": "whole", "seeds": listed}), runs))
+    cost = budget(queue.plan, queue.status(workers), queue.coming())
+    measured = {_alike(spec): (spec, result["summary"]) for spec, result in complete_runs(runs)}
+    each = [operations(arm.spec, *measured[_alike(arm.spec.model_dump(mode="json"))]) for arm, _ in arms]
+    counts = [count if study.searches() else seeds for _, count in arms]  # a search's file sets the number of trials
     detectable = None
     if spread is not None and seeds > 1 and not study.searches():
         comparisons = max(1, sum(arm.spec.control is None for arm, _ in arms) - 1)
         detectable = minimum_detectable_difference(spread / math.sqrt(seeds), seeds - 1, 0.05 / comparisons)
-    known = all(pace.flops_step for pace in measured.paces.values())
-    return Option(seeds, len(trials), max(free) + measured.end, taken, flops if known else None, detectable)
+    flops = sum(number * count for number, count in zip(each, counts, strict=True)) if all(each) else None
+    return Option(seeds, cost["trials"], cost["seconds"], cost["trial_seconds"], flops, detectable)
 
 
-def within(options: Iterable[Option], hours: float | None, flops: float | None, power: float | None) -> Option | None:
-    """Of options with ever more seeds, the last within the hours or operations, or the first that detects a difference
-    of `power` with probability 0.8; None if not even the first fits, or the last has too few."""
-    if power is not None:
-        return next((one for one in options if one.detectable is not None and one.detectable <= power), None)
-    longest, most = 3600 * (hours or math.inf), flops or math.inf
-    fit = itertools.takewhile(lambda one: one.seconds <= longest and (one.flops or math.inf) <= most, options)
-    return max(fit, key=lambda one: one.seeds, default=None)
+def operations(spec: RunSpec, settings: Mapping[str, Any], summary: Mapping[str, float]) -> float:
+    """The operations of a run, by those of a shorter one that is like it; 0 if they were not counted."""
+    short = parse_run(settings, "a measured run")
+    learning = summary.get("flops_train", 0.0) / max(1, short.steps) * spec.steps
+    evaluation = summary.get("flops_evaluation", 0.0) * _evaluated(spec) / _evaluated(short)
+    return min(learning, spec.max_flops or math.inf) + evaluation
+
+
+def _evaluated(spec: RunSpec) -> int:
+    """The completions of all evaluations of a run."""
+    one = spec.evaluation
+    tests = (one.test_at_start + one.test_last) * (1 + len(one.tests))
+    validations = 1 + math.ceil(spec.steps / one.every)
+    sampled = one.num_prompts * (1 + one.num_samples), one.num_test_prompts * (1 + one.samples_of("test"))
+    return validations * sampled[0] + tests * sampled[1]
+
+
+def within(
+    cost: Callable[[int], Option], hours: float | None, flops: float | None, power: float | None
+) -> Option | None:
+    """The most seeds within the hours or operations, or the fewest that detect a difference of `power` with probability
+    0.8; None if not even two seeds fit, or MOST_SEEDS are too few."""
+
+    def is_enough(seeds: int) -> bool:
+        one = cost(seeds)
+        if power is not None:
+            return one.detectable is not None and one.detectable <= power
+        return one.seconds > 3600 * (hours or math.inf) or (one.flops or math.inf) > (flops or math.inf)
+
+    counts = range(2, MOST_SEEDS + 1)
+    place = bisect.bisect_left(counts, True, key=is_enough) - (power is None)
+    return cost(counts[place]) if 0 <= place < len(counts) else None
 
 
 def spread_of(study: StudySpec, runs: Path) -> float | None:
@@ -255,28 +215,6 @@ def spread_of(study: StudySpec, runs: Path) -> float | None:
         differences = [value - own[seed] for seed, value in values.items() if seed in own]
         found += [float(np.std(differences, ddof=1))] if len(differences) > 1 else []
     return max(found, default=None)
-
-
-def measured_trial(directory: Path, spec: RunSpec) -> tuple[Pace, int, float]:
-    """The pace of a trial, the process that ran it, and its end (seconds since 1970)."""
-    history = read_history(directory / EVENTS)
-    found, summary = history.latest(), history.finish[0]["summary"]
-    steps = history.history.get("seconds/step", {})
-    logged = sorted((step, time / 1000) for step, (_, time) in steps.items())
-    apart = [b - a for (step, a), (_, b) in itertools.pairwise(logged) if step % spec.evaluation.every]
-    in_steps = sum(seconds for seconds, _ in steps.values())
-    pace = Pace(
-        step=fmean(apart or [in_steps / max(1, len(steps))]),
-        problem=0.0,
-        flops_step=summary.get("flops_train", 0.0) / max(1, len(steps)),
-        flops_problem=0.0,
-        num_validation=int(found["validation/num_prompts"]),
-        num_test=int(found["test/num_prompts"]),
-    )
-    problems = pace.problems(spec)
-    each = (summary["seconds"] - in_steps) / problems
-    pace = replace(pace, problem=each, flops_problem=summary.get("flops_evaluation", 0.0) / problems)
-    return pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000
 
 
 def _alike(spec: Mapping[str, Any]) -> str:

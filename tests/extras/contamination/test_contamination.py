@@ -32,7 +32,6 @@ from cohort.harness.run.cold_start import fit_demonstrations
 from cohort.harness.settings.run import ColdStart, parse_run
 from cohort.harness.settings.study import StudySpec
 from cohort.reports.render import write_report
-from cohort.reports.statistics import permutation_test
 from factories import make_spec
 from fake_study import HOSTILE, fake_study
 from fake_trials import begin_study, of_study
@@ -52,16 +51,20 @@ def first(split: Any, count: int, start: int = 0) -> dict[str, str]:
     return dict(itertools.islice(make_spec().task.questions(split).items(), start, start + count))
 
 
-# The permutation test
+# The tests
+
+
+def p_of(probed: Sequence[float], reference: Sequence[float]) -> float:
+    (found,) = judge({"completion": probed}, {"completion": reference}, np.random.default_rng(0))
+    return found.p
 
 
 def test_the_permutation_test_counts_all_divisions_where_there_are_few():
     # Of the 10 ways to choose 2 of 1, 2, 3, 4, 9 the sum 13 of the two seen is the highest.
-    assert permutation_test([4, 9], [1, 2, 3], np.random.default_rng(0)) == pytest.approx(1 / 10)
-    # 2 + 9 = 11 is reached by 13, 12, 11.
-    assert permutation_test([2, 9], [1, 3, 4], np.random.default_rng(0)) == pytest.approx(3 / 10)
-    assert math.isnan(permutation_test([], [1.0], np.random.default_rng(0)))
-    assert permutation_test(np.arange(50) + 100, np.arange(50), np.random.default_rng(0)) == 1 / 10_000  # never 0
+    assert p_of([4, 9], [1, 2, 3]) == pytest.approx(1 / 10)
+    assert p_of([2, 9, math.nan], [1, 3, 4]) == pytest.approx(3 / 10)  # 2 + 9 = 11 is reached by 13, 12, 11
+    assert math.isnan(p_of([4, math.nan], [1, 2, 3]))
+    assert p_of(range(100, 150), range(50)) == 1 / 10_000  # of 9999 random ones; never 0
 
 
 def test_a_preference_for_peoples_numbers_flags_nobody_and_a_better_known_reference_is_said():
@@ -70,8 +73,7 @@ def test_a_preference_for_peoples_numbers_flags_nobody_and_a_better_known_refere
     (found,) = judge({"renumbered": liked[:40]}, {"renumbered": liked[40:]}, rng)
     assert not found.is_flagged
     (found,) = judge({"renumbered": liked[:40]}, {"renumbered": [one + 1 for one in liked[40:]]}, rng)
-    assert found.p > 0.9
-    assert found.p_reverse < 0.01
+    assert found.p > 0.9 and found.p_reverse < 0.01
 
 
 # Scores
@@ -165,7 +167,7 @@ def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
     )
     assert verdict([finding(0.2)], "A", "B").startswith("Not flagged, which does not prove")
     assert verdict([finding(0.9, 0.001)], "A", "B").startswith("Inconclusive: the model knows B better than A")
-    assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: no problem")
+    assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: one of the two sets")
 
 
 PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]

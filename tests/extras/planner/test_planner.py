@@ -1,4 +1,4 @@
-"""The prediction of a study and what a budget buys, by hand from a measurement that is given; the bad questions."""
+"""The prediction of a study and what a budget buys, from runs that are given; the bad questions."""
 
 import math
 import os
@@ -10,81 +10,77 @@ from cohort.harness.api.study import load_study
 from cohort.harness.base.files import write_json
 from cohort.harness.cli.app import app
 from cohort.harness.extras.planner import planner
-from cohort.harness.extras.planner.planner import (
-    Calibration,
-    Option,
-    Pace,
-    measured_trial,
-    option,
-    plan,
-    spread_of,
-    within,
-)
-from cohort.harness.record.events import EVENTS, event_line
-from cohort.harness.settings.run import parse_run
+from cohort.harness.extras.planner.planner import Option, option, plan, spread_of, within
 from cohort.harness.settings.study import StudySpec, parse_study
+from cohort.harness.study.estimates import passes
 from typer.testing import CliRunner
 
-# 2 s and 1e9 operations a step; 0.1 s and 1e7 a problem; 10 validation and 20 test problems
-PACE = Pace(2.0, 0.1, 1e9, 1e7, 10, 20)
+PACE = 1e-4  # seconds of a pass
 
 
 def a_study(**changes: Any) -> StudySpec:
-    run = {"task": "arithmetic", "algorithm": {"name": "grpo"}, "steps": 50, "evaluation": {"every": 20}}
+    few = {"every": 20, "num_prompts": 10, "num_samples": 4, "num_test_prompts": 20}
+    run = {"task": "arithmetic", "algorithm": {"name": "grpo"}, "steps": 50, "evaluation": few}
     raw = {"name": "s", "question": "?", "run": run, "factors": {"algorithm.kl_beta": [0.0, 0.1]}, "seeds": [0, 1, 2]}
     return parse_study({**raw, **changes}, "test")
 
 
-def a_measurement(study: StudySpec) -> Calibration:
-    return Calibration({arm.label: PACE for arm in study.design_arms()}, first=12.0, further=3.0, end=7.0, workers=2)
+def ended(runs: Path, study: StudySpec, arm: int, seed: int, accuracy: float, state: str = "complete", **changes: Any):
+    """A run of the folder that took PACE, 1e9 operations for each step and 1e8 for evaluations."""
+    spec = study.design_arms()[arm].run_spec(seed).model_copy(update=changes)
+    folder = runs / "studies/other/trials" / f"{arm}-{seed}-{len(changes)}"
+    folder.mkdir(parents=True)
+    summary = {"seconds": PACE * passes(spec), "flops_train": 1e9 * spec.steps, "flops_evaluation": 1e8}
+    write_json(folder / "run.json", {"spec": spec.model_dump(mode="json")})
+    write_json(folder / "result.json", {"state": state, "metrics": {"test/accuracy": accuracy}, "summary": summary})
 
 
-def options(study: StudySpec) -> list[Option]:
-    return [option(study, a_measurement(study), seeds, 0.02) for seeds in range(2, 20)]
+def measured(runs: Path, study: StudySpec, seeds: int) -> Option:
+    """The cost of a study whose arms were measured for ten steps."""
+    for arm in (0, 1) if not (runs / "studies").exists() else ():
+        ended(runs, study, arm, 0, 0.5, steps=10, max_flops=None)
+    return option(study, seeds, runs, 2, None)
 
 
-def test_a_study_takes_what_its_busiest_worker_takes():
+def test_a_study_takes_what_its_runs_took_for_more_steps_and_more_trials(tmp_path):
     study = a_study()
-    # Validations at 0, 20, 40 and 50 of 10 problems, and 20 test problems: 60 problems, 6 s. A trial: 100 + 6 = 106 s.
-    # Two workers, six trials: 12 + 106, then twice 3 + 106, and 7 at the end: 343 s.
-    found = option(study, a_measurement(study), 3, None)
+    (one, other), found = study.design_arms(), measured(tmp_path, study, 3)
     assert (found.seeds, found.trials, found.detectable) == (3, 6, None)
-    assert found.seconds == pytest.approx(12 + 106 + 2 * (3 + 106) + 7)
-    assert found.trial_seconds == pytest.approx(6 * 106)
-    assert found.flops == pytest.approx(6 * (50 * 1e9 + 60 * 1e7))
+    assert found.trial_seconds == pytest.approx(3 * PACE * (passes(one.spec) + passes(other.spec)), rel=1e-3)
+    assert found.trial_seconds / 2 < found.seconds < found.trial_seconds  # two workers, their start and the report
+    # Validations at 0, 20, 40 and 50 and not at 0 and 10, of 10 * 5; the test of 20 * (1 + its samples) as before.
+    test = 20 * (1 + one.spec.evaluation.samples_of("test"))
+    assert found.flops == pytest.approx(6 * (50e9 + 1e8 * (4 * 50 + test) / (2 * 50 + test)))
 
 
-def test_operations_that_end_a_run_end_it_in_the_prediction():
+def test_operations_that_end_a_run_end_it_in_the_prediction(tmp_path):
     study = a_study(run={**a_study().run, "max_flops": 9.5e9})
-    found = option(study, a_measurement(study), 1, None)
-    assert found.trial_seconds == pytest.approx(2 * (10 * 2 + (2 * 10 + 20) * 0.1))
+    assert 2 * 9.5e9 < measured(tmp_path, study, 1).flops < 2 * 10e9
+
+
+def a_cost(seeds: int, comparisons: int = 1) -> Option:
+    detectable = planner.minimum_detectable_difference(0.02 / math.sqrt(seeds), seeds - 1, 0.05 / comparisons)
+    return Option(seeds, 2 * seeds, 100.0 * seeds, 0.0, 1e11 * seeds, detectable)
 
 
 def test_a_budget_buys_the_most_seeds_that_fit_and_too_little_buys_none():
-    def seeds(hours: float | None, flops: float | None) -> int | None:
-        found = within(options(a_study()), hours, flops, None)
-        return found and found.seeds
-
-    assert seeds(350 / 3600, None) == 3  # 343 s; a fourth seed takes 452 s
-    assert seeds(None, 2.1e11) == 2  # a seed of two arms takes 1.012e11
-    assert seeds(200 / 3600, None) is seeds(None, 1e9) is None
+    bought = {(350, None): 3, (None, 2.1e11): 2, (199, None): None, (None, 1e9): None, (1e9, None): 200}
+    for (seconds, flops), seeds in bought.items():
+        found = within(a_cost, seconds and seconds / 3600, flops, None)
+        assert (found and found.seeds) == seeds
 
 
-def test_a_difference_asks_for_the_fewest_seeds_that_find_it_and_more_arms_for_more():
-    found = within(options(a_study()), None, None, 0.02)
-    assert found is not None and found.seeds == 10
+def test_a_difference_asks_for_the_fewest_seeds_that_find_it(tmp_path):
     # paired t test, two-sided 5 %, power 0.8, effect of one deviation: 10 pairs (G*Power)
+    assert within(a_cost, None, None, 0.02).seeds == 10
+    assert within(a_cost, None, None, 1e-5) is None
+    study = a_study()
+    measured(tmp_path, study, 2)
+    assert option(study, 10, tmp_path, 2, 0.02).detectable == pytest.approx(a_cost(10).detectable)
     five = a_study(factors={"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3, 0.4]})
-    found = within(options(five), None, None, 0.02)
-    assert found is not None and found.seeds > 10
-
-
-def ended(runs: Path, study: StudySpec, arm: int, seed: int, accuracy: float, state: str = "complete", **changes: Any):
-    spec = study.design_arms()[arm].run_spec(seed).model_dump(mode="json") | changes
-    folder = runs / "studies/other/trials" / f"{arm}-{seed}-{len(changes)}"
-    folder.mkdir(parents=True)
-    write_json(folder / "run.json", {"spec": spec})
-    write_json(folder / "result.json", {"state": state, "metrics": {"test/accuracy": accuracy}})
+    for arm in (2, 3, 4):
+        ended(tmp_path, five, arm, 0, 0.5)
+    assert option(five, 10, tmp_path, 2, 0.02).detectable == pytest.approx(a_cost(10, 4).detectable)
 
 
 def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path):
@@ -99,29 +95,6 @@ def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path):
     # differences 0.02, 0.06, 0.01: mean 0.03, squares 1e-4, 9e-4, 4e-4; sqrt(14e-4 / 2)
     assert found == pytest.approx(math.sqrt(7e-4))
     assert spread_of(a_study(run={**study.run, "rollouts_per_step": 32}), tmp_path) is None
-
-
-def test_a_trial_tells_its_pace_by_the_times_of_its_events(tmp_path):
-    def at(seconds: float, **event: Any) -> dict[str, Any]:
-        return {"time": round(1000 * seconds), **event}
-
-    values = {"validation/num_prompts": 10.0}
-    steps = [
-        at(100 + 2 * k, type="metrics", step=k, values={"seconds/step": 5.0 if k == 1 else 1.8}) for k in (1, 2, 3)
-    ]
-    finish = {"state": "complete", "reason": None}
-    summary = {"seconds": 12.6, "flops_train": 3e9, "flops_evaluation": 4e8}
-    events = [
-        at(90, type="start", pid=7), at(95, type="metrics", step=0, values=values), *steps,
-        at(108, type="metrics", step=3, values=values | {"test/num_prompts": 20.0}),
-        at(110, type="finish", **finish, summary=summary),
-    ]  # fmt: skip
-    (tmp_path / EVENTS).write_text("".join(map(event_line, events)))
-    spec = parse_run({**a_study().run, "steps": 3}, "test")
-    pace, worker, end = measured_trial(tmp_path, spec)
-    # Steps 2 and 3 end 2 s after the one before. 12.6 - (5 + 1.8 + 1.8) = 4 s for 10 + 10 + 20 problems.
-    assert pace == Pace(2.0, pytest.approx(0.1), 1e9, 1e7, 10, 20)
-    assert (worker, end) == (7, 110.0)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from fractions import Fraction
 from functools import lru_cache
 from math import nan
 
-from ..base.rationals import Token, decimal, evaluate
-from ..data import GradedGroup
-from ..interfaces import StepReward
+from ....base.rationals import Token, decimal, evaluate
+from ....data import GradedGroup
+from ....interfaces import StepReward
 
 MAX_CHARS = 400  # of one run of calculations
 MAX_DIGITS = 30  # of one number

@@ -1,0 +1,1 @@
+"""A reward for every correct calculation in a text, which finds its steps."""
