@@ -2,14 +2,13 @@
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.benchmark import Timer
 
-from ...api.machine import Check, check_driver
-from ...base.machine import compiler, shared_memory_bytes, usable_cores, usable_gpus
+from ...api.machine import Check, check_machine
+from ...base.machine import usable_cores, usable_gpus
 from ...data import InvalidRun
 from ...devices import group
 from ...devices.device import device_bytes, resolve_device
@@ -68,21 +68,13 @@ class Backend:
         """Devices of a trial that this machine has."""
         return len(usable_gpus()) if self.on_gpu else usable_cores()
 
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name() if self.on_gpu else platform.processor() or platform.machine()
-
-    @staticmethod
-    def driver() -> Check | None:
-        """The check of the GPU's driver; None without a GPU."""
-        return check_driver() if usable_gpus() or torch.cuda.is_available() else None
+    def checks(self) -> list[Check]:
+        return check_machine(self.folder)
 
     def free_bytes(self) -> int:
         return device_bytes(self.device)
 
     start = staticmethod(build_engine)
-    compiler = staticmethod(compiler)
-    shared_memory_bytes = staticmethod(shared_memory_bytes)
     now = staticmethod(time.perf_counter)
 
     def settings(self, **changes: Any) -> dict[str, Any]:
@@ -152,31 +144,13 @@ class Backend:
         train_once(parse_run(settings, name), self.folder / "runs", name)
         return read_history(self.folder / "runs" / "train" / name / EVENTS)
 
-    def train_arms(
-        self, name: str, settings: Mapping[str, Any], *, together: bool
-    ) -> tuple[float, dict[str, list[Any]]]:
-        """The seconds of three trials on one worker, and for each the completions of its first step."""
-        runs, file = self.folder / "runs", self.folder / f"{name}.yaml"
-        rates = {"optimizer.learning_rate": [1e-5, 2e-5, 3e-5]}
-        study = {"question": "Together or apart?", "name": name, "run": settings, "factors": rates, "seeds": [0]}
-        file.write_text(json.dumps(study), encoding="utf-8")
-        how, begin = "--together" if together else "--apart", self.now()
-        if status := _cohort("study", "run", file, "--workers", 1, how, "--runs", runs).wait():
-            raise RuntimeError(f"the study '{name}' ended with status {status}")
-        seconds, found = self.now() - begin, {}
-        for trial in sorted((runs / "studies" / name / "trials").iterdir()):
-            rate = json.loads((trial / "run.json").read_text())["spec"]["optimizer"]["learning_rate"]
-            lines = (trial / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
-            found[str(rate)] = [json.loads(line)["completion"] for line in lines]
-        return seconds, found
-
     def rates(self, dtype: torch.dtype) -> tuple[float, float]:
         """Operations a second of a large matrix product, and bytes a second that a copy reads and writes."""
         size = 8192 if self.on_gpu else 1024
         one, other = (torch.ones(2**26, dtype=dtype, device=self.device) for _ in range(2))  # more than caches hold
-        left, right = (x[: size**2].view(size, size) for x in (one, other))
-        product = _seconds(self.device, lambda: left @ right)
-        return 2 * size**3 / product, 2 * one.nbytes / _seconds(self.device, lambda: other.copy_(one))
+        used = {"one": one, "other": other, "left": one[: size**2].view(size, size)}
+        product, copy = (Timer(work, globals=used).timeit(10).mean for work in ("left @ left", "other.copy_(one)"))
+        return 2 * size**3 / product, 2 * one.nbytes / copy
 
     def gather_rate(self) -> float:
         """Bytes a second that each of two devices gets of the other's part when they gather a tensor."""
@@ -222,19 +196,8 @@ def _gather(rank: int, folder: Path, kind: str) -> None:
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=2)
     part = torch.ones(2**28 if kind == "cuda" else 2**24, device=device)
     parts = [torch.empty_like(part) for _ in range(2)]
-    seconds = _seconds(device, lambda: dist.all_gather(parts, part), times=5)
+    gather = Timer("dist.all_gather(parts, part)", globals={"dist": dist, "parts": parts, "part": part})
+    seconds = gather.timeit(5).mean
     if rank == 0:
         (folder / "gathered").write_text(str(part.nbytes / seconds))
     dist.destroy_process_group()
-
-
-def _seconds(device: torch.device, work: Callable[[], object], times: int = 10) -> float:
-    """Of one time on the device, after one that does not count."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
-    work()
-    wait()
-    begin = time.perf_counter()
-    for _ in range(times):
-        work()
-    wait()
-    return (time.perf_counter() - begin) / times

@@ -145,7 +145,7 @@ def _work(claim: Claim, backend: Backend, result: Path, log: Path) -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     try:
-        told: dict[str, Any] = {"numbers": [asdict(number) for number in claim.check(backend)]}
+        told: dict[str, Any] = {"numbers": [asdict(number) for number in claim.numbers(backend)]}
     except Skipped as skipped:
         told = {"skipped": str(skipped)}
     except Exception:

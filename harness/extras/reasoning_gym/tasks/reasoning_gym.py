@@ -16,6 +16,7 @@ arithmetic or a plain list, and a generator whose own answers are more than that
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -23,12 +24,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from .....tasks._answers import AnswerFormat, AnswerTask, write
+from .....tasks._answers import AnswerFormat, QuestionTask, write
 from .....tasks._child import GRACE_SECONDS, Begin, Children
 from .....tasks._data import stable_id
 from ....base.inputs import REVISION, Sources
@@ -43,12 +43,6 @@ MAKE_SECONDS = 60.0  # the same for problems that are made at once
 MAKE_AT_ONCE = 8
 PATIENCE = 4.0  # the clock's limit, as a multiple of that of processor time
 
-_TEMPLATES: Mapping[AnswerFormat, str] = {
-    "hash": "{question}\nReason step by step; end with #### and the answer on one line.\nAnswer:\n",
-    "boxed": "{question}\nReason step by step; end with the answer in \\boxed{}.\nAnswer:\n",
-    "think_answer": "{question}\nReason step by step in <think>...</think>; then give the answer in "
-    "<answer>...</answer>.\nAnswer:\n",
-}
 # A generator's problem i follows from seed + i, so the seeds are far apart.
 _SEEDS = {"test": 0, "validation": 100_000_000, "train": 200_000_000, "demonstrations": 300_000_000}
 _HELD_OUT = ("test", "validation")  # each leaves out the problems of those before it, other streams those of both
@@ -57,18 +51,24 @@ _TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]\s*$")
 
 
 # Neither holds a letter, so that there is no name, attribute or call of one; neither a power nor a repeated list.
-_ARITHMETIC = re.compile(r"(?:[-+/(),. \n0-9]|\*(?!\*))*")
-_LIST = re.compile(r"""[-\[\],. \n0-9'"]*""")
-_CALLS = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system"}
-_IMPORTS = {"sympy", "subprocess", "pickle"}
+_PLAIN = re.compile(r"""(?:[-+/(),. \n0-9]|\*(?!\*))*|[-\[\],. \n0-9'"]*""")
+# Names of what evaluates text; every function of sympy does.
+_EVALUATE = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system", "sympy",
+             "subprocess", "pickle"}  # fmt: skip
 
 Part = tuple[str, str, int, int]  # a stream of problems: generator, its settings as JSON, seed, size
 
 
-class ReasoningGym(AnswerTask):
+class ReasoningGym(QuestionTask):
     """A generator of the package, by its name and settings; needs `pip install 'cohort-rl[gym]'`."""
 
     partial_credit: ClassVar[bool] = True
+    templates: ClassVar[Mapping[AnswerFormat, str]] = {
+        "hash": "{question}\nReason step by step; end with #### and the answer on one line.\nAnswer:\n",
+        "boxed": "{question}\nReason step by step; end with the answer in \\boxed{}.\nAnswer:\n",
+        "think_answer": "{question}\nReason step by step in <think>...</think>; then give the answer in "
+        "<answer>...</answer>.\nAnswer:\n",
+    }
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(default="chain_sum", min_length=1, description="the generator's name, such as countdown")
@@ -91,7 +91,7 @@ class ReasoningGym(AnswerTask):
     @field_validator("template")
     @classmethod
     def _has_place(cls, value: str) -> str:
-        if value and not _KEY.search(value):
+        if not _KEY.search(value):
             raise ValueError(f"template must contain {{question}}, or another part of a problem, got {value!r}")
         return value
 
@@ -141,8 +141,7 @@ class ReasoningGym(AnswerTask):
 
     def _problems(self, split: str) -> Iterator[tuple[int, str, str, str | None]]:
         """(number, prompt, question, own answer) of a stream, without repeated prompts and those that it leaves out."""
-        template = self.template or _TEMPLATES[self.answer_format]
-        keys = tuple(dict.fromkeys(_KEY.findall(template)))
+        keys = tuple(dict.fromkeys(_KEY.findall(self.template)))
         held_out = _HELD_OUT[: _HELD_OUT.index(split)] if split in _HELD_OUT else _HELD_OUT
         taken = {text for other in held_out for _, text, *_ in self._problems(other)}
         kept = set[str]()
@@ -157,7 +156,7 @@ class ReasoningGym(AnswerTask):
                 raise ValueError(made)
             for index, (question, answer, fields) in enumerate(made, start=first):
                 values = dict(zip(keys, fields, strict=True))
-                text = _KEY.sub(lambda match, values=values: values[match[1]], template)
+                text = _KEY.sub(lambda match, values=values: values[match[1]], self.template)
                 if text not in taken and text not in kept:
                     kept.add(text)
                     yield index, text, question, answer
@@ -214,14 +213,12 @@ def prepare() -> Callable[..., Any]:
 def make(part: Part, first: int, last: int, keys: list[str]) -> list[list[Any]] | str:
     """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or a
     sentence with the reason that there are none."""
-    dataset, *_ = part
-    registered = _registered()
+    dataset, registered = part[0], _registered()
     if dataset not in registered:
         hint = did_you_mean(dataset, registered)
         return f"unknown task.dataset '{dataset}'; {hint}available: {', '.join(sorted(registered))}"
     try:
-        generator = _generator(*part)
-        items = [generator[index] for index in range(first, last)]
+        items = [_item(*part, index) for index in range(first, last)]
     except MemoryError:
         raise
     except Exception as error:  # whatever its checks and its code raise about settings
@@ -254,34 +251,29 @@ def make(part: Part, first: int, last: int, keys: list[str]) -> list[list[Any]] 
 
 def is_plain(answer: str) -> bool:
     """Whether nothing but numbers, arithmetic and brackets can come of evaluating an answer."""
-    return len(answer) <= MAX_PLAIN_CHARS and bool(_ARITHMETIC.fullmatch(answer) or _LIST.fullmatch(answer))
+    return len(answer) <= MAX_PLAIN_CHARS and bool(_PLAIN.fullmatch(answer))
 
 
 @cache
 def why_evaluated(dataset: str) -> str:
-    """The name in the source of a generator that could evaluate an answer; empty if there is none.
-
-    Every function of sympy evaluates text, so importing it is enough.
-    """
-    waiting, seen = [_registered()[dataset][0].__module__], set[str]()
+    """The name in the source of a generator, or of what it has from other modules of the package, that could evaluate
+    an answer; empty if there is none."""
+    waiting, seen = {_registered()[dataset][0].__module__}, set[str]()
     while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        with open(str(sys.modules[module].__file__), encoding="utf-8") as file:
-            nodes = list(ast.walk(ast.parse(file.read())))
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom):  # what it names may be modules or attributes of one
-                base = resolve_name("." * node.level + (node.module or ""), sys.modules[module].__package__)
-                names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        used = {node.id for node in nodes if isinstance(node, ast.Name)} & _CALLS
-        # `re.compile` is no `compile`, and the built-in one is no attribute.
-        used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} & (_CALLS - {"compile"})
-        if used := sorted(used) + sorted({name.partition(".")[0] for name in names} & _IMPORTS):
-            return f"{module} uses {used[0]}"
-        waiting += [name for name in names if name.startswith(f"{PACKAGE}.") and name in sys.modules]
+        module = sys.modules[waiting.pop()]
+        seen.add(module.__name__)
+        used = set[str]()
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr != "compile":  # `re.compile` is another
+                used.add(node.attr)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                used |= {f"{getattr(node, 'module', None) or one.name}".partition(".")[0] for one in node.names}
+        if found := sorted(used & _EVALUATE):
+            return f"{module.__name__} uses {found[0]}"
+        homes = {getattr(one, "__module__", None) or getattr(one, "__name__", "") for one in vars(module).values()}
+        waiting |= {home for home in homes if str(home).startswith(f"{PACKAGE}.")} - seen
     return ""
 
 

@@ -9,7 +9,10 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import yaml
 
 from .....tasks._numbers import spell
 
@@ -151,140 +154,20 @@ FamilyName = Literal["things", "prices", "animals", "cooking", "trips"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Templates: {x} names the quantity told, {y} and {z} its sources, {n} and {m} are numbers, {things} the unit.
+    """The words of a family of stories, as `stories.yaml` explains them."""
 
-    {times} is `twice` or `n times`, {part} is `half` or `a third`. `both` and `gap` ask for a last operation whose
-    result has no name. The names of up to 26 quantities have distinct initials.
-    """
-
-    names: str  # separated by spaces
+    names: Sequence[str]
     things: Sequence[str]
-    divisible: bool  # whether a fraction of one makes sense
+    divisible: bool
     told: Mapping[Kind, str]
-    asked: str
-    both: str
-    gap: str
-    asides: Sequence[str]  # irrelevant to every question
+    asked: Mapping[str, str]
+    asides: Sequence[str]
 
 
 FAMILIES: Mapping[FamilyName, Family] = {
-    "things": Family(
-        names=(
-            "Ana Ben Cleo Dan Eva Finn Gus Hana Ivan June Kofi Lena Max Nora Omar Pia Quinn Rosa Sam Tara Uma "
-            "Vera Walt Ximena Yuri Zoe Amir Bella Carl Dora Erik Faye Gina Hugo Iris Jack Kim Liam Maya Noah Olga "
-            "Paul"
-        ),
-        things=("marbles", "stamps", "shells", "stickers", "coins", "beads", "cards", "books"),
-        divisible=False,
-        told={
-            "fact": "{x} has {n} {things}.",
-            "packs": "{x} has {m} bags of {n} {things} each.",
-            "more": "{x} has {n} more than {y}.",
-            "less": "{x} has {n} fewer than {y}.",
-            "times": "{x} has {times} as many as {y}.",
-            "part": "{x} has {part} as many as {y}.",
-            "both": "{x} has as many as {y} and {z} together.",
-            "gap": "{x} has as many as {y} has more than {z}.",
-        },
-        asked="How many {things} does {x} have?",
-        both="How many {things} do {y} and {z} have together?",
-        gap="How many more {things} does {y} have than {z}?",
-        asides=("{x} is {n} years old.", "{x} lives in house number {n}."),
-    ),
-    "prices": Family(
-        names=(
-            "apron ball cup desk easel flute globe hat iron jug kite lamp mug net oar pen quilt rug sled tray urn "
-            "vase whistle xylophone yoyo zither atlas bell cap drum fan glove hook jar knife ladder map nail "
-            "paint rope scarf torch"
-        ),
-        things=("dollars", "euros"),
-        divisible=False,
-        told={
-            "fact": "The {x} costs {n} {things}.",
-            "packs": "The {x} is paid for in {m} parts of {n} {things} each.",
-            "more": "The {x} costs {n} {things} more than the {y}.",
-            "less": "The {x} is {n} {things} cheaper than the {y}.",
-            "times": "The {x} costs {times} as much as the {y}.",
-            "part": "The {x} costs {part} as much as the {y}.",
-            "both": "The {x} costs as much as the {y} and the {z} together.",
-            "gap": "The {x} costs the difference between the {y} and the cheaper {z}.",
-        },
-        asked="How many {things} does the {x} cost?",
-        both="How many {things} do the {y} and the {z} cost together?",
-        gap="How many {things} does the {y} cost more than the {z}?",
-        asides=("The {x} weighs {n} ounces.", "The {x} is on shelf {n}."),
-    ),
-    "animals": Family(
-        names=(
-            "ants bees cats dogs eels foxes goats hens ibises jays koalas lambs mice newts owls pigs quails rams "
-            "swans toads urchins voles wolves xeruses yaks zebras apes bats cows ducks emus frogs geese herons iguanas "
-            "kids lynxes moths otters ponies rats seals"
-        ),
-        things=("animals",),
-        divisible=False,
-        told={
-            "fact": "There are {n} {x}.",
-            "packs": "There are {m} pens with {n} {x} in each.",
-            "more": "There are {n} more {x} than {y}.",
-            "less": "There are {n} fewer {x} than {y}.",
-            "times": "There are {times} as many {x} as {y}.",
-            "part": "There are {part} as many {x} as {y}.",
-            "both": "There are as many {x} as {y} and {z} together.",
-            "gap": "There are as many {x} as there are {y} in excess of {z}.",
-        },
-        asked="How many {x} are there?",
-        both="How many {y} and {z} are there altogether?",
-        gap="How many more {y} than {z} are there?",
-        asides=("The {x} came {n} days ago.", "The {x} are fed {n} times a week."),
-    ),
-    "cooking": Family(
-        names=(
-            "apple bean chili date egg fudge garlic honey icing jam kebab lemon melon noodle onion pie quiche "
-            "rice soup tart udon vanilla waffle xacuti yogurt ziti bread cake dumpling falafel granola hummus "
-            "ketchup lasagna mash nugget oatmeal pasta risotto salad toast walnut"
-        ),
-        things=("cups of water", "spoons of sugar", "ounces of flour"),
-        divisible=True,
-        told={
-            "fact": "The {x} dish takes {n} {things}.",
-            "packs": "The {x} dish takes {n} {things} for each of {m} guests.",
-            "more": "The {x} dish takes {n} {things} more than the {y} dish.",
-            "less": "The {x} dish takes {n} {things} less than the {y} dish.",
-            "times": "The {x} dish takes {times} the amount of the {y} dish.",
-            "part": "The {x} dish takes {part} of the amount of the {y} dish.",
-            "both": "The {x} dish takes what the {y} dish and the {z} dish take together.",
-            "gap": "The {x} dish takes what the {y} dish takes beyond the {z} dish.",
-        },
-        asked="How many {things} does the {x} dish take?",
-        both="How many {things} do the {y} dish and the {z} dish take together?",
-        gap="How many {things} does the {y} dish take beyond the {z} dish?",
-        asides=("The {x} dish is on page {n} of the book.", "The {x} dish has {n} fans in town."),
-    ),
-    "trips": Family(
-        names=(
-            "auto bus canoe dinghy express ferry glider hike iceboat jet kayak lift metro nightbus oxcart plane quad "
-            "raft ship tram underground van walk xebec yacht zeppelin airship bike coach drive elevator flight "
-            "gondola hovercraft jog launch monorail omnibus pedalo ride sail taxi"
-        ),
-        things=("minutes", "hours"),
-        divisible=True,
-        told={
-            "fact": "The {x} trip lasts {n} {things}.",
-            "packs": "The {x} trip has {m} legs of {n} {things} each.",
-            "more": "The {x} trip is {n} {things} longer than the {y} trip.",
-            "less": "The {x} trip is {n} {things} shorter than the {y} trip.",
-            "times": "The {x} trip lasts {times} as long as the {y} trip.",
-            "part": "The {x} trip lasts {part} as long as the {y} trip.",
-            "both": "The {x} trip lasts as long as the {y} trip followed by the {z} trip.",
-            "gap": "The {x} trip lasts as long as the {y} trip goes on after the end of the {z} trip.",
-        },
-        asked="How many {things} does the {x} trip last?",
-        both="How many {things} do the {y} trip and the {z} trip last in all?",
-        gap="By how many {things} is the {y} trip longer than the {z} trip?",
-        asides=("The {x} trip leaves from gate {n}.", "A ticket for the {x} trip costs {n} dollars."),
-    ),
+    name: Family(**{**words, "names": words["names"].split()})
+    for name, words in yaml.safe_load(Path(__file__).with_name("stories.yaml").read_text("utf-8")).items()
 }
-
 _PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 
 
@@ -299,8 +182,7 @@ def tell(
     told = list(graph[:-1] if asks_operation else graph)
     num_asides = min(sum(uniform() < 0.5 for _ in range(distractors)), len(family.asides) * len(told))
     unused = [add(graph[:-1], limits, uniform) for _ in range(distractors - num_asides)]
-    words = family.names.split()
-    names = _shuffled(words if len(told) + len(unused) > 26 else words[:26], uniform)
+    names = _shuffled(family.names[: None if len(told) + len(unused) > 26 else 26], uniform)
     things = choose(family.things, uniform)
 
     every = [_fill(family.told[q.kind], things, names, q, names[i]) for i, q in enumerate([*told, *unused])]
@@ -314,8 +196,8 @@ def tell(
     for extra in extras:
         sentences.insert(int(uniform() * (len(sentences) + 1)), extra)
 
-    question = (family.both if graph[-1].kind == "both" else family.gap) if asks_operation else family.asked
-    sentences.append(_fill(question, things, names, graph[-1], names[len(told) - 1]))
+    question = graph[-1].kind if asks_operation else "one"
+    sentences.append(_fill(family.asked[question], things, names, graph[-1], names[len(told) - 1]))
     labels = [*names[: len(told)], "Answer"]
     steps: list[str] = []
     for label, (kind, sources, own, value) in zip(labels, graph, strict=False):

@@ -72,15 +72,16 @@ class WordProblems(QuestionTask):
     @property
     def max_completion_tokens(self) -> int:
         """A bound on the characters of a correct solution, one for the end of the sequence, and a little slack."""
-        name = max(len(name) for family in self.families for name in FAMILIES[family].names.split())
+        name = max(len(name) for family in self.families for name in FAMILIES[family].names)
         value = len(str(self.max_value)) + (5 if self.fractions else 0)  # 59999/60
         lines = max(self.max_depth, self.depths("test")[1]) * (3 * name + 3 * value + len(": +=+=\n"))
         return lines + len(write(self.answer_format, "", "9" * value)) + 1 + _SLACK
 
     def depths(self, split: Split) -> tuple[int, int]:
         """The fewest and the most operations of a problem of the split."""
-        least, most = (self.test_min_depth, self.test_max_depth) if split == "test" else (None, None)
-        return self.min_depth if least is None else least, self.max_depth if most is None else most
+        if split != "test":
+            return self.min_depth, self.max_depth
+        return self.test_min_depth or self.min_depth, self.test_max_depth or self.max_depth
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
@@ -128,7 +129,7 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
             family = task.families[int(uniform() * len(task.families))]
             limits = Limits(task.max_number, task.max_value, task.fractions and FAMILIES[family].divisible)
             graph = _stories.draw(depth, limits, uniform)
-            if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names.split()):
+            if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names):
                 continue
             key = _stories.calculation(graph)
             if key in seen or not start <= stable_fraction(key) < end:
