@@ -146,18 +146,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A request to an engine: a group for each prompt, with the noise of (seed, step), from the policy with the number
-    `policy` among those that share the engine."""
-
-    prompts: Sequence[Prompt]
-    group_size: int
-    seed: int
-    step: int
-    policy: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GradedGroup:
     """A group as a reward may see it: everything but the gold answer.
 

@@ -21,7 +21,6 @@ from pydantic import Field
 from .base.inputs import Sources
 from .data import (
     Batch,
-    Call,
     Demonstration,
     FinishReason,
     GradedGroup,
@@ -254,10 +253,6 @@ class Task(Section, ABC):
         Never raises, whatever the text, and takes bounded time and memory.
         """
 
-    def extract_lenient(self, completion: str) -> str | None:
-        """Like `extract`, but also an answer that is not marked as final. For regrading, not for rewards."""
-        return self.extract(completion)
-
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
@@ -292,10 +287,6 @@ class Task(Section, ABC):
         allowed last are left; 0 if comparisons have no limit.
         """
         return 0
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        """Graders of other libraries, for comparison: name -> (completion, gold) -> (answer, whether it is right)."""
-        return {}
 
     @abstractmethod
     def equivalent(self, answer: str, other: str) -> bool:
@@ -386,7 +377,6 @@ class RolloutEngine(ABC):
     exact_logprobs: ClassVar[bool] = False
     samples_policy: ClassVar[bool] = True  # False for a fake, whose log-probs are compared with nothing
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
-    serves_adapters: ClassVar[bool] = False  # whether it has `on_base`
     verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
 
@@ -406,23 +396,18 @@ class RolloutEngine(ABC):
             prompt with its completion."""
             return self
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if cls.generate is RolloutEngine.generate and cls.generate_each is RolloutEngine.generate_each:
-            raise TypeError(f"an engine must define generate, but {cls.__name__} does not")
-
     @abstractmethod
     def __init__(self, settings: Settings, policy: nn.Module, codec: Codec): ...
 
+    @abstractmethod
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
         """One group per prompt, in order. The devices of a run share its prompts, and a device may get none.
 
         `sampling.max_tokens` must be set. The noise of a token depends only on (seed, step, prompt id, sample,
-        position), so a row does not change with its batch. An engine defines this or `generate_each`.
+        position), so a row does not change with its batch.
         """
-        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -447,25 +432,10 @@ class RolloutEngine(ABC):
         """Sample from these weights from now on, after `sleep` too; `version` is the number of training steps that made
         them."""
 
-    def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]] | None:
+    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]] | None:
         """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n) those of the tokens
         after the first n. None if the engine shares the learner's weights, which cannot be stale."""
         return None
-
-    @classmethod
-    def on_base(cls, settings: Any, base: nn.Module, codec: Any, policies: Sequence[nn.Module]) -> Self:
-        """An engine for policies that are adapters on the frozen weights of `base`, of one shape: each row samples from
-        the policy that its `Call` names."""
-        raise NotImplementedError
-
-    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
-        """The groups of `generate` for each call, sampled in one batch."""
-        return [
-            self.generate(call.prompts, call.group_size, sampling, seed=call.seed, step=call.step) for call in calls
-        ]
-
-    def load_adapter(self, policy: int) -> None:  # noqa: B027
-        """Sample from the current adapter of the policy with this number."""
 
     def sleep(self) -> None:  # noqa: B027
         """Give the device's memory back while the learner works; `load_weights` precedes the next use."""

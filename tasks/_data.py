@@ -157,7 +157,7 @@ class DatasetTask(QuestionTask):
         parts = [f"{self.fill(example.question)}{example.solution}" for example in shown]
         return "\n\n".join([*parts, self.fill(problem.question)])
 
-    def _own(self, completion: str) -> str:
+    def own_part(self, completion: str) -> str:
         """The completion up to a next problem, because base models continue with one after examples."""
         head = self.template.partition("{question}")[0].strip() if self.shots else ""
         return completion.partition(f"\n\n{head}")[0] if head else completion

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from cohort.harness.extras.imports.scores import import_scores
 from cohort.harness.record.study import StudyRecord, TrialRecord, read_study
 from cohort.reports.analysis import Analysis
 from cohort.reports.claims import check_claims
@@ -33,6 +32,8 @@ from fake_study import (
     with_trials,
 )  # fmt: skip
 from numpy.random import Generator
+
+import cohort
 
 SEEDS = (2, 3, 5, 10)
 LOOKS = (3, 5, 7, 10)  # numbers of complete seeds at which the reports of one study are written
@@ -304,7 +305,7 @@ def imported(rng: Generator, num_seeds: int, families: bool = False) -> Iterator
     ]
     frame = pd.DataFrame(rows, columns=["arm", "seed", "problem", "score", "family"])
     with TemporaryDirectory() as folder:
-        import_scores(frame if families else frame.drop(columns="family"), "x", runs=folder)
+        cohort.import_scores(frame if families else frame.drop(columns="family"), "x", runs=folder)
         record = read_study(Path(folder), "x")
     yield analysed(record)
 

@@ -250,8 +250,7 @@ MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those
     "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
     "three stages": {"run": STAGED, "arms": {"three stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
-    "together": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3], "options": {"together": True}},
-    "together, clones": {"run": LORA, "factors": FOUR, "seeds": [0], "options": {"together": True}},
+    "adapters": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3]},
     "two devices": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
                     "options": {"workers": 1}},
 }  # fmt: skip
@@ -382,7 +381,7 @@ def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.attack("SIGKILL at random moments in studies with stages, shared models, clones")
+@pytest.mark.attack("SIGKILL at random moments in studies with stages, adapters, clones")
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(7200)
 def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
@@ -410,9 +409,7 @@ def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
 
 @pytest.mark.long
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
-@pytest.mark.parametrize(
-    ("kind", "deadly"), [("fakes", "fake"), ("grid", "real"), ("clones", "steered"), ("together, clones", "steered")]
-)
+@pytest.mark.parametrize(("kind", "deadly"), [("fakes", "fake"), ("grid", "real"), ("clones", "steered")])
 @pytest.mark.timeout(3600)
 def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):
     want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"

@@ -1,8 +1,6 @@
 """Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
 
-import json
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -242,72 +240,3 @@ def test_a_deleted_study_takes_the_files_of_its_mirrors_with_it(runs):
         folder.mkdir(parents=True)
     forget_study(runs, runs / "studies/sizes")
     assert [folder.exists() for folder in folders] == [False, True]
-
-
-# TensorBoard and W&B -------------------------------------------------------------------------------------------------
-
-
-def test_tensorboard_has_the_metrics_and_the_levels_of_a_run(runs):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
-        EventAccumulator,
-    )
-
-    log = log_run(runs, arm="big", seed="0", factors='{"algorithm.group_size": 8}')
-    a_copy(runs, "tensorboard").copy()
-    found = EventAccumulator(str(place_of(runs, "tensorboard")))
-    found.Reload()
-    times = [event["time"] / 1000 for event in read_events(log.directory / EVENTS) if event["type"] == "metrics"]
-    assert [(e.step, e.value, e.wall_time) for e in found.Scalars(COLUMN)] == [
-        (s, [0.25, 0.5][s], times[s]) for s in (0, 1)
-    ]
-    assert [(e.step, e.value) for e in found.Scalars("summary/test_accuracy")] == [(1, 0.75)]
-    assert str(found.Scalars("policy/loss")[0].value) == "nan"
-    told = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert all(word in told for word in (b"algorithm.group_size", b"8", b"big"))
-    assert b'"group_size"' in found.Tensors("settings")[0].tensor_proto.string_val[0]
-
-
-def wandb_records(folder: Path) -> list[Any]:
-    """The records in W&B's offline file: blocks of 32 KiB (LevelDB's log) after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
-
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, parts, found = file.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(parts))
-            parts = b""
-    return found
-
-
-@pytest.mark.slow
-def test_wandb_has_the_metrics_settings_and_end_of_a_run(runs, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    log_run(runs, arm="big", seed="0")
-    a_copy(runs, "wandb").copy()
-    wandb.teardown()  # as the end of a mirror's process does: what W&B has not written yet
-    records = wandb_records(place_of(runs, "wandb"))
-    (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
-    config = {one.key: json.loads(one.value_json) for one in run.config.update}
-    assert (run.project, run.run_group, run.display_name, run.run_id.isalnum()) == ("train", "big", "seed 0", True)
-    assert config["algorithm"]["name"] == "grpo"
-    rows = [
-        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
-        for one in records
-        if one.WhichOneof("record_type") == "history"
-    ]
-    assert [(row["step"], row[COLUMN], row["_step"]) for row in rows[:2]] == [("0", "0.25", "0"), ("1", "0.5", "1")]
-    assert rows[1]["policy/loss"] in ("NaN", '"NaN"')
-    assert "rollouts" in str(rows[2])
-    summary = {
-        i.key: i.value_json for one in records if one.WhichOneof("record_type") == "summary" for i in one.summary.update
-    }
-    assert (summary["summary/test_accuracy"], summary["state"]) == ("0.75", '"complete"')
-    assert [one.exit.exit_code for one in records if one.WhichOneof("record_type") == "exit"] == [0]

@@ -17,7 +17,6 @@ from cohort.harness.run.checkpoint import latest_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import train_step
 from cohort.harness.settings.errors import SpecError
-from cohort.harness.study.plan import sharing_key
 from factories import FEW
 from fakes import MemoryLog
 
@@ -127,12 +126,9 @@ def test_staleness_that_cannot_work_is_refused(changes, message):
         make_spec(staleness=2, **changes)
 
 
-def test_older_weights_count_in_memory_and_on_disk_and_are_not_shared():
+def test_older_weights_count_in_memory_and_on_disk():
     fresh, stale = make_spec(), make_spec(staleness=3)
     disk = [estimate_disk(spec, "nothing") for spec in (fresh, stale)]
     weights = estimate_run(fresh)[0]["gradients"]  # as many bytes as weights
     assert disk[1].checkpoint - disk[0].checkpoint == 3 * weights
     assert peak_bytes(estimate_run(stale)[0]) - peak_bytes(estimate_run(fresh)[0]) == 3 * weights
-    lora = {"lora": {"rank": 2}}
-    assert sharing_key(make_spec(**lora)) is not None
-    assert sharing_key(make_spec(**lora, staleness=1)) is None

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from chats import qwen_run
-from cohort.harness.data import Call, InvalidRun, Prompt, Sampling
+from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.engines.vllm import VLLMEngine, request_seed
 from cohort.harness.policy.forward import token_logprobs
-from cohort.harness.policy.lora import adapter_weights, add_adapter
+from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.events import read_events
 from cohort.harness.run.guards.sync import check_sync, spot_check
@@ -25,7 +25,6 @@ from cohort.harness.run.loop import train
 from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, tiny_codec
 from ranks_at_work import RUN
-from test_together import policies
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 
@@ -312,27 +311,3 @@ def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_doe
             assert others[name] == pytest.approx(values[name], abs=1e-4, rel=1e-4, nan_ok=True), (step, name)
     for name in ("mismatch/after_sync", "mismatch/kl"):
         assert max(value for _, value in both.history(name)) < 1e-4
-
-
-@needs_vllm
-def test_each_row_samples_from_the_adapter_of_its_call_as_from_an_engine_with_that_adapter_merged():
-    base, made = policies(2)
-    sampling = Sampling(max_tokens=12)
-    calls = [Call(PROMPTS, 2, 0, 3, 0), Call(PROMPTS[:2], 3, 1, 3, 1)]
-    common = VLLMEngine.on_base(VLLMEngine.Settings(), base, tiny_codec(), made)
-    found = common.generate_each(calls, sampling)
-    for call, groups in zip(calls, found, strict=True):
-        rows = rows_of(groups)
-        assert sampled_logprobs(groups) == pytest.approx(learner_logprobs(made[call.policy], rows), abs=1e-4)
-        assert flat(common.score(rows, call.policy)) == pytest.approx(sampled_logprobs(groups), abs=1e-4)
-    for weight in adapter_weights(made[1]).values():
-        weight.mul_(2.0)
-    common.load_adapter(1)  # in place: the other one stays
-    again = common.generate_each(calls, sampling)
-    assert [r.token_ids for g in again[0] for r in g.rollouts] == [r.token_ids for g in found[0] for r in g.rollouts]
-    rows = rows_of(again[1])
-    assert sampled_logprobs(again[1]) == pytest.approx(learner_logprobs(made[1], rows), abs=1e-4)
-    for call, groups in zip(calls, again, strict=True):
-        alone = start(made[call.policy])  # closes the one before it
-        expected = alone.generate(call.prompts, call.group_size, sampling, seed=call.seed, step=call.step)
-        assert [r.token_ids for g in groups for r in g.rollouts] == [r.token_ids for g in expected for r in g.rollouts]

@@ -106,7 +106,6 @@ def poll(pid: int) -> int | None:
 if __name__ == "__main__":
     import cohort.harness.policy.model
     import cohort.harness.run.loop
-    import cohort.harness.run.together
     import cohort.harness.study.worker  # noqa: F401
 
     for line in sys.stdin:

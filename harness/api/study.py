@@ -198,7 +198,6 @@ def run_to_report(
     *,
     storage: str | None = None,
     cluster: Place | None = None,
-    together: bool | None = None,
 ) -> Ended:
     """Run a study, show its progress, and write its report.
 
@@ -235,9 +234,8 @@ def run_to_report(
         heard = [after.enter_context(one.notices(spec.name)) for one in extras.modules("notices").values()]
         with progress.study_view() as view:
             status = runner.run_study(
-                spec, runs, workers=workers, command=command, on_status=show, storage=storage,
-                cluster=cluster, together=together,
-            )  # fmt: skip
+                spec, runs, workers=workers, command=command, on_status=show, storage=storage, cluster=cluster
+            )
         if not status.finished:  # asked to stop
             raise KeyboardInterrupt
         with progress.phase_bar(f"report of {spec.name}", REPORTING):
@@ -265,12 +263,10 @@ def start(study: Study, runs: Path, storage: str | None = None) -> str:
     return f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
 
 
-def dry_run(
-    study: Study, runs: Path, workers: int | None, storage: str | None = None, together: bool | None = None
-) -> dict[str, Any]:
+def dry_run(study: Study, runs: Path, workers: int | None, storage: str | None = None) -> dict[str, Any]:
     """The cost of a study, after every check that `run` makes; writes nothing."""
     with progress.phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
-        return runner.dry_run(study.spec, runs, workers=workers, storage=storage, together=together)
+        return runner.dry_run(study.spec, runs, workers=workers, storage=storage)
 
 
 def show(study: Study) -> dict[str, Any]:

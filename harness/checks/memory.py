@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,17 +36,16 @@ PROCESS = 390 * 2**20  # bytes in RAM of a worker before it loads a model
 _LONGEST: dict[tuple[str, ...], int] = {}
 
 
-def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
-    """SpecError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
-    estimate."""
+def check_memory(spec: RunSpec, copies: int = 1) -> None:
+    """SpecError if `copies` processes with such a run cannot fit on the device; passes if there is no estimate."""
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
             "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
             "engine=transformers"
         )
-    spec = decided(spec, alone=copies == together == 1)
-    found, _ = estimate_run(spec, together)
+    spec = decided(spec, alone=copies == 1)
+    found, _ = estimate_run(spec)
     if found is not None:
         check_fits(found, device, spec, copies)
 
@@ -62,16 +60,6 @@ def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
             found, _ = estimate_run(spec)
             recompute = found is None or peak_bytes(found) > device_bytes(device)
     return spec.model_copy(update={"gradient_checkpointing": recompute})
-
-
-def fitting(specs: Sequence[RunSpec], most: int, copies: int = 1) -> int:
-    """How many of such runs train together, at most `most`, in each of `copies` processes of this machine."""
-    for at_once in range(most, 1, -1):
-        with suppress(SpecError):
-            for spec in specs:
-                check_memory(spec, copies, at_once)
-            return at_once
-    return 1
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
@@ -146,13 +134,13 @@ def peak_bytes(components: Mapping[str, int]) -> int:
     return sum(components.values()) - min(components["activations"], sampling)
 
 
-def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | None, str | None]:
+def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
     """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
 
     SpecError for an engine that cannot hold the model. Of several stages it is that of the one with the highest peak.
     """
     if spec.stages:
-        found = [_estimate_stage(stage, together) for stage in spec.staged()]
+        found = [_estimate_stage(stage) for stage in spec.staged()]
         return max(found, key=lambda one: 0 if one[0] is None else peak_bytes(one[0]))
     try:
         config, read = model_config(spec.model), (spec.task, spec.prompt, spec.evaluation)
@@ -160,15 +148,15 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
         if key not in _LONGEST:
             _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
         process = 0 if resolve_device(spec.device).type == "cuda" else PROCESS
-        return {**estimate(spec, config, _LONGEST[key], together=together), "process": process}, None
+        return {**estimate(spec, config, _LONGEST[key]), "process": process}, None
     except SpecError:
         raise
     except Exception as error:  # counting fails in many ways for an unusual model, which may still train well
         return None, (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _estimate_stage(stage: Stage, together: int) -> tuple[dict[str, int] | None, str | None]:
-    found, why = estimate_run(stage.placed(), together)
+def _estimate_stage(stage: Stage) -> tuple[dict[str, int] | None, str | None]:
+    found, why = estimate_run(stage.placed())
     if found is not None and stage.does and stage.does.fits_scorer:  # weights, gradients and AdamW's moments in float32
         found["rewards"] += 4 * _scorer_bytes(stage.spec.model)
     for sampler in stage.does.samplers.values() if found is not None and stage.does else ():
@@ -208,14 +196,13 @@ def read_prompts(spec: RunSpec) -> list[Prompt]:
 
 
 def estimate(
-    spec: RunSpec, config: PretrainedConfig, prompt_tokens: int, device: torch.device | None = None, together: int = 1
+    spec: RunSpec, config: PretrainedConfig, prompt_tokens: int, device: torch.device | None = None
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
     With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
-    the layers that a pass has whole. For runs that train `together` they are the bytes of all runs: the frozen weights
-    exist once, and one run learns at a time. Every completion counts with its full limit, every prompt with
-    `prompt_tokens`; `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and
+    the layers that a pass has whole. Every completion counts with its full limit, every prompt with `prompt_tokens`;
+    `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and
     `sampling`: see `peak_bytes`. Raises the errors of `count`, ValueError for a mixture of experts, and SpecError for
     an engine whose share of a GPU cannot hold the model.
     """
@@ -244,18 +231,16 @@ def estimate(
         return -(-size // spec.devices)
 
     return {
-        "policy": part(counts.policy * copies)
-        + (together - 1) * counts.trainable
-        + spec.staleness * min(counts.policy, counts.trainable),  # older weights
-        "reference": part(reference * together),
+        "policy": part(counts.policy * copies) + spec.staleness * min(counts.policy, counts.trainable),  # older weights
+        "reference": part(reference),
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each
-        "gradients": part(together * counts.trainable),
-        "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
-        "checkpoint": part(3 * together * counts.trainable) if overlaps else 0,  # of weights and moments
+        "gradients": part(counts.trainable),
+        "optimizer": part(2 * counts.trainable),  # AdamW: two moments in the precision of the parameters
+        "checkpoint": part(3 * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
         "activations": _activation_bytes(spec, counts, shape, device, rows),
-        **_engine_bytes(spec, counts, shape, device, together),
+        **_engine_bytes(spec, counts, shape, device),
     }
 
 
@@ -300,14 +285,14 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     return max(stages)
 
 
-def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, together: int) -> dict[str, int]:
+def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device) -> dict[str, int]:
     """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time."""
     settings: Any = spec.engine
     needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
     if settings.name == "transformers":  # keys and values of the rows decoded at once, and their distributions
 
         def rows(group: int, prompts: int) -> int:
-            return group * min(together * prompts, max(1, settings.max_batch_rows // group))
+            return group * min(prompts, max(1, settings.max_batch_rows // group))
 
         tested = spec.evaluation
         held_out = max(tested.num_prompts, tested.num_test_prompts)
@@ -337,7 +322,7 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
                 f"{least / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
                 f"{raised if fraction <= 1 else 'use a smaller model or engine.tensor_parallel_size'}"
             )
-        return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
+        return needed | {"kv_cache" if settings.sleep else "engine": share}
     if settings.name == "vllm":
         return needed | {"engine": counts.policy // settings.tensor_parallel_size + settings.cpu_cache}
     return needed

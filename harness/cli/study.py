@@ -43,10 +43,6 @@ def study_run(
             help="; ".join(["Where the workers run", *extras.told("launcher").values()]),
         ),
     ] = "local",
-    together: Annotated[
-        bool | None,
-        typer.Option("--together/--apart", help="Let LoRA trials share one model in memory; by default if possible."),
-    ] = None,
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     mirror: options.Mirror = None,
@@ -71,11 +67,10 @@ def study_run(
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
     if found.command:
         placed = {"--launcher": launcher} if cluster else {}
-        how = {None: "", True: " --together", False: " --apart"}[together]
-        found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
+        found = dataclasses.replace(found, command=api.shell(found.command, placed))
     terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)
     if dry_run or workers != "0":
-        return _run(found, runs, count, as_json, dry_run, storage, cluster, together)
+        return _run(found, runs, count, as_json, dry_run, storage, cluster)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -315,15 +310,14 @@ def _run(
     dry_run: bool,
     storage: str | None = None,
     cluster: Place | None = None,
-    together: bool | None = None,
 ) -> None:
     """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
     if dry_run:
-        document = api.dry_run(study, runs, workers, storage, together)
+        document = api.dry_run(study, runs, workers, storage)
         if as_json:
             return terminal.print_json({"study": study.name, "question": study.question, **document})
         return views.show_dry_run(study.name, study.question, document)
-    ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
+    ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster)
     status, record, files = ended.status, ended.record, ended.files
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}

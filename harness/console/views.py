@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.words import quoted
 from .terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
@@ -102,10 +101,6 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     if (disk := document["disk"]) is not None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
-    for found in document["together"]:
-        arms = quoted(list(dict.fromkeys(arm for arm, _ in found["trials"])))
-        how = f"share one model and engine, {found['at_once']} at a time in each worker"
-        say(f"Together: {len(found['trials'])} trials {how} ({arms}).")
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
     say("Nothing was run or written.")

@@ -100,18 +100,6 @@ def reset_peak_memory() -> None:
         return
     control = Path("/proc/self/clear_refs")
     if control.exists():
-        give_back_freed_memory()
+        with contextlib.suppress(AttributeError):  # without glibc, which would keep freed memory, fragmented
+            ctypes.CDLL(None).malloc_trim(0)
         control.write_text("5")
-
-
-def give_back_freed_memory() -> None:
-    """Return freed memory to the system, which glibc would keep, fragmented. Without glibc it does nothing."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def use_one_heap() -> None:
-    """Have all threads that begin from now on allocate from one heap. With glibc each has its own, and keeps what it
-    has freed from the others: runs that take turns would need the memory of all of them."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX

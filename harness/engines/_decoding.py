@@ -6,7 +6,6 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 
 import hashlib
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..base.tensors import pad_left
-from ..data import Call, Group, Sampling
+from ..data import Group, Prompt, Sampling
 from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
-from ..policy.lora import AdapterRows
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -31,35 +29,27 @@ def sample(
     policy: nn.Module,
     codec: TextCodec,
     end_ids: Sequence[int],
-    calls: Sequence[Call],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
-    adapters: AdapterRows | None,
-) -> list[list[Group]]:
-    """The groups of every call, decoded as one batch, with the adapters of their policies."""
+    uniform: np.ndarray,
+) -> list[Group]:
+    """A group for each prompt, decoded as one batch; `uniform` has the noise of each row's tokens."""
     device = next(policy.parameters()).device
-    encoded = [[codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
-    limit: int = sampling.max_tokens  # pyright: ignore
-    uniform = [uniforms(call.seed, call.step, [p.id for p in call.prompts], call.group_size, limit) for call in calls]
-    noise = torch.from_numpy(np.concatenate(uniform)).t().contiguous().to(device)
-    rows = noise.shape[1]
-    sizes = [call.group_size for call in calls for _ in call.prompts]
-    repeats = sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
-    policies = torch.tensor([call.policy for call in calls for _ in call.prompts], device=device)
+    encoded = [codec.encode(prompt.text) for prompt in prompts]
+    noise = torch.from_numpy(uniform).t().contiguous().to(device)
+    limit, rows = noise.shape
+    repeats = rows // len(prompts)
     tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
     logprobs = torch.zeros(limit, rows, device=device)
     lengths = torch.full((rows,), limit, device=device)
     stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
+    prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
     kind = LibraryDecoder if keeps_keys_and_values(policy) else RereadingDecoder
     kind = LeanDecoder if recognised(policy) else kind  # not under autocast
     decoder: Any = kind(policy, prompt_tokens.shape[1] + limit)
-    use_adapters = adapters.use if adapters is not None else lambda policies: None
-    use_adapters(policies)
     logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
     decoder.expand(repeats)
-    policies = policies.repeat_interleave(repeats, dim=0)
-    use_adapters(policies)
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
     is_end[[token for token in end_ids if token < len(is_end)]] = True
     is_stopped: Any = StopStringCriteria(codec.tokenizer, list(sampling.stop)) if sampling.stop else None
@@ -87,16 +77,12 @@ def sample(
                 keep = _fill_holes(running)
                 decoder.select(keep)
                 active, running, chosen = active[keep], running[keep], chosen[keep]
-                use_adapters(policies[active])
         logits = decoder.step(chosen)
     ends = lengths.tolist()
     ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
     nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
     found = zip(ids, nats, stopped.tolist(), strict=True)
-    return [
-        as_groups(call.prompts, part, islice(found, len(part) * call.group_size), codec)
-        for call, part in zip(calls, encoded, strict=True)
-    ]
+    return as_groups(prompts, encoded, found, codec)
 
 
 class LibraryDecoder:
@@ -111,7 +97,7 @@ class LibraryDecoder:
         self.mask, self.padded = mask, not bool(mask.all())
         return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
 
-    def expand(self, repeats: int | Tensor) -> None:
+    def expand(self, repeats: int) -> None:
         """Replace every row by that many copies."""
         self.cache.batch_repeat_interleave(repeats)  # pyright: ignore
         self.mask = self.mask.repeat_interleave(repeats, dim=0)
@@ -152,7 +138,7 @@ class RereadingDecoder:
         self.rows[torch.arange(self.capacity, device=mask.device) < self.lengths[:, None]] = tokens[mask]
         return self._forward()
 
-    def expand(self, repeats: int | Tensor) -> None:
+    def expand(self, repeats: int) -> None:
         """Replace every row by that many copies."""
         self.rows = self.rows.repeat_interleave(repeats, dim=0)
         self.lengths = self.lengths.repeat_interleave(repeats, dim=0)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ..data import Call, Group, Sampling
+from ..data import Group, Prompt, Sampling
 from ..interfaces import RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..policy.lora import AdapterRows
     from ..policy.text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -32,8 +29,6 @@ class TransformersEngine(RolloutEngine):
     """In-process sampling with transformers; shares the learner's weights, so nothing is copied after an update."""
 
     exact_logprobs: ClassVar[bool] = True
-    serves_adapters: ClassVar[bool] = True
-    adapters: AdapterRows | None = None
 
     class Settings(RolloutEngine.Settings):
         name: Literal["transformers"] = "transformers"
@@ -51,31 +46,20 @@ class TransformersEngine(RolloutEngine):
                 "engine transformers reads the whole row again for every token of a %s; engine=vllm is faster", kind
             )
 
-    @classmethod
-    def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
-        from ..policy.lora import AdapterRows
-
-        adapters = AdapterRows(base, policies)
-        engine = cls(settings, adapters.model, codec)
-        engine.adapters = adapters
-        return engine
-
-    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
         from ..devices.sharding import whole
-        from ._decoding import sample
+        from ._decoding import sample, uniforms
 
-        groups: list[list[Group]] = [[] for _ in calls]
-        places = [(number, prompt) for number, call in enumerate(calls) for prompt in call.prompts]
+        assert sampling.max_tokens is not None
+        groups: list[Group] = []
+        at_once = max(1, self.settings.max_batch_rows // group_size)
         with whole(self.policy):
-            while places:  # cut so that a batch has `max_batch_rows` rows or one prompt at most
-                rows = accumulate(calls[number].group_size for number, _ in places)
-                count = max(1, sum(end <= self.settings.max_batch_rows for end in rows))
-                few = {n: [p for _, p in part] for n, part in groupby(places[:count], key=lambda place: place[0])}
-                parts = [replace(calls[number], prompts=prompts) for number, prompts in few.items()]
-                found = sample(self.policy, self.codec, self.end_ids, parts, sampling, self.adapters)
-                for number, drawn in zip(few, found, strict=True):
-                    groups[number] += drawn
-                places = places[count:]
+            for start in range(0, len(prompts), at_once):
+                part = prompts[start : start + at_once]
+                noise = uniforms(seed, step, [prompt.id for prompt in part], group_size, sampling.max_tokens)
+                groups += sample(self.policy, self.codec, self.end_ids, part, sampling, noise)
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -26,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 from ..base.files import write_text
 from ..base.machine import compiler
 from ..base.tensors import checksum, rounded_on_average
-from ..data import Call, Group, InvalidRun, Sampling
+from ..data import Group, InvalidRun, Prompt, Sampling
 from ..devices.device import UNMAPPED
 from ..devices.sharding import full
 from ..interfaces import Precision, RolloutEngine
@@ -58,7 +57,6 @@ class VLLMEngine(RolloutEngine):
     """
 
     plans_batches: ClassVar[bool] = True
-    serves_adapters: ClassVar[bool] = True
 
     class Settings(RolloutEngine.Settings):
         cpu_cache: ClassVar[int] = 2**30  # bytes of keys and values, without a GPU
@@ -127,11 +125,9 @@ class VLLMEngine(RolloutEngine):
 
     _last: ClassVar["weakref.ref[VLLMEngine] | None"] = None
 
-    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
-        """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter; by
-        default the policy's own, if it has one."""
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         self.settings, self.codec, self.end_ids = settings, codec, codec.end_ids(policy)
-        self.adapters = adapters = adapters or ([policy] if has_adapter(policy) else [])
+        self.adapted = policy if has_adapter(policy) else None  # whose adapter it serves
         self.asleep = self.closed = False
         if settings.batch_invariant != (os.environ.get(INVARIANT, "0") == "1"):
             if "vllm" in sys.modules or not settings.batch_invariant:
@@ -152,7 +148,7 @@ class VLLMEngine(RolloutEngine):
             folder = root / "cohort" / hashlib.sha256(config.encode()).hexdigest()[:16]
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / "config.json", config)
-            self.llm = _start(settings, folder, dtype, adapters)
+            self.llm = _start(settings, folder, dtype, self.adapted)
         self.on_gpu = _on_gpu()
         self.dtype = dtype
         self._comparable: dict[str, bool] = {}  # found at the first load
@@ -160,28 +156,20 @@ class VLLMEngine(RolloutEngine):
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
         self._reload(base_weights(policy))
-        for number in range(len(adapters)):
-            self.load_adapter(number)
+        if self.adapted is not None:
+            self._load_adapter(self.adapted)
         self.verifies_weights = all(self._comparable.values())
 
-    @classmethod
-    def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
-        return cls(settings.model_copy(update={"sleep": False}), base, codec, policies)
-
-    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
         assert sampling.max_tokens is not None
         self.settings.check(sampling)
-        encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
-        requests = [
-            (tokens, call.policy, request_seed(call.seed, call.step, prompt.id, k))
-            for call, part in zip(calls, encoded, strict=True)
-            for prompt, tokens in zip(call.prompts, part, strict=True)
-            for k in range(call.group_size)
-        ]
-        if not requests:
-            return [[] for _ in calls]
-        rows = [tokens for tokens, _, _ in requests]
+        encoded = [self.codec.encode(prompt.text) for prompt in prompts]
+        if not encoded:
+            return []
+        rows = [tokens for tokens in encoded for _ in range(group_size)]
         longest, limit = max(map(len, rows)), self.llm.llm_engine.model_config.max_model_len
         if longest + sampling.max_tokens >= limit:
             raise ValueError(
@@ -192,21 +180,19 @@ class VLLMEngine(RolloutEngine):
             _vllm().SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
-                seed=seed,
+                seed=request_seed(seed, step, prompt.id, k),
                 stop_token_ids=self.end_ids,
                 ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, which are one model's
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for _, _, seed in requests
+            for prompt in prompts
+            for k in range(group_size)
         ]
-        outputs = (output.outputs[0] for output in self._run(rows, parameters, [policy for _, policy, _ in requests]))
+        outputs = (output.outputs[0] for output in self._run(rows, parameters))
         found = ((tuple(o.token_ids), tuple(o.logprobs.logprobs), o.token_ids[-1] in self.end_ids) for o in outputs)
-        return [
-            as_groups(call.prompts, part, islice(found, len(part) * call.group_size), self.codec)
-            for call, part in zip(calls, encoded, strict=True)
-        ]
+        return as_groups(prompts, encoded, found, self.codec)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
@@ -215,7 +201,7 @@ class VLLMEngine(RolloutEngine):
         steps. Otherwise vLLM rounds each weight as it copies it. A slept engine takes back the memory of the cache
         only after that of the weights is filled, so both and what copying needs are never there at once.
         """
-        return self.load_adapter(0) if self.adapters else self._reload(weights)
+        return self._reload(weights) if self.adapted is None else self._load_adapter(self.adapted)
 
     def _reload(self, weights: Mapping[str, Tensor]) -> None:
         self._wake(["weights"])
@@ -240,45 +226,44 @@ class VLLMEngine(RolloutEngine):
         """InvalidRun if vLLM's weights, adapters apart, are not those that it was given, as far as the two compare."""
         self._compare(self._base, _weights)
 
-    def _compare(self, given: Mapping[str, int], held: Callable[..., Mapping[str, int]], *args: Any) -> None:
+    def _compare(self, given: Mapping[str, int], held: Callable[[Any], Mapping[str, int]]) -> None:
         """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were.
 
         vLLM fuses, pads and renames tensors, which the sum of their checksums does not see. Where it changes values
         too (a CPU's packed products) or holds a part (tensor parallel), the two differ from the start: then they are
         not compared, and the check of scores decides.
         """
-        (found,) = self.llm.collective_rpc(held, args=args)
+        (found,) = self.llm.collective_rpc(held)
         is_equal = sum(given.values()) % 2**64 == sum(found.values()) % 2**64
         if self._comparable.setdefault(held.__name__, is_equal) and not is_equal:
             ours, theirs = _by_place(given), _by_place(found)
             place = next((name for name in ours if name in theirs and ours[name] != theirs[name]), "")
             raise InvalidRun(f"stale weights: after they were loaded, those of '{place}' in vLLM are not the learner's")
 
-    def load_adapter(self, policy: int) -> None:
-        """Like `load_weights`, for one adapter; vLLM reads it from a folder."""
+    def _load_adapter(self, model: Any) -> None:
+        """Like `load_weights`, for the model's adapter; vLLM reads it from a folder."""
         slept = self.asleep
         self._wake()
         if slept:
             self.check_weights()
-        model: Any = self.adapters[policy]
         weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
             save_adapter(Path(folder), model, weights, "base")
-            self.llm.llm_engine.add_lora(self._adapter(policy, folder, load_inplace=True))
+            self.llm.llm_engine.add_lora(self._adapter(folder, load_inplace=True))
         given: dict[str, int] = {}
         for layer, module in adapted_layers(model):
             for name, scale in (("lora_A", 1), ("lora_B", module.scaling[ADAPTER])):  # vLLM scales as it loads
                 value = weights[f"{layer}.{name}.{ADAPTER}.weight"].to(getattr(torch, self.dtype))
                 given[f"{layer}.{name}"] = checksum(value * scale)
-        self._compare(given, _adapter, policy + 1)
+        self._compare(given, _adapter)
         self._begin_anew()
 
-    def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
+    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of the tokens after the first n >= 1 of each row, under vLLM's weights."""
         parameters = _vllm().SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )  # prompt log-probs make vLLM compute the whole row: it reads no cached prefix
-        outputs = self._run([tokens for tokens, _ in rows], [parameters] * len(rows), [policy] * len(rows))
+        outputs = self._run([tokens for tokens, _ in rows], [parameters] * len(rows))
         return [
             list(output.prompt_logprobs.logprobs[n - 1 :]) for output, (_, n) in zip(outputs, rows, strict=True)
         ]  # the first token has none
@@ -286,7 +271,7 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         """Free the GPU memory of weights and key-value cache; on a CPU nothing happens."""
         if self.on_gpu and self.settings.sleep and not self.asleep:
-            self.llm.sleep(level=1 if self.adapters else 2)  # 1 keeps a copy of weights, which only adapters need
+            self.llm.sleep(level=2 if self.adapted is None else 1)  # 1 keeps a copy of weights, for an adapter
             self.asleep = True
             UNMAPPED.set(_unmapped_bytes())
 
@@ -308,17 +293,16 @@ class VLLMEngine(RolloutEngine):
         gc.collect()
         UNMAPPED.set(0)
 
-    def _run(self, rows: Sequence[Sequence[int]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
+    def _run(self, rows: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         assert not self.asleep, "a slept engine has no weights before load_weights"
-        more = {"lora_request": [self._adapter(n, "loaded") for n in policies]} if self.adapters else {}
+        more = {} if self.adapted is None else {"lora_request": [self._adapter("loaded")] * len(rows)}
         with _process_state_kept():
             prompts = [{"prompt_token_ids": list(tokens)} for tokens in rows]
             return self.llm.generate(prompts, parameters, use_tqdm=False, **more)
 
-    def _adapter(self, policy: int, folder: str, *, load_inplace: bool = False) -> Any:
-        """vLLM's name for the adapter of a policy; the folder is read with `load_inplace` alone."""
-        request = import_module("vllm.lora.request").LoRARequest
-        return request(str(policy), policy + 1, folder, load_inplace=load_inplace)
+    def _adapter(self, folder: str, *, load_inplace: bool = False) -> Any:
+        """vLLM's name for the adapter; the folder is read with `load_inplace` alone."""
+        return import_module("vllm.lora.request").LoRARequest("0", 1, folder, load_inplace=load_inplace)
 
     def _wake(self, tags: list[str] | None = None) -> None:
         """Take back the memory of a slept engine, or of the part that `tags` name."""
@@ -338,8 +322,8 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Sequence[nn.Module]) -> Any:
-    """vLLM with the shape that `folder` describes, random weights and room for the adapters, in this process."""
+def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapted: nn.Module | None) -> Any:
+    """vLLM with the shape that `folder` describes, random weights and room for an adapter, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
@@ -347,11 +331,11 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapters: Se
     more: dict[str, Any] = {"kv_cache_memory_bytes": settings.cpu_cache}
     if on_gpu:
         more = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
-    if adapters:
-        layers, sizes = dict(adapted_layers(adapters[0])), get_args(import_module("vllm.config.lora").MaxLoRARanks)
+    if adapted is not None:
+        layers, sizes = dict(adapted_layers(adapted)), get_args(import_module("vllm.config.lora").MaxLoRARanks)
         rank = max(layer.r[ADAPTER] for layer in layers.values())
         names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, no prompt a score
-        more |= {"enable_lora": True, "max_loras": len(adapters), "lora_target_modules": names}
+        more |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": names}
         more["max_lora_rank"] = min(size for size in sizes if size >= rank)
     return _vllm().LLM(
         model=str(folder),
@@ -377,9 +361,9 @@ def _weights(worker: Any) -> dict[str, int]:
     return {name.replace(".base_layer.", "."): checksum(p) for name, p in named}
 
 
-def _adapter(worker: Any, number: int) -> dict[str, int]:
-    """The checksum of each matrix of an adapter that vLLM serves, of several where it fuses modules."""
-    slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(number)
+def _adapter(worker: Any) -> dict[str, int]:
+    """The checksum of each matrix of the adapter that vLLM serves, of several where it fuses modules."""
+    slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(1)
     layers = [(name, m) for name, m in worker.get_model().named_modules() if hasattr(m, "lora_a_stacked")]
     return {
         f"{name}.{kind}": sum(checksum(stacked[slot]) for stacked in getattr(m, kind))

@@ -2,16 +2,12 @@
 
 The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With the
 adapter off, the model is the reference. It is saved in peft's format, without the model.
-
-Several adapters on one frozen model are policies that share its weights: copies of its modules around them. Sampling
-uses a separate copy, in which every line of a batch gets the low-rank term of its policy, and the product with the
-frozen weights is computed once for all lines (Punica, arXiv:2310.18547, without its kernels).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -152,51 +148,3 @@ def around_frozen(model: M) -> M:
     if world_size() > 1:
         shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     return deepcopy(model, shared)
-
-
-def policies_on(base: nn.Module, adapters: Sequence[tuple[LoRA, int]]) -> list[nn.Module]:
-    """A policy for each (settings, seed) of an adapter, all on the weights of `base`, which it freezes."""
-    base.requires_grad_(False)
-    return [add_adapter(around_frozen(base), settings, seed) for settings, seed in adapters]
-
-
-class AdapterRows:
-    """`model` computes every line of a batch with the adapter of its own policy, as the policies are at that moment.
-
-    The policies have adapters on the same layers of `base`. It is for sampling: no gradient reaches the adapters.
-    """
-
-    def __init__(self, base: nn.Module, policies: Sequence[nn.Module]):
-        self.model = around_frozen(base)
-        self._lines: list[tuple[int, Tensor | None]] = []  # (policy, its lines; None: all)
-        found = [dict(adapted_layers(policy)) for policy in policies]
-        assert all(layers.keys() == found[0].keys() for layers in found), "adapters of one shape"
-        for name in found[0]:
-            parent, _, child = name.rpartition(".")
-            layer = _AdaptedRows(self.model.get_submodule(name), [layers[name] for layers in found], self._lines)
-            setattr(self.model.get_submodule(parent), child, layer)
-
-    def use(self, policy_of_line: Tensor) -> None:
-        """Set the policy, by its number, of every line of the next passes."""
-        numbers = policy_of_line.unique().tolist()
-        self._lines.clear()
-        self._lines += [(n, (policy_of_line == n).nonzero()[:, 0] if len(numbers) > 1 else None) for n in numbers]
-
-
-class _AdaptedRows(nn.Module):
-    """A frozen linear layer that adds to each line the low-rank term of its adapter."""
-
-    def __init__(self, base_layer: nn.Module, layers: Sequence[Any], lines: list[tuple[int, Tensor | None]]):
-        super().__init__()
-        self.base_layer = base_layer
-        self._layers = [(x.lora_A[ADAPTER], x.lora_B[ADAPTER], x.scaling[ADAPTER]) for x in layers]  # not its own
-        self._lines = lines
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.base_layer(x)
-        for number, lines in self._lines:
-            down, up, scaling = self._layers[number]
-            part = x if lines is None else x[lines]
-            term = (up(down(part.to(down.weight.dtype))) * scaling).to(result.dtype)
-            result = result + term if lines is None else result.index_add_(0, lines, term)
-        return result

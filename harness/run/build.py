@@ -63,9 +63,8 @@ class Totals:
 
 
 class Models:
-    """Loads the models of a lone run, which has the whole process for itself."""
+    """Loads the models of a run."""
 
-    is_alone = True
     now: Callable[[], float] = staticmethod(time.perf_counter)  # seconds of work for the run, from an arbitrary zero
 
     def policy(
@@ -294,7 +293,7 @@ def prepare(
     checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), log.holds))
     log.resume(checkpoint.step if checkpoint else -1, ranks.of_all(torch.get_num_threads()))
 
-    recompute = decided(spec, alone=models.is_alone).gradient_checkpointing is True
+    recompute = decided(spec).gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = any(ranks.of_all(recompute))
@@ -345,7 +344,7 @@ def run_facts(run: Run) -> dict[str, float]:
     if spec.gradient_checkpointing == "auto" and resolve_device(spec.device).type == "cuda":
         facts["memory/recomputes"] = float(recompute)
     ran = run.whole.model_copy(update={"gradient_checkpointing": recompute})
-    needed, _ = estimate_run(ran) if spec.steps and run.models.is_alone else (None, None)
+    needed, _ = estimate_run(ran) if spec.steps else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(peak_bytes({**needed, "process": run.memory_before}))
     return facts

@@ -6,17 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from .. import plugins
 from ..base.arms import GREY, PALETTE
-from ..base.inputs import NO_INPUTS, Inputs, digest
-from ..interfaces import RolloutEngine
+from ..base.inputs import NO_INPUTS, Inputs
 from ..settings.run import RunSpec
 from ..settings.study import Arm, StudySpec
 
 Key = tuple[str, int]  # arm label, seed
-SHARED = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device", "dtype", "autocast")
 
 
 @dataclass(frozen=True)
@@ -100,12 +97,3 @@ class Plan:
             "cohort.trial": self.directory(key).name, "cohort.design": self._digest,
             "mlflow.runColor": colors.get(key[0], GREY),
         }  # fmt: skip
-
-
-def sharing_key(spec: RunSpec) -> str | None:
-    """A hash that is equal for runs which can share a model and an engine (`harness.run.together`); None for a run that
-    cannot share."""
-    serves = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name)).serves_adapters
-    if spec.lora is None or spec.devices > 1 or spec.staleness or not spec.steps or not serves:
-        return None
-    return digest([spec.model_dump_json(include=set(SHARED)), spec.lora.rank, list(spec.lora.targets)])

@@ -7,7 +7,7 @@ left that it could take. It ignores trials that other workers run.
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..base.machine import in_group
@@ -30,7 +30,6 @@ def work(
     *,
     storage: str | None = None,
     execute: str = EXECUTE,
-    together: Mapping[str, int] = {},
     patience: float = PATIENCE_SECONDS,
     on_status: Callable[[StudyStatus], None] | None = None,
 ) -> tuple[StudyStatus, Sequence[int]]:
@@ -46,7 +45,7 @@ def work(
         return open_queue(name, runs, storage, HINT).status(), ()
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
-    options = {"name": name, "runs": str(runs), "execute": execute, "together": together, "patience": patience}
+    options = {"name": name, "runs": str(runs), "execute": execute, "patience": patience}
     pool = WorkerPool(options, 1, queue.plan.folder / "logs", environment, queue.plan.study.devices)
     pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database

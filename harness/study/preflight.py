@@ -4,7 +4,6 @@ import ast
 import logging
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,6 @@ from ..settings.errors import SpecError, did_you_mean
 from ..settings.raw import differences
 from ..settings.run import RunSpec
 from ..settings.study import StudySpec, parse_study
-from .plan import SHARED, Key, Plan, sharing_key
 from .queue import Queue
 from .storage.base import Storage
 from .storage.files import LocalStorage
@@ -95,41 +93,6 @@ def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int
     on_gpu = resolve_device(spec.device).type == "cuda"
     groups = max(1, len(usable_gpus()) // study.devices) if on_gpu else 1  # else all share one memory
     return -(-at_once // groups)
-
-
-def trials_together(
-    plan: Plan, workers: int | None, together: bool | None, *, here: bool = True
-) -> dict[str, dict[str, Any]]:
-    """The sets of `trials` that train on one model, by `sharing_key`, and how many of each train `at_once`: each
-    worker's share, as far as memory holds them. Where a cluster places the workers, each finds what its memory holds.
-
-    There are none if the user refused, or if a cluster places an unknown number of workers. SpecError if the user asked
-    for it and no two trials can share.
-    """
-    sets: dict[str, list[Key]] = defaultdict(list)
-    every = plan.keys
-    for key in every:
-        if (common := sharing_key(plan.spec(key))) is not None:
-            sets[common].append(key)
-    if together and all(len(keys) == 1 for keys in sets.values()):
-        why = "they must have lora, devices=1, staleness=0 and an engine that serves adapters (transformers, vllm)"
-        if len(sets) > 1:
-            why = f"all differ in one of {', '.join(SHARED)}, lora.rank and lora.targets"
-        raise SpecError(f"`together` needs two trials that can share a model, but {why}; leave it out")
-    count = workers or (default_workers(plan.study.devices) if here else None)
-    if together is False or count is None:
-        return {}
-    copies = [num_copies(plan.study, arm.spec, workers, len(every)) for arm in plan.arms.values()] if here else []
-    found: dict[str, dict[str, Any]] = {}
-    for common, keys in sets.items():
-        at_once = -(-len(keys) // count)
-        if here:
-            from ..checks.memory import fitting
-
-            at_once = fitting(list({key[0]: plan.spec(key) for key in keys}.values()), at_once, max(copies, default=1))
-        if at_once > 1:
-            found[common] = {"trials": keys, "at_once": at_once}
-    return found
 
 
 def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[str, int] | None:

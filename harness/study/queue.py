@@ -36,7 +36,7 @@ from ..settings.errors import SpecError, did_you_mean
 from ..settings.study import Arm, parse_study
 from .attempts import RETRY_BELOW, STOPPED, Attempts
 from .estimates import planned, with_time_left
-from .plan import Clone, Key, Plan, sharing_key
+from .plan import Clone, Key, Plan
 from .search import ArmSearch
 from .storage.base import Lease, Storage
 from .storage.files import LocalStorage
@@ -52,7 +52,6 @@ class ClaimedTrial:
     key: Key
     number: int  # of the Optuna trial
     lease: Lease
-    stuck: bool = False  # it has lost several workers without progress, so it may crash others too
 
 
 @dataclass(frozen=True)
@@ -94,21 +93,6 @@ class Queue:
             if key is None or lease is None:
                 return None
             return self._taken(key, lease, attempts)
-
-    def claim_with(self, first: ClaimedTrial, at_most: int) -> list[ClaimedTrial]:
-        """Claim and return up to `at_most` more waiting trials that can share a model with a claimed one."""
-        common, claims = sharing_key(self.plan.spec(first.key)), []
-        if first.stuck:
-            return []
-        with self.storage.lock():
-            attempts = self._read()
-            for key in self.plan.keys:
-                fits = len(claims) < at_most and self._waits(key, attempts) and not self._is_stuck(key, attempts)
-                shares = fits and sharing_key(self.plan.spec(key)) == common
-                lease = self.storage.take_lease(self.plan.directory(key)) if shares else None
-                if lease is not None:
-                    claims.append(self._taken(key, lease, attempts))
-        return claims
 
     def finish(self, claim: ClaimedTrial, outcome: Outcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
@@ -300,7 +284,7 @@ class Queue:
             trial = optuna.create_trial(state=OptunaState.RUNNING, user_attrs=attributes)
             storage, study = self._study._storage, self._study._study_id
             number = storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
-            return ClaimedTrial(key, number, lease, self._is_stuck(key, attempts))
+            return ClaimedTrial(key, number, lease)
         except BaseException:
             lease.release()
             raise

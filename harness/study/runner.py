@@ -22,7 +22,7 @@ from ..settings.study import StudySpec
 from .launchers.local import Place, WorkerPool
 from .plan import Plan
 from .pool import watch
-from .preflight import check_room, check_study, check_unchanged, missing_here, trials_together
+from .preflight import check_room, check_study, check_unchanged, missing_here
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
 
@@ -37,21 +37,19 @@ def run_study(
     execute: str = EXECUTE,
     storage: str | None = None,
     cluster: Place | None = None,
-    together: bool | None = None,
 ) -> StudyStatus:
     """Run the study's missing trials with `workers` processes; returns the study's progress.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster`
-    what runs the workers instead of this machine. Trials that can share a model train `together`: True insists, False
-    forbids it.
+    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` what runs the
+    workers instead of this machine.
     """
     if cluster is not None:
         cluster.check(runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
-    inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
+    inputs = _checked(queue, workers, execute, here=cluster is None)
 
     def show(status: StudyStatus) -> None:
         with suppress(OSError):  # a full disk ends the workers, and they say so
@@ -59,8 +57,7 @@ def run_study(
         if on_status is not None:
             on_status(status)
 
-    at_once = {key: found["at_once"] for key, found in sets.items()}
-    options: dict[str, Any] = {"name": study.name, "runs": str(runs), "execute": execute, "together": at_once}
+    options: dict[str, Any] = {"name": study.name, "runs": str(runs), "execute": execute}
     options |= {"checked": True} if cluster is None else {}
     secret = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}  # no process has a password in its arguments
     kind = WorkerPool if cluster is None else cluster.pool
@@ -81,23 +78,18 @@ def start_study(
 ) -> None:
     """Set the study up like `run_study`, with the same checks, for workers that others start (`work.py`)."""
     queue = _reachable_queue(study, runs, storage)
-    inputs, _ = _checked(queue, None, execute, here=False, together=False)
-    _opened(queue, command, inputs)
+    _opened(queue, command, _checked(queue, None, execute, here=False))
 
 
-def _checked(
-    queue: Queue, workers: int | None, execute: str, *, here: bool, together: bool | None
-) -> tuple[Inputs, dict[str, dict[str, Any]]]:
-    """The study's inputs, and its trials that share a model; ValueError for a study that cannot run."""
+def _checked(queue: Queue, workers: int | None, execute: str, *, here: bool) -> Inputs:
+    """The study's inputs; ValueError for a study that cannot run."""
     study, runs = queue.plan.study, queue.plan.runs
     known = check_unchanged(study, queue.storage)
     with expecting(known):
         check_study(study, runs, workers, execute, here=here)
-        sets: dict[str, dict[str, Any]] = {}
         if execute == EXECUTE:
             check_room(queue, workers, here=here)
-            sets = trials_together(queue.plan, workers, together, here=here)
-        return {**known, **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}, sets
+        return {**known, **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
 
 
 def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
@@ -129,20 +121,13 @@ def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dic
 
 
 def dry_run(
-    study: StudySpec,
-    runs: Path,
-    *,
-    workers: int | None,
-    execute: str = EXECUTE,
-    storage: str | None = None,
-    together: bool | None = None,
+    study: StudySpec, runs: Path, *, workers: int | None, execute: str = EXECUTE, storage: str | None = None
 ) -> dict[str, Any]:
     """The budget of `run_study`, after the same checks; writes nothing.
 
     Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
-    are still needed and free; `together`, the trials that share a model; `not_checked`, everything that only the
-    machine that runs the study can check (its GPU, a model or data that are not here yet).
-    SpecError for a study that no machine can run.
+    are still needed and free; `not_checked`, everything that only the machine that runs the study can check (its GPU, a
+    model or data that are not here yet). SpecError for a study that no machine can run.
     """
     from ..checks.memory import judge
     from .estimates import budget
@@ -151,7 +136,7 @@ def dry_run(
     runs = queue.plan.runs
     known = check_unchanged(study, queue.storage)
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
-    memory, disk, sets = {}, None, {}
+    memory, disk = {}, None
     not_checked = missing_here(list(specs.values()))
     if not not_checked:
         with expecting(known):
@@ -161,14 +146,12 @@ def dry_run(
             if execute == EXECUTE:
                 memory = {arm: judge(spec) for arm, spec in specs.items() if spec.steps}
                 disk = check_room(queue, workers)
-                sets = trials_together(queue.plan, workers, together)
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
         **budget(queue.plan, queue.status(workers or default_workers(study.devices)), queue.coming()),
         "memory": memory,
         "disk": disk,
-        "together": list(sets.values()),
         "not_checked": not_checked,
     }
 

@@ -27,7 +27,7 @@ from ..data import FINAL, TrialState
 from ..plugins import raised_by
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..settings.errors import SpecError
-from .plan import Key, sharing_key
+from .plan import Key
 from .queue import HELD, ClaimedTrial, Outcome, Queue, open_queue
 from .storage.base import StorageUnavailable
 
@@ -53,14 +53,12 @@ def worker_main(
     parent: int | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    together: Mapping[str, int] = {},
     patience: float = math.inf,
     checked: bool = False,
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
-    `together` says of trials that share a model, by their key, how many train at a time. Unless the study was `checked`
-    on this machine: Unfit if it cannot run the trials.
+    Unless the study was `checked` on this machine: Unfit if it cannot run the trials.
 
     A worker of a pool that has used a GPU ends after its trial, and the pool starts another. A worker also ends if all
     trials have been taken for `patience` seconds and no more can come.
@@ -87,7 +85,7 @@ def worker_main(
                             "its settings; install the same on all hosts")  # fmt: skip
             run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
             if run_trial is not None and execute == EXECUTE and not checked:
-                together = _checked(queue, together)
+                _check(queue)
             idle_since = time.monotonic()
             while run_trial is not None and not stop.is_set():
                 claim = _patiently(queue.claim, stop)
@@ -97,7 +95,7 @@ def worker_main(
                         break
                     stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
                     continue
-                _run_with_others(claim, queue, run_trial, together, stop)
+                _run_claim(claim, queue, run_trial, stop)
                 torch = sys.modules.get("torch")  # torch is never imported for this
                 if (parent is not None or group is None) and torch is not None and torch.cuda.is_initialized():
                     break  # what a trial leaves there, a full memory or a broken context, ends with its process
@@ -109,9 +107,8 @@ def worker_main(
     return 0
 
 
-def _checked(queue: Queue, together: Mapping[str, int]) -> dict[str, int]:
-    """`together` as far as this machine's memory holds it; Unfit if it cannot run the study's trials."""
-    from ..checks.memory import fitting
+def _check(queue: Queue) -> None:
+    """Unfit if this machine cannot run the study's trials."""
     from ..checks.preflight import check_machine
 
     specs = [arm.spec for arm in queue.plan.study.checked_arms()]
@@ -119,32 +116,14 @@ def _checked(queue: Queue, together: Mapping[str, int]) -> dict[str, int]:
         check_machine(specs, [spec for spec in specs if spec.steps])
     except ValueError as error:
         raise Unfit(" ".join(str(error).split())) from None
-    return {key: fitting([s for s in specs if sharing_key(s) == key], most) for key, most in together.items()}
-
-
-def _run_with_others(
-    claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], together: Mapping[str, int], stop: StopRequest
-) -> None:
-    """Run a claimed trial, and with it those that can share its model, each to its own end."""
-    if queue.plan.study.devices > 1:
-        from ..devices.group import lead
-
-        run_trial = partial(lead, run_trial)
-    room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
-    claims = [claim, *(_patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else ())]
-    if len(claims) == 1:
-        _run_claim(claim, queue, run_trial, stop)
-        return
-    from ..run.together import Together  # torch is not for every trial
-
-    def work(claim: ClaimedTrial, models: Any) -> None:
-        _run_claim(claim, queue, partial(run_trial, models=models), stop)
-
-    Together([queue.plan.spec(one.key) for one in claims], [partial(work, one) for one in claims]).results()
 
 
 def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
     """Run a claimed trial to its end, even a failure, and record it."""
+    if queue.plan.study.devices > 1:
+        from ..devices.group import lead
+
+        run_trial = partial(lead, run_trial)
     try:
         outcome = _outcome(claim, queue, run_trial, stop)
     except Exception as error:  # most often a file of the trial's folder: the other trials can do without it

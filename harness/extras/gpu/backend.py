@@ -144,24 +144,6 @@ class Backend:
         train_once(parse_run(settings, name), self.folder / "runs", name)
         return read_history(self.folder / "runs" / "train" / name / EVENTS)
 
-    def train_arms(
-        self, name: str, settings: Mapping[str, Any], *, together: bool
-    ) -> tuple[float, dict[str, list[Any]]]:
-        """The seconds of three trials on one worker, and for each the completions of its first step."""
-        runs, file = self.folder / "runs", self.folder / f"{name}.yaml"
-        rates = {"optimizer.learning_rate": [1e-5, 2e-5, 3e-5]}
-        study = {"question": "Together or apart?", "name": name, "run": settings, "factors": rates, "seeds": [0]}
-        file.write_text(json.dumps(study), encoding="utf-8")
-        how, begin = "--together" if together else "--apart", self.now()
-        if status := _cohort("study", "run", file, "--workers", 1, how, "--runs", runs).wait():
-            raise RuntimeError(f"the study '{name}' ended with status {status}")
-        seconds, found = self.now() - begin, {}
-        for trial in sorted((runs / "studies" / name / "trials").iterdir()):
-            rate = json.loads((trial / "run.json").read_text())["spec"]["optimizer"]["learning_rate"]
-            lines = (trial / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
-            found[str(rate)] = [json.loads(line)["completion"] for line in lines]
-        return seconds, found
-
     def rates(self, dtype: torch.dtype) -> tuple[float, float]:
         """Operations a second of a large matrix product, and bytes a second that a copy reads and writes."""
         size = 8192 if self.on_gpu else 1024

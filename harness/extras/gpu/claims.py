@@ -270,20 +270,6 @@ def adapter_moves(backend: Backend) -> list[Number]:
     ]
 
 
-def together(backend: Backend) -> list[Number]:
-    run = backend.settings(**LORA, control=None)  # which no baseline may be
-    (seconds, apart), (fewer, common) = (
-        backend.train_arms(f"arms-{how}", run, together=how == "together") for how in ("apart", "together")
-    )
-    shares = [_equal(apart[arm], common[arm]) for arm in apart]
-    return [
-        Number("equal tokens of the first step", min(shares), least=0.5),
-        Number("together, starts included", fewer, "s"),
-        Number("apart", seconds, "s"),
-        Number("together / apart", fewer / seconds, most=1.1),
-    ]
-
-
 def resumes(backend: Backend) -> list[Number]:
     run = backend.settings(steps=4, **{"checkpoints.every": 2})
     whole = backend.train("whole", run)
@@ -402,7 +388,6 @@ CLAIMS: Sequence[Claim] = (
     Claim("seconds", "a step is as long as its products", 180, SECONDS, phases),
     Claim("algorithms", "each learns on the GPU as on the CPU", 240, ROUNDED, algorithms, ["gpu"]),
     Claim("lora-move", "the engine moves as far as the learner", 240, MERGED, adapter_moves),
-    Claim("together", "arms that share a model do as apart", 420, "as for batches; it saves loading a model", together),
     Claim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
     Claim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
     Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices, ["two"]),

@@ -136,7 +136,7 @@ def calibrate(study: StudySpec, runs: Path, scratch: Path, workers: int) -> None
         for name in os.environ.keys() & {TRACKING_URI, MIRROR}:  # nothing of a calibration is sent anywhere
             after.callback(os.environ.__setitem__, name, os.environ.pop(name))
         cut = parse_study(raw, f"study '{study.name}'")
-        status = run_study(cut, scratch, workers=workers, command="", together=False)
+        status = run_study(cut, scratch, workers=workers, command="")
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
     if bad := next((trial for trial in status.trials if trial.state != "complete"), None):

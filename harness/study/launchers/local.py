@@ -1,5 +1,4 @@
-"""Runs the worker processes of a study: starts them with their share of the cores, replaces dead ones, stops all
-together."""
+"""Runs the worker processes of a study: starts them with their share of the cores, replaces dead ones, stops all."""
 
 import itertools
 import json

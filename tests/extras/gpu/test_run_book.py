@@ -154,10 +154,6 @@ class Fake(Backend):
         steps = {1: (1.0, 0), 2: (off, 0)}
         return RunHistory(history=dict.fromkeys(("policy/loss", "policy/grad_norm", "policy/entropy"), steps))
 
-    def train_arms(self, name, settings, *, together):
-        texts = ["xyz", "uv"] if together and "other samples" in self.faults else ["abc", "de"]
-        return (9.0 if together and "slow together" in self.faults else 3.0), {str(n): texts for n in range(3)}
-
     def rates(self, dtype):
         return 1e9, 1e12
 
@@ -208,7 +204,6 @@ FAULTS = {
     "seconds": ("slow update", "update / arithmetic"),
     "algorithms": ("PPO differs", "CPU's (ppo)"),
     "lora-move": ("the adapter is not there", "engine's move"),
-    "together": ("other samples", "equal tokens"),
     "resume": ("killed differs", "the resumed run"),
     "checkpoint": ("slow disk", "writing"),
     "two-devices": ("devices-2 differs", "first step"),
@@ -224,7 +219,6 @@ OTHER_FAULTS = [
     ("sleep", "memory stays", "memory returned"),
     ("sleep", "memory leaks", "memory lost"),
     ("seconds", "slow grading", "grading's share"),
-    ("together", "slow together", "together / apart"),
     ("resume", "it begins anew", "attempts"),
 ]
 # Those of four in which the fault of a claim is planted; neighbours are in different ones.
@@ -267,11 +261,11 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
     claims = [
         BY_NAME[name]
-        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "together")
+        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "resume")
     ]
     found = found_of(replace(fake, **changes), claims)
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
-    assert all(found[claim].reason for claim in skipped) and found["together"].state == "PASS"
+    assert all(found[claim].reason for claim in skipped) and found["resume"].state == "PASS"
 
 
 def test_without_vllm_its_claims_are_skipped_with_what_to_install(fake):

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from .....tasks._answers import AnswerFormat, QuestionTask, last_resort_latex, write
+from .....tasks._answers import AnswerFormat, QuestionTask, write
 from .....tasks._child import GRACE_SECONDS, Begin, Children
 from .....tasks._data import stable_id
 from ....base.inputs import REVISION, Sources
@@ -124,9 +124,6 @@ class ReasoningGym(QuestionTask):
             text = text[: match.start()].rstrip()
         return "\n".join(line.rstrip() for line in text.splitlines()) or None
 
-    def read_unmarked(self, completion: str) -> Iterator[str]:
-        return last_resort_latex(completion)
-
     def equivalent(self, answer: str, other: str) -> bool:
         """For an answer and a gold answer, whether the verifier's score is 1; otherwise whether the texts agree."""
         if _TAG.search(answer):
@@ -141,9 +138,6 @@ class ReasoningGym(QuestionTask):
 
     def allow_overruns(self, count: float | None) -> float:
         return gym().allow_overruns(count)
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        return {}
 
     def _problems(self, split: str) -> Iterator[tuple[int, str, str, str | None]]:
         """(number, prompt, question, own answer) of a stream, without repeated prompts and those that it leaves out."""
