@@ -39,12 +39,6 @@ def test_a_curve_without_noise_is_found_again_whatever_the_unit_of_compute():
             assert values == pytest.approx(truth + np.array([0, 0, math.log(unit), 0]), abs=1e-5)
 
 
-def test_of_several_starts_the_one_that_ends_best_counts():
-    costs, truth = np.linspace(0, 1, 12)[None], np.array([0.7, 0.2, math.log(0.05), 1.5])
-    found, error = scaling._least_squares(costs, curve(truth, costs))  # another start ends at an error of 7e-4
-    assert found == pytest.approx(truth, abs=1e-5) and error < 1e-12
-
-
 def test_what_seeds_say_has_the_fit_as_its_mean():
     found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
     assert isinstance(found, Scaling)
@@ -256,15 +250,3 @@ def test_points_are_the_evaluations_that_all_seeds_share_at_what_was_spent_by_th
     costs, scores = scaling._points([SimpleNamespace(history=one) for one in histories], metric)
     assert costs.tolist() == [[0, 200, 200, 600], [0, 150, 150, 450]]
     assert scores.tolist() == [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.5]]
-
-
-def test_a_midpoint_without_an_upper_limit_is_finite():
-    found = scaling._exponential(statistics.Interval(0.0, -1.0, 5000.0))
-    assert (found.estimate, found.low, found.high) == pytest.approx((1.0, math.exp(-1), math.exp(700)))
-
-
-def test_the_gradients_are_those_of_the_curve():
-    parameters, costs, step = np.array([0.8, 0.3, math.log(0.2), math.log(1.5)]), np.array([0.0, 0.1, 0.3, 1.0]), 1e-6
-    for i, column in enumerate(np.eye(4) * step):
-        slope = (curve(parameters + column, costs) - curve(parameters - column, costs)) / (2 * step)
-        assert scaling._gradients(parameters, costs)[:, i] == pytest.approx(slope, abs=1e-8)
