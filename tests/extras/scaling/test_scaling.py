@@ -117,10 +117,10 @@ def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch):
     assert [one.arm for one in found.fits] == ["a", "b", "c"]
     # seeds 1 and 2: ceilings 0.1 and 0.4 higher, logarithms of midpoints 0.2 and 0.8; c has seed 3 alone
     higher, later = statistics.t_interval([0.1, 0.4]), statistics.t_interval([0.2, 0.8])
-    (one, two) = found.shifts
-    assert dataclasses.astuple(one.ceiling) == pytest.approx(dataclasses.astuple(higher))
-    assert (one.midpoint.low, one.midpoint.high) == pytest.approx((math.exp(later.low), math.exp(later.high)))
-    assert (one.arm, two) == ("a", scaling.Shift("c", None, None))
+    ceiling, midpoint = found.shifts["a"]
+    assert dataclasses.astuple(ceiling) == pytest.approx(dataclasses.astuple(higher))
+    assert (midpoint.low, midpoint.high) == pytest.approx((math.exp(later.low), math.exp(later.high)))
+    assert found.shifts.keys() == {"a", "c"} and found.shifts["c"] == (None, None)
 
 
 def curved_study(designs: dict[str, Design]) -> StudyRecord:
@@ -158,10 +158,9 @@ DESIGNS = {
 def test_a_higher_ceiling_and_a_slower_rise_are_told_apart_and_a_flat_arm_is_refused(tmp_path):
     record = curved_study(DESIGNS)
     found = scaled(record)
-    shifts = {shift.arm: shift for shift in found.shifts}
-    assert shifts["higher"].ceiling.low > 0 and shifts["higher"].midpoint.low < 1.1
-    assert shifts["slower"].midpoint.low > 1.1
-    assert shifts["slower"].ceiling.low < 0 < shifts["slower"].ceiling.high
+    assert found.shifts["higher"][0].low > 0 and found.shifts["higher"][1].low < 1.1
+    assert found.shifts["slower"][1].low > 1.1
+    assert found.shifts["slower"][0].low < 0 < found.shifts["slower"][0].high
     assert set(found.refused) == {"flat"}
     page = write_report(record, tmp_path, formats=()).html.read_text()
     for text in ('id="scaling"', "First half predicts", "Arms without a curve", "fitted curves"):

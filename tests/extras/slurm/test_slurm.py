@@ -15,7 +15,7 @@ import pytest
 from cohort.harness.api.study import Study, launcher
 from cohort.harness.cli.app import app
 from cohort.harness.extras.slurm import launcher as slurm
-from cohort.harness.extras.slurm.launcher import Slurm, sbatch_parameters
+from cohort.harness.extras.slurm.launcher import Slurm
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study.queue import study_status
@@ -143,7 +143,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
 )
 def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text):
     with pytest.raises(SpecError, match=r"launcher slurm (takes|must leave)"):
-        sbatch_parameters([text])
+        slurm.place([text], 0)
 
 
 SLURM = ["--launcher", "slurm", "--workers", "2"]
