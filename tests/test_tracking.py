@@ -9,9 +9,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from cohort.harness.study.plan import Plan
 from fake_trials import a_spec, a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
+from queues import wait_for
 
 COLUMN = "validation/accuracy"
 
@@ -87,13 +87,6 @@ def active_runs(runs: Path, experiment: str = "train") -> list[str]:
 def log_steps(log: RunLog, first: int, last: int, scale: float = 1.0) -> None:
     for step in range(first, last + 1):
         log.metrics(step, {COLUMN: scale * step / 100, "seconds/step": 0.5 + step})
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:
