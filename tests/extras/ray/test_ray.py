@@ -20,7 +20,7 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
 from fake_trials import a_study
 from queues import at_work, run
-from test_killed import check_same_values, mixed, values
+from test_killed import mixed, values
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
 
@@ -72,13 +72,13 @@ def test_an_interrupt_on_ray_lets_the_step_end(runs, shell):
 @needs_ray
 def test_real_runs_on_two_nodes_of_ray_equal_those_of_workers_here(tmp_path, new_runs, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    study, here, there = mixed("grid")[0], new_runs(tmp_path / "here"), new_runs(tmp_path / "ray")
+    study, here, there = mixed("grid"), new_runs(tmp_path / "here"), new_runs(tmp_path / "ray")
     run(study, here, execute=worker.EXECUTE)
     with two_ray_nodes() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         run(study, there, execute=worker.EXECUTE, cluster=Cluster())
     assert len(list((there / "studies/storm/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
-    check_same_values(values(there), values(here))
+    assert values(there) == values(here)
 
 
 # What a worker asks for
