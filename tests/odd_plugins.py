@@ -8,8 +8,7 @@ import math
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -37,21 +36,14 @@ def install(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(folder))
 
 
-def fork() -> None:
-    """A child that goes on as if it were the run."""
-    os.fork()
-
-
 # What any plugin may do besides its work.
 ACTS: Mapping[str, Callable[[], object]] = {
     "raise": lambda: 1 / 0,
     "exit": lambda: exec("raise SystemExit(3)"),
     "print": lambda: print("\x1b[2J\0 noise \ud800".encode("utf-8", "replace"), flush=True),
-    "fork": fork,
     "ignore signals": lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)],
     "change folder": lambda: os.chdir("/"),
     "seed": lambda: [random.seed(0), np.random.seed(0), torch.manual_seed(0)],
-    "hang": lambda: time.sleep(1e6),
 }
 
 
@@ -255,7 +247,3 @@ def process_kept():
         os.chdir(folder)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def seen(values: Sequence[Any]) -> Sequence[Any]:
-    return values

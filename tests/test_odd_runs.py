@@ -53,8 +53,9 @@ CHOICES = {
     "another prompt's tokens": "a prompt is not encoded again", "log-probs moved": "bounded by gates.mismatch_kl",
 }  # fmt: skip
 SHORT = {("reward", "nan"), ("reward", "float16"), ("steps", "inf"), ("task", "raise"), ("algorithm", "advantages nan"),
-         ("algorithm", "advantages other tokens"), ("algorithm", "seed"), ("engine", "groups in another order"),
-         ("engine", "log-prob nan"), ("engine", "too long")}  # fmt: skip
+         ("algorithm", "advantages other tokens"), ("algorithm", "seed"), ("reward", "change folder"),
+         ("engine", "groups in another order"), ("engine", "log-prob nan"), ("engine", "too few groups"),
+         ("engine", "log-prob of text"), ("engine", "too long")}  # fmt: skip
 
 
 def spec_of(kind: str, odd: str) -> RunSpec:

@@ -14,7 +14,7 @@ from cohort.harness.rewards.format import Format
 from cohort.harness.rewards.majority_vote import MajorityVote, majority_correct
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.repetition import Repetition
-from cohort.harness.run.grading import reward_metrics, score
+from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
 from cohort.harness.settings.errors import SpecError
@@ -327,3 +327,17 @@ def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, mo
     result = train(make_spec(**{**FEW, "cold_start": {"steps": 0}}), tmp_path, MemoryLog(), cache=cache)
     assert result.state == "invalid"
     assert re.search("reward 'accuracy' .* got nan for problem [0-9a-f]{16} in step 1; ", str(result.reason))
+
+
+@pytest.mark.parametrize(("weight", "value"), [(0.0, 1.01 * MOST_PAID), (10.0, 0.11 * MOST_PAID), (1.0, MOST_PAID)])
+def test_the_largest_value_is_paid_and_one_whose_square_may_overflow_float32_refused(weight, value):
+    class Large(Reward):
+        def score(self, group):
+            return [value, -value]
+
+    rewards, groups = {"large": Large(weight=weight)}, [graded_group([0, 1], [True, False])]
+    if value == MOST_PAID:
+        assert score(rewards, groups)[0].totals == [1e12, -1e12]
+        return
+    with pytest.raises(InvalidRun, match="reward 'large' must give"):
+        score(rewards, groups)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
-from cohort.algorithms._functional import KLEstimator, kl_estimate, to_go, token_rewards
+from cohort.algorithms._functional import to_go, token_rewards
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO
@@ -30,8 +30,6 @@ from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.settings.run import KLControl
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
@@ -43,7 +41,7 @@ Loss = Callable[..., tuple[Tensor, Any]]
 
 
 def rows() -> list[Row]:
-    return [*advantage_rows(), *loss_rows(), *other_rows()]
+    return [*advantage_rows(), *loss_rows()]
 
 
 # Advantages
@@ -355,73 +353,3 @@ def critic_loss(algorithm: PPO, case: Case) -> Numbers:
     total, _ = verl.compute_value_loss(leaf, returns, old, case.mask.double(), algorithm.value_clip)
     total.backward()
     return Numbers(total.detach(), leaf.grad)
-
-
-# KL estimators and the controller of its weight
-
-
-def far_apart(nats: float) -> list[Case]:
-    """Batches whose references lie up to so many nats from the policy."""
-    result = []
-    for case in cases():
-        old = case.batch.old_logprobs_BT
-        draw = torch.Generator().manual_seed(len(case.batch))
-        away = nats * (2 * torch.rand(case.mask.shape, generator=draw, dtype=torch.float64) - 1)
-        shifted = case.batch.ref_logprobs_BT.clone()
-        shifted[:, -away.shape[1] :] = (case.completion(case.logprobs_BT) + away) * case.mask
-        assert old is not None
-        result.append(Case(case.batch.replace(ref_logprobs_BT=shifted), case.logprobs_BT, case.values_BT))
-    return result
-
-
-def per_token(function: Callable[..., Tensor], case: Case) -> Numbers:
-    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
-    values = function(leaf, case.completion(case.batch.ref_logprobs_BT))
-    values.sum().backward()
-    return Numbers(values.detach(), leaf.grad)
-
-
-def our_kl(estimator: KLEstimator, case: Case) -> Numbers:
-    return per_token(partial(kl_estimate, estimator), case)
-
-
-def their_kl(estimator: str, case: Case) -> Numbers:
-    return per_token(partial(verl.kl_penalty, kl_penalty=estimator), case)
-
-
-def cut_at_ten(case: Case) -> Numbers:
-    ours = our_kl("k3", case)
-    return Numbers(ours.value.clamp(max=10), ours.gradient.masked_fill(ours.value > 10, 0))
-
-
-CONTROL = KLControl(schedule="adaptive", target=0.05)
-
-
-def kl_of(case: Case) -> float:
-    """Some KL between 0 and a few times the target."""
-    return case.values_BT.abs().mean().item() / 2
-
-
-def our_controller(case: Case) -> Numbers:
-    return Numbers(torch.tensor(adapted_kl_beta(CONTROL, 0.2, kl_of(case)), dtype=torch.float64))
-
-
-def their_controller(case: Case) -> Numbers:
-    # Their step is n_steps / horizon where ours is Ziegler et al.'s 0.1.
-    controller = verl.AdaptiveKLController(init_kl_coef=0.2, target_kl=0.05, horizon=640)
-    controller.update(kl_of(case), n_steps=64)
-    return Numbers(torch.tensor(float(controller.value), dtype=torch.float64))
-
-
-def other_rows() -> list[Row]:
-    estimators: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
-    near, far = partial(far_apart, 2.0), partial(far_apart, 15.0)
-    return [
-        *(
-            Row(f"KL estimator {k}, per token", f"kl_penalty({k})", near, partial(our_kl, k), partial(their_kl, k))
-            for k in estimators
-        ),
-        Row("KL estimator k3, up to 15 nats apart", "kl_penalty(k3)", far, partial(our_kl, "k3"),
-            partial(their_kl, "k3"), "they cut the estimate at 10 nats, with no gradient beyond", cut_at_ten),
-        Row("adaptive kl_beta", "AdaptiveKLController(horizon = 10 n_steps)", cases, our_controller, their_controller),
-    ]  # fmt: skip
