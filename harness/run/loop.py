@@ -125,8 +125,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 
 def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> dict[str, float]:
-    """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Rollouts`,
-    `seconds` is its time."""
+    """Add the costs of a step, with `lengths` as `Rollouts` has them, to the run's totals: those, as metrics."""
     totals, (sampled, trained, greedy) = run.totals, lengths
     counts = [count for _, completions in (*sampled, *greedy) for count in completions]
     totals.rollouts += len(counts)
@@ -154,8 +153,8 @@ def logged_evaluation(
     """Evaluate the policy, with the run's own settings or those of a test, and store the accuracies of the summary.
 
     Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
-    training; `test_NAME` and `start_NAME` for another test. For test problems, each problem's fraction and family are
-    logged too. The run's folder keeps all completions, so that the numbers can be verified.
+    training; `test_NAME` and `start_NAME` for another test. Of test problems each fraction and family is logged, and
+    the run's folder keeps all completions, so that the numbers can be verified.
     """
     start, log, area = run.now(), run.log, area or split
     kept = run.directory / completions_file(area, step) if ranks.rank() == 0 else None
