@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,10 @@ from cohort.harness.record.study import read_study
 from cohort.harness.run import loop
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import runner, steering, worker
-from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
 from queues import a_queue, at_work, check_as_undisturbed, completions, open_queue, run
-from zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -207,7 +205,8 @@ def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs,
 
 @pytest.mark.long
 @pytest.mark.attack("30 workers at their first claim")
-def test_30_workers_that_claim_at_once_take_a_trial_each(runs, zygote, record_property):
+@pytest.mark.usefixtures("alone")
+def test_30_workers_that_claim_at_once_take_a_trial_each(runs, record_property):
     (runs / "hold").touch()
     most = [0]
 
@@ -302,14 +301,11 @@ def values(runs: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def zygote(monkeypatch) -> Iterator[Zygote]:
-    """Of the workers of all studies here."""
+def alone(monkeypatch) -> None:
+    """Workers of one thread, which know the files of the tests, and no mirror."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
     monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
-    with contextlib.closing(Zygote()) as one:
-        monkeypatch.setattr(local, "start_worker", one.start_worker)
-        yield one
 
 
 def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
@@ -333,10 +329,11 @@ def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(3600)
-def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, zygote, record_property):
+@pytest.mark.usefixtures("alone")
+def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, monkeypatch, record_property):
     want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"
     kills.mkdir()
-    zygote.environment[kill_points.KILLS] = str(kills)
+    monkeypatch.setenv(kill_points.KILLS, str(kills))
     deadly = {"fakes": "fake", "clones": "steered"}.get(kind, "real")
     found = ended(kind, tmp_path / "runs", f"kill_points:{deadly}")
     places = {file.name for file in kills.iterdir() if not file.name.startswith("ended ")}

@@ -32,7 +32,8 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
 
 
 def test_a_majority_is_right_by_the_share_of_its_tied_classes_that_are():
-    for classes, expected in (([0, 0, 1, 2], 1.0), ([0, 0, 1, 1], 0.5), ([0, 1, 1, None], 0.0), ([None] * 4, 0.0)):
+    right, wrong = ([0, 0, 1, 2], [None, None, 0]), ([0, 1, 1, None], [None] * 4)
+    for classes, expected in (*((c, 1.0) for c in right), ([0, 0, 1, 1], 0.5), *((c, 0.0) for c in wrong)):
         assert majority_correct(graded_group(classes, [c == 0 for c in classes])) == expected
 
 

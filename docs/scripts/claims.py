@@ -31,7 +31,7 @@ import cohort
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FINDINGS = ROOT / "docs" / "claims.md", ROOT / "studies" / "claims"
-DEFINES = ("run", "factors", "arms", "components", "design", "reverse", "compare", "seeds", "metric", "claim")
+DEFINES = ("run", "factors", "arms", "components", "design", "compare", "seeds", "metric", "claim")
 INTRO = """\
 # Claims
 

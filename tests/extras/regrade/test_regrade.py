@@ -10,6 +10,7 @@ from cohort.tasks import _numbers
 from cohort.tasks._answers import first_readable
 from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.math import Math
+from test_cli import Shell
 
 TASK = GSM8K()
 
@@ -173,3 +174,19 @@ def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
         completion = f"Let us see. The answer is ${gold}$."
         assert task.extract(completion) is None
         assert task.equivalent(lenient(task, completion), gold)
+
+
+def test_stored_completions_are_graded_again(capsys, tmp_path):
+    cohort = Shell(capsys)
+    file = tmp_path / "cases.jsonl"
+    rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
+    file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--json") == 0
+    found = cohort.json()
+    assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
+    assert found["summaries"]["lenient"]["agreement"] == 1
+    assert found["disagreements"][0] == 2
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
+    assert "Graders disagree on" in cohort.out
+    assert "2 more rows" in cohort.out
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 2
