@@ -253,10 +253,6 @@ class Task(Section, ABC):
         Never raises, whatever the text, and takes bounded time and memory.
         """
 
-    def extract_lenient(self, completion: str) -> str | None:
-        """Like `extract`, but also an answer that is not marked as final. For regrading, not for rewards."""
-        return self.extract(completion)
-
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
@@ -291,10 +287,6 @@ class Task(Section, ABC):
         allowed last are left; 0 if comparisons have no limit.
         """
         return 0
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        """Graders of other libraries, for comparison: name -> (completion, gold) -> (answer, whether it is right)."""
-        return {}
 
     @abstractmethod
     def equivalent(self, answer: str, other: str) -> bool:

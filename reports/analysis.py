@@ -34,8 +34,8 @@ from .trials import (
     num_problems,
     score,
     search_of,
+    share_at,
     share_of_alpha,
-    stated,
     summarise,
     usable_trials,
     wanted_pairs,
@@ -49,26 +49,55 @@ ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """An arm minus the baseline over the seeds that both completed; intervals are None with fewer than 2.
+class Contrast:
+    """A weighted sum of arms over the seeds that all of them completed; intervals are None with fewer than 2.
 
-    differences  seed -> difference of the outcome
-    cells        the same by problem, seeds by problems, or None
-    family       number of p-values that Holm's correction spans
+    differences  seed -> the sum of the outcome, or of another metric
+    interval     the one stated in reports
+    tests        the intervals behind its p; empty without a test, as while planned seeds are to come
+    resolution   of the scores, as in `t_test`
+    variance     of one seed, and of one problem of `num_problems`; None with fewer than 2 seeds
+    cells        the same sums by problem, seeds by problems, or None
     share        the part of ALPHA that it may spend
     """
 
+    differences: Mapping[int, float]
+    interval: Interval | None
+    tests: Sequence[Interval] = ()
+    resolution: float = 0.0
+    variance: CrossedVariance | None = None
+    num_problems: int = 1
+    cells: Floats | None = field(default=None, compare=False)
+    share: float = 1.0
+
+    @property
+    def p(self) -> float:
+        """Of no difference: the largest of its tests', which is below 0.05 only if the widest interval excludes 0.
+
+        NaN without tests, or if one of them is: a difference without spread whose scores were not counted.
+        """
+        ps = [statistics.t_test(test, self.resolution) for test in self.tests]
+        return float(np.max(ps)) if ps else math.nan
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.differences.values())
+
+    @property
+    def estimate(self) -> float:
+        return float(np.mean(self.values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Contrast):
+    """An arm minus the baseline; `family` is the number of p-values that Holm's correction spans."""
+
     summary: ArmSummary = field(compare=False)
     baseline: ArmSummary = field(compare=False)
-    differences: Mapping[int, float]
-    cells: Floats | None = field(compare=False)
-    interval: Interval | None
-    p: float
-    p_adjusted: float
-    family: int
     outcome: Outcome
     rng_seed: int
-    share: float = 1.0
+    p_adjusted: float = math.nan
+    family: int = 1
     is_alone: bool = True  # all comparisons have this baseline, so that the arm names it
 
     @property
@@ -80,14 +109,6 @@ class Comparison:
         return self.arm if self.is_alone else f"{self.arm} - {self.baseline.label}"
 
     @property
-    def values(self) -> list[float]:
-        return list(self.differences.values())
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
     def bootstrap(self) -> Interval | None:
         return statistics.bootstrap_interval(self.values, self.rng_seed)
 
@@ -97,12 +118,7 @@ class Comparison:
 
     @property
     def student(self) -> Interval | None:
-        return bounded(self.over_seeds, self.outcome, least=-1.0)
-
-    @property
-    def over_seeds(self) -> Interval | None:
-        """Student's interval, which may leave the range of the outcome."""
-        return statistics.t_interval(self.values, self.share)
+        return bounded(statistics.t_interval(self.values, self.share), self.outcome, least=-1.0)
 
     @cached_property
     def improvement(self) -> Interval:
@@ -125,40 +141,10 @@ class Comparison:
 
         Empty without a known variance.
         """
-        if math.isnan(self.detectable) or not self.outcome.is_fraction:
+        if self.variance is None or math.isnan(self.detectable) or not self.outcome.is_fraction:
             return {}
-        variance, problems = CrossedVariance(float(np.var(self.values, ddof=1)), 0.0, 0.0), 1
-        if self.cells is not None:
-            variance, problems = statistics.crossed_variance(self.cells), self.cells.shape[1]
-        level, share = ALPHA / self.family, statistics.any_time_share if self.share < 1 else lambda _: 1.0
-        return {size: statistics.seeds_needed(size, variance, problems, level, share) for size in PLANNED_DIFFERENCES}
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """A weighted sum of arms over the seeds that all of them completed.
-
-    interval    the one stated in reports
-    tests       the intervals behind its p; empty without a test, as while planned seeds are to come
-    resolution  of the scores, as in `t_test`
-    variance    of one seed, and of one problem of `num_problems`; None with fewer than 2 seeds
-    """
-
-    differences: Mapping[int, float]
-    interval: Interval | None
-    tests: Sequence[Interval] = ()
-    resolution: float = 0.0
-    variance: CrossedVariance | None = None
-    num_problems: int = 1
-
-    @property
-    def p(self) -> float:
-        """Of no difference: the largest of its tests'; NaN without."""
-        return _p_value(self.tests, self.resolution)
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(list(self.differences.values())))
+        plan = self.variance, self.num_problems, ALPHA / self.family, share_at(self.share)
+        return {size: statistics.seeds_needed(size, *plan) for size in PLANNED_DIFFERENCES}
 
 
 @dataclass(frozen=True)
@@ -183,10 +169,11 @@ class ControlArm:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All numbers of a report. `comparisons` holds every arm that can be compared with the baseline, `usable` the
-    complete trials with a finite outcome.
+    """All numbers of a report; only `controls` includes control arms, even `record` leaves them out.
 
-    Only `controls` includes control arms; even `record` leaves them out.
+    usable       the complete trials with a finite outcome
+    comparisons  every arm that can be compared with the baseline
+    same         the arms that cannot differ from what they are compared with by construction: no hypothesis, so no p
     """
 
     record: StudyRecord
@@ -196,7 +183,8 @@ class Analysis:
     comparisons: Sequence[Comparison]
     gaps: Sequence[Gap]
     grid: Grid | None
-    controls: Sequence[ControlArm] = ()
+    controls: Sequence[ControlArm]
+    same: Sequence[str]
 
     @property
     def baseline(self) -> ArmSummary | None:
@@ -230,14 +218,17 @@ def analysed(record: StudyRecord) -> Analysis:
     by_label, references = {arm.label: arm for arm in arms}, record.references
     if not references and search_of(record) is None:
         references = dict.fromkeys(by_label, record.baseline)
+    twins = [(label, labels) for labels, _ in record.identical for label in labels]
+    same = [label for label, labels in twins if label != (to := references.get(label, label)) and to in labels]
     pairs = [(arm, by_label[to]) for arm in arms if (to := references.get(arm.label, arm.label)) in by_label]
-    effects, same = grid.effects if grid is not None else (), same_as_baseline(record)
     comparisons = [
-        replace(one, is_alone=not record.references, p=math.nan if one.arm in same else one.p)
+        replace(one, is_alone=not record.references, tests=() if one.arm in same else one.tests)
         for one in _compare(pairs, record, outcome, rng)
     ]
+    effects = grid.effects if grid is not None else ()
     # one that waits for seeds has no p yet, and yet its place in the family
-    p_values = [1.0 if math.isnan(one.p) and one.share < 1 and one.arm not in same else one.p for one in comparisons]
+    waits = [math.isnan(one.p) and one.share < 1 and one.arm not in same for one in comparisons]
+    p_values = [1.0 if waiting else one.p for one, waiting in zip(comparisons, waits, strict=True)]
     p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
@@ -257,45 +248,48 @@ def analysed(record: StudyRecord) -> Analysis:
         alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
         compared = _compare([(arm, summary) for arm in alike], everything, outcome, rng)
         found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
-    return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found)
-
-
-def same_as_baseline(record: StudyRecord) -> list[str]:
-    """The arms that cannot differ from what they are compared with by construction: no hypothesis, so no p."""
-    references = record.references or dict.fromkeys(record.arms, record.baseline)
-    pairs = [(label, references.get(label, label), labels) for labels, _ in record.identical for label in labels]
-    return [label for label, reference, labels in pairs if reference != label and reference in labels]
+    return Analysis(record, outcome, usable, arms, comparisons, _gaps(record, usable), grid, found, same)
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
     """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
     seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
-    interval = statistics.t_interval(list(sums.values()), share_of_alpha(record, seeds))
-    if interval is None or awaits_seeds(record, seeds):
-        return Contrast(sums, interval)
+    share = share_of_alpha(record, seeds)
+    if (interval := statistics.t_interval(list(sums.values()), share)) is None:
+        return Contrast(sums, None, share=share)
     spread = CrossedVariance(float(np.var(list(sums.values()), ddof=1)), 0.0, 0.0)
-    return Contrast(sums, interval, [interval], variance=spread)
+    return Contrast(sums, interval, () if awaits_seeds(record, seeds) else [interval], variance=spread, share=share)
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
     """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
-    found = contrast(analysis.record, {arm.label: arm.scores for arm in analysis.arms}, weights)
+    return _of_outcome(analysis.record, analysis.outcome, {arm.label: arm for arm in analysis.arms}, weights)
+
+
+def _of_outcome(
+    record: StudyRecord, outcome: Outcome, arms: Mapping[str, ArmSummary], weights: Mapping[str, float]
+) -> Contrast:
+    found = contrast(record, {label: arm.scores for label, arm in arms.items()}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
-    counted = analysis.arm(next(iter(weights))).num_problems
+    counted = arms[next(iter(weights))].num_problems
     found = replace(found, resolution=1 / counted if counted else 0.0)
-    cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
+    cells = [(weight, arms[label].cells_of(found.differences)) for label, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
-    if found.interval is None or len(weighted) < len(weights):
-        return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
+    if len(weighted) < len(weights):
+        return replace(found, interval=bounded(found.interval, outcome, *ends))
     summed = np.sum(weighted, axis=0)
-    share = found.interval.share
-    interval = bounded(statistics.cautious_interval(summed, share), analysis.outcome, *ends)
-    if not found.tests:
-        return replace(found, interval=interval)
-    tests = [*found.tests, *statistics.cautious_intervals(summed, share)[1:]]
-    spread = statistics.crossed_variance(summed)
-    return replace(found, interval=interval, tests=tests, variance=spread, num_problems=summed.shape[1])
+    if found.interval is None:
+        return replace(found, cells=summed)
+    intervals = statistics.cautious_intervals(summed, found.share)
+    return replace(
+        found,
+        interval=bounded(statistics.widest(intervals), outcome, *ends),
+        tests=[*found.tests, *intervals[1:]] if found.tests else (),
+        variance=statistics.crossed_variance(summed),
+        num_problems=summed.shape[1],
+        cells=summed,
+    )
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -347,35 +341,19 @@ def _compare(
     """Every arm with another that it shares a seed with, each in a separate family."""
     found = []
     for arm, baseline in pairs:
-        resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
-        differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
-        if arm is baseline or not differences:
+        if arm is baseline or arm.scores.keys().isdisjoint(baseline.scores):
             continue
-        cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
-        cells = None if cells is None or baseline_cells is None else cells - baseline_cells
-        share = share_of_alpha(record, differences)
-        interval = stated(list(differences.values()), cells, share)
-        has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
-        if interval and arm.interval and baseline.interval and interval.error == 0 and not has_spread:
+        both = {baseline.label: baseline, arm.label: arm}
+        one = _of_outcome(record, outcome, both, {baseline.label: -1.0, arm.label: 1.0})
+        interval = one.interval
+        is_fixed = all(value in (0.0, 1.0) for each in (arm, baseline) for value in each.values)
+        if interval and arm.interval and baseline.interval and interval.error == 0 and is_fixed:
             low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
-            interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
-        interval = bounded(interval, outcome, least=-1.0)
-        waits = awaits_seeds(record, differences)
-        tests = [statistics.t_interval(list(differences.values()), share)]
-        if cells is not None:
-            tests += statistics.cautious_intervals(cells, share)[1:]
-        p = math.nan if waits else _p_value([test for test in tests if test is not None], resolution)
-        rng_seed = int(rng.integers(2**32))
-        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, share))
+            interval = bounded(replace(interval, low=low, high=high), outcome, least=-1.0)  # as uncertain as both arms
+        given = vars(one) | {"interval": interval}
+        own = {"summary": arm, "baseline": baseline, "outcome": outcome, "rng_seed": int(rng.integers(2**32))}
+        found.append(Comparison(**given, **own))
     return found
-
-
-def _p_value(tests: Sequence[Interval], resolution: float) -> float:
-    """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
-
-    NaN if one of them is: a difference without spread whose scores were not counted.
-    """
-    return float(np.max([statistics.t_test(test, resolution) for test in tests])) if tests else math.nan
 
 
 def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:

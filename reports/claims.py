@@ -19,7 +19,7 @@ from . import statistics
 from .analysis import Analysis, Contrast, contrast, outcome_contrast
 from .prose import wording
 from .statistics import ALPHA
-from .trials import score
+from .trials import score, share_at
 
 Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = Mapping[str, float]
@@ -102,9 +102,8 @@ def _seeds_to_decide(found: Sequence[Contrast], region: tuple[float, float], alp
     most = 0
     for each in found:
         distance = min(abs(each.estimate - end) for end in region if math.isfinite(end))
-        share = statistics.any_time_share if each.tests[0].share < 1 else lambda _: 1.0
         assert each.variance is not None
-        needed = statistics.seeds_needed(distance, each.variance, each.num_problems, alpha, share)
+        needed = statistics.seeds_needed(distance, each.variance, each.num_problems, alpha, share_at(each.share))
         if needed is None:
             return " More than 200 seeds would be needed, or more problems, were the true value the measured one."
         most = max(most, needed, len(each.differences) + 1)

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
@@ -33,7 +32,7 @@ from .join import JoinedStudy
 from .page import page_drawings, page_values
 from .prose.wording import shorten
 from .section import sections
-from .statistics import Interval, t_interval
+from .statistics import Interval
 from .tables import FLOPS, comparison, table
 from .trials import score, setting, wanted_pairs
 
@@ -65,7 +64,6 @@ class ReportFiles:
     csv: Path
     markdown: Path
     answer: str
-    means: list[dict[str, Any]]  # of each arm and metric: arm, metric, seeds, mean, low, high
     colors: dict[str, str]  # of each arm in the figures
     claims: list[tuple[str, str]]  # each in a sentence, and its verdict
 
@@ -87,7 +85,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         "files": ["results.csv", *([CAPABILITY] if capable is not None else [])],
     }
     files = ReportFiles(
-        folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
+        folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"],
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
         [(claim.sentence, claim.verdict) for claim in claims],
     )  # fmt: skip
@@ -192,22 +190,6 @@ def latex(text: str) -> str:
     escaped = "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
     opening = "{}" if escaped.startswith(("[", "*")) else ""  # which the end of the row before would take for its own
     return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
-
-
-def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
-    """Mean and interval of each arm: of the outcome as in the report, of the other numbers Student's over seeds."""
-    rows = []
-    for arm in analysis.arms:
-        complete = [t for t in analysis.record.trials if t.arm == arm.label and t.seed in arm.scores]
-        numbers = {key: [t.summary[key] for t in complete if key in t.summary] for key in _PER_ARM}
-        found = {analysis.outcome.name: (len(arm.scores), arm.mean, arm.interval)} if arm.scores else {}
-        for key, values in numbers.items():
-            if values:
-                found[key] = (len(values), float(np.mean(values)), t_interval(values))
-        for metric, (seeds, mean, interval) in found.items():
-            low, high = _limits(interval)
-            rows.append({"arm": arm.label, "metric": metric, "seeds": seeds, "mean": mean, "low": low, "high": high})
-    return rows
 
 
 def capability_csv(found: Capabilities) -> str:

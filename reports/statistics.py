@@ -175,8 +175,11 @@ def cautious_interval(scores_SN: ArrayLike, share: float = 1.0) -> Interval | No
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
-    found = cautious_intervals(scores_SN, share)
-    return max(found, key=lambda interval: interval.high - interval.low, default=None)
+    return widest(cautious_intervals(scores_SN, share))
+
+
+def widest(intervals: Sequence[Interval]) -> Interval | None:
+    return max(intervals, key=lambda interval: interval.high - interval.low, default=None)
 
 
 def cautious_intervals(scores_SN: ArrayLike, share: float = 1.0) -> list[Interval]:
@@ -204,10 +207,7 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower. SciPy's takes whole
     numbers of successes only.
     """
-    z2 = NormalDist().inv_cdf(0.975) ** 2
-    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
-    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
-    return max(0.0, centre - spread), min(1.0, centre + spread)
+    return _wilson(fraction, count, NormalDist().inv_cdf(0.975))
 
 
 def fraction_interval(scores_SN: ArrayLike, num_problems: int = 0) -> Interval | None:
@@ -223,13 +223,10 @@ def fraction_interval(scores_SN: ArrayLike, num_problems: int = 0) -> Interval |
     if interval is None:
         return None
     mean, columns, t = interval.estimate, scores.shape[1], _t_quantile(0.025, interval.df)
-    spread = mean * (1 - mean)
-    count = spread / interval.error**2 if interval.error > 1e-9 else float(columns)
+    count = mean * (1 - mean) / interval.error**2 if interval.error > 1e-9 else float(columns)
     if min(count, num_problems or columns) * min(mean, 1 - mean) < RARE:
         count = min(count, columns)
-    centre = (mean + t**2 / (2 * count)) / (1 + t**2 / count)
-    half = t * math.sqrt(spread / count + t**2 / (4 * count**2)) / (1 + t**2 / count)
-    return Interval(mean, max(centre - half, 0.0), min(centre + half, 1.0), interval.error, interval.df)
+    return Interval(mean, *_wilson(mean, count, t), interval.error, interval.df)
 
 
 def crossed_variance(scores_SN: ArrayLike) -> CrossedVariance:
@@ -389,6 +386,13 @@ def _mean_squares(scores: Floats) -> tuple[float, float, float]:
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(optimize.root_scalar(function, bracket=(low, high)).root)
+
+
+def _wilson(fraction: float, count: float, quantile: float) -> tuple[float, float]:
+    scale = 1 + quantile**2 / count
+    centre = (fraction + quantile**2 / (2 * count)) / scale
+    half = quantile * math.sqrt(fraction * (1 - fraction) / count + quantile**2 / (4 * count**2)) / scale
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def _t_interval(estimate: float, error: float, df: float, share: float) -> Interval:

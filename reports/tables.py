@@ -259,7 +259,7 @@ def claims(found: Sequence[JudgedClaim]) -> Table:
         if verdict == "not tested":
             p, verdict = "", f"{verdict} here"
         rows.append([sentence, one.predicted, one.measured, p, Cell([(verdict, "")], f"claim {look}")])
-    return table(["JudgedClaim", "<Predicted", "<Measured here", _HOLM, "<Verdict"], rows)
+    return table(["Claim", "<Predicted", "<Measured here", _HOLM, "<Verdict"], rows)
 
 
 def statistics(analysis: Analysis) -> Mapping[str, Table]:

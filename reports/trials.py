@@ -5,7 +5,7 @@ so it decides if it is known.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +101,11 @@ def share_of_alpha(record: StudyRecord, seeds: Collection[int]) -> float:
     """
     is_open = record.any_time or not set(record.added).isdisjoint(seeds) or awaits_seeds(record, seeds)
     return statistics.any_time_share(len(seeds)) if is_open and search_of(record) is None else 1.0
+
+
+def share_at(share: float) -> Callable[[int], float]:
+    """Number of seeds -> the part of ALPHA that they may spend in a study that gives this part to those it has."""
+    return statistics.any_time_share if share < 1 else lambda _: 1.0
 
 
 def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
@@ -216,6 +221,8 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         cells = statistics.in_blocks(cells, outcome.blocks)
     values, count = list(scores.values()), num_problems(mine, outcome)
     share = share_of_alpha(record, scores)
+    student = statistics.t_interval(values, share)
+    over_all = student if cells is None else statistics.cautious_interval(cells, share)
     gains = []
     for trial in mine:
         series, last = trial.history.get(record.metric, ()), score(trial, record.metric)
@@ -233,20 +240,13 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         scores=scores,
         cells=cells,
         num_problems=count,
-        interval=bounded(stated(values, cells, share), outcome, num_problems=count),
-        student=bounded(statistics.t_interval(values, share), outcome),
+        interval=bounded(over_all, outcome, num_problems=count),
+        student=bounded(student, outcome),
         gain=bounded(gained, outcome, least=-1.0),
         gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
         rng_seed=int(rng.integers(2**32)),
         costs={key: float(max(v) if key == "peak_memory_bytes" else np.mean(v)) for key, v in spent.items() if v},
     )
-
-
-def stated(values: Sequence[float], cells: Floats | None, share: float = 1.0) -> Interval | None:
-    """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
-    if cells is None:
-        return statistics.t_interval(values, share)
-    return statistics.cautious_interval(cells, share)
 
 
 def bounded(

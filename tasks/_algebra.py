@@ -5,8 +5,8 @@ compared entry by entry, a tuple may state a column vector, and chains of inequa
 Inequalities joined by `or` are equal to the same set and to no list of them; `cases` are compared row by row, in any
 order; odd roots are real, so that `\sqrt[3]{x^2}` is `x^{2/3}`; `\gamma` is a variable and no constant.
 
-The size of an expression and its value at a point are computed before algebra spends time on it. Both depend only on
-the expression, never on the machine, so a run that continues elsewhere gets the same decisions.
+The size of an expression and its value at a point are computed before algebra spends time on it. Both depend on the
+expression alone, so a run that continues elsewhere gets the same decisions.
 """
 
 import hashlib
@@ -63,12 +63,15 @@ parser.parse_expr_cached = _refuse  # pyright: ignore[reportAttributeAccessIssue
 Stage = Callable[[int], None]
 
 
-def prepare(comparison: str, cpu_seconds: str, wall_seconds: str) -> Callable[..., str]:
+def prepare(cpu_seconds: str, wall_seconds: str) -> Callable[..., str]:
     """The function that answers with a verdict: `equal`, `different` or `unparsable`."""
+    hasten()
+    return judging(compare, cpu_seconds, wall_seconds)
+
+
+def judging(judge: Callable[[str, str, Stage], str], cpu_seconds: str, wall_seconds: str) -> Callable[..., str]:
+    """The same, by a function that compares."""
     logging.disable(logging.CRITICAL)
-    if comparison == "own":
-        hasten()
-    judge = compare if comparison == "own" else compare_as_library
 
     def answer(begin: Begin, kind: str, first: str, second: str) -> str:
         def stage(text: int) -> None:
@@ -105,10 +108,8 @@ def compare(first: str, second: str, begin: Stage) -> str:
 
 
 def hasten() -> None:
-    """Let math-verify solve an equation once, and simplify no difference that a point shows not to be zero.
-
-    Verdicts stay; two equations take a tenth of a second without, mostly for work that each comparison repeats.
-    """
+    """Let math-verify solve an equation once, and simplify no difference that a point shows not to be zero: the same
+    verdicts, without work that each comparison repeats."""
     solve, is_zero = grader.solve, grader.sympy_symbolic_eq
 
     @lru_cache(maxsize=1024)
@@ -120,18 +121,6 @@ def hasten() -> None:
 
     grader.solve = lambda relation, symbols: solved(relation, frozenset(symbols))
     grader.sympy_symbolic_eq = lambda first, second: not surely_differ(first, second) and is_zero(first, second)
-
-
-def compare_as_library(gold: str, completion: str, begin: Stage) -> str:
-    """The verdict on whether a completion states the gold answer, by math-verify alone."""
-    begin(0)
-    expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
-    begin(1)
-    found = math_verify.parse(completion, parsing_timeout=0)
-    begin(0)
-    if not found:
-        return UNPARSABLE
-    return "equal" if math_verify.verify(expected, found, timeout_seconds=None) else "different"
 
 
 def num_digits(value: Any) -> float:
@@ -207,7 +196,7 @@ def _read(text: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    for name in ("gamma", "Gamma"):  # else both are Euler's constant, as they stay in `compare_as_library`
+    for name in ("gamma", "Gamma"):  # else both are Euler's constant
         symbols.sympy_singleton_map.pop(name, None)
     # Not math_verify.parse: it ignores case.
     return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_AS_WRITTEN)

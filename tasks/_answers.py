@@ -12,17 +12,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..harness.interfaces import Task
-from . import _latex, _numbers
+from . import _numbers
 
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 
-TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
-LIBRARY_CHARS = 20_000  # math-verify's patterns are slow on more, and the end of a completion states its answer
-FOUND = "(found by math-verify)"  # the library gives its verdict only
-
 
 class AnswerTask(Task):
-    """Answers are numbers; a subclass with others overrides `read`, `read_unmarked` and `equivalent`."""
+    """Answers are numbers; a subclass with others overrides `read` and `equivalent`."""
 
     answer_format: AnswerFormat = Field(
         default="hash", description="how the prompt and the worked solutions ask for or state answers"
@@ -32,26 +28,15 @@ class AnswerTask(Task):
         """The answer that a text at a marker states, in canonical spelling, or None."""
         return _numbers.canonical(text)
 
-    def read_unmarked(self, completion: str) -> Iterator[str]:
-        """Guesses at the answer of a completion without a marker, the best first."""
-        return last_resort(completion)
-
     def extract(self, completion: str) -> str | None:
         """The answer at the marker of the configured format, or else at another's."""
-        return first_readable(stated(self._own(completion), self.answer_format), self.read)
-
-    def extract_lenient(self, completion: str) -> str | None:
-        answer = self.extract(completion)
-        return first_readable(self.read_unmarked(self._own(completion)), self.read) if answer is None else answer
+        return first_readable(stated(self.own_part(completion), self.answer_format), self.read)
 
     def format_score(self, completion: str) -> float:
-        """0, 0.5 or 1.
-
-        `####` and boxes score 1 with something in the marker. Tags score 1 for one `<think>` pair and then one
-        `<answer>` pair that is not empty, with only white space around them, and 0.5 if at least one of the pairs is
-        right.
+        """`####` and boxes score 1 with something in the marker, else 0. Tags score 1 for one `<think>` pair and then
+        one `<answer>` pair that is not empty, with only white space around them, and 0.5 if one of the pairs is right.
         """
-        completion = self._own(completion)
+        completion = self.own_part(completion)
         if self.answer_format != "think_answer":
             return 1.0 if _READERS[self.answer_format](completion) else 0.0
         think, answer = _only_pair(completion, "think"), _only_pair(completion, "answer")
@@ -64,10 +49,7 @@ class AnswerTask(Task):
         value = _numbers.number(answer)
         return answer == other or (value is not None and value == _numbers.number(other))
 
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        return {"math_verify": math_verify}
-
-    def _own(self, completion: str) -> str:
+    def own_part(self, completion: str) -> str:
         """The part of a completion that is about its problem."""
         return completion
 
@@ -131,39 +113,6 @@ def write(answer_format: AnswerFormat, reasoning: str, answer: str, *, separator
     return f"<think>{separator}{reasoning}{separator}</think>{separator}<answer>{answer}</answer>"
 
 
-def last_resort(completion: str) -> Iterator[str]:
-    """Texts that may state an unmarked number, the best first: the rest of the sentence after the last "answer is",
-    the same after the last "= ", and the last number."""
-    tail = completion[-TAIL_CHARS:]
-    for phrase in (_ANSWER_IS, _EQUALS):
-        sentence = _SENTENCE_END.split(_after_last(phrase, tail), maxsplit=1)[0]
-        yield from [sentence, *_NUMBER.findall(sentence)[:1]] if sentence else ()
-    yield from _NUMBER.findall(tail)[-1:]
-
-
-def last_resort_latex(completion: str) -> Iterator[str]:
-    """Texts that may state unmarked mathematics, the best first: the rest of the sentence after the last "answer is",
-    the last `$...$`, and the last number."""
-    tail = completion[-TAIL_CHARS:]
-    rest = _after_last(_ANSWER_IS, tail)
-    formula = _FORMULA.match(rest)
-    if text := formula[1] if formula else _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" $*."):
-        yield text
-    yield from _FORMULA.findall(tail)[-1:]
-    yield from _NUMBER.findall(tail)[-1:]
-
-
-def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:
-    """math-verify alone, for comparison and never for a reward: (FOUND or None, whether the answer is right).
-
-    The library (version 0.9.0) finds the answer itself, reads LaTeX and plain numbers with its defaults, and compares
-    one way, as its users do. Departure: it does not read expressions without LaTeX, such as `2*(3+4)`, because it would
-    evaluate their text as Python. A text that exceeds the limits of a checker counts as unanswered.
-    """
-    verdict = _latex.checker("library").compare(gold, completion[-LIBRARY_CHARS:])
-    return (None if verdict == "unparsable" else FOUND), verdict == "equal"
-
-
 def _only_pair(text: str, tag: str) -> re.Match[str] | None:
     """The tag's pair, with its content as the first group, if the tag opens once and then closes once."""
     is_single = text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
@@ -191,16 +140,4 @@ _READERS: Mapping[AnswerFormat, Callable[[str], str | None]] = {
     "hash": _after_hash,
 }
 
-# The Chinese words are "the answer is" and "answer:".
-_ANSWER_IS = re.compile(r"\banswer(?:\s{1,9}is\b|\s{0,9}:)|\u7b54\u6848?(?:\u662f|\u4e3a|[:\uff1a])", re.I)
-_EQUALS = re.compile(r"=\s")
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
-_FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
 _BOTH_PAIRS = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.S)  # where each is there once
-_SENTENCE_END = re.compile(r"\.(?=\s)|[\n\u3002]")
-
-
-def _after_last(phrase: re.Pattern[str], text: str) -> str:
-    """The text after the last match of the phrase, without space, colons and stars between; empty without a match."""
-    end = max((match.end() for match in phrase.finditer(text)), default=None)
-    return "" if end is None else text[end:].lstrip(" \t\n:*")

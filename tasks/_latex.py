@@ -29,38 +29,30 @@ class Checker(Children):
 
     A question that is stopped is `unparsable`. Limits are the last resort: large expressions are refused first by their
     size, which does not depend on the machine. A text that spent its processor time or memory, when it was read or as
-    the larger of two, is not tried again.
-
-    comparison                 by our own rules, or by math-verify's alone of (gold, completion)
-    cpu_seconds, wall_seconds  limits of each stage of a question: read the first, read the second, compare
+    the larger of two, is not tried again. `work` is the module that judges; the limits are of each stage of a question:
+    read the first, read the second, compare.
     """
 
-    def __init__(
-        self, comparison: Literal["own", "library"] = "own", cpu_seconds: float = 3.0, wall_seconds: float = 5.0
-    ):
+    def __init__(self, work: str = f"{__package__}._algebra", *, cpu_seconds: float = 3.0, wall_seconds: float = 5.0):
+        wait = wall_seconds + GRACE_SECONDS
         super().__init__(
-            f"{__package__}._algebra", comparison, cpu_seconds, wall_seconds,
-            cpu_seconds=cpu_seconds, wait_seconds=wall_seconds + GRACE_SECONDS, memory_bytes=2**30,
-        )  # fmt: skip
-        self.comparison = comparison
+            work, cpu_seconds, wall_seconds, cpu_seconds=cpu_seconds, wait_seconds=wait, memory_bytes=2**30
+        )
         self.counts: Counter[Verdict] = Counter()  # verdicts on comparisons, also those known before
         self._spent: OrderedDict[str, None] = OrderedDict()
 
     def compare(self, first: str, second: str) -> Verdict:
-        """The verdict on whether two expressions are equal in both directions of math-verify's comparison.
-
-        By the library alone: on whether the second text, a completion, states the first, the gold answer.
-        """
-        pair = (first, second) if self.comparison == "library" else sorted((first, second))
-        verdict = self._verdict("compare", *pair)
+        """The verdict on whether two expressions are equal in both directions of math-verify's comparison."""
+        verdict = self.verdict("compare", *sorted((first, second)))
         self.counts[verdict] += 1
         return verdict
 
     def is_worked_out(self, answer: str, gold: str) -> bool:
         """Whether an answer that equals the gold answer leaves no work that the gold answer does not leave."""
-        return self._verdict("is_worked_out", answer, gold) == "equal"
+        return self.verdict("is_worked_out", answer, gold) == "equal"
 
-    def _verdict(self, kind: str, *pair: str) -> Verdict:
+    def verdict(self, kind: str, *pair: str) -> Verdict:
+        """The verdict on a question of this kind, `unparsable` without any."""
         if not self._spent.keys().isdisjoint(pair):
             return "unparsable"
         reply = self.ask(kind, *pair)
@@ -69,7 +61,7 @@ class Checker(Children):
         return reply.answer or "unparsable"
 
 
-checker = cache(Checker)  # those that this process shares
+checker = cache(Checker)  # which this process shares
 
 
 def equivalent(answer: str, other: str) -> bool:
@@ -97,10 +89,8 @@ def equivalent(answer: str, other: str) -> bool:
 
 
 def is_answered(answer: str, question: str, gold: str | None) -> bool:
-    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question.
-
-    The text of the gold answer counts, in whatever order. Without gold only a copy that leaves work is no answer.
-    """
+    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question; gold's
+    own text counts, in any order. Without gold only a copy that leaves work is no answer."""
     text = _tidy(answer)
     if label := _LABELLED.fullmatch(text):
         return bool(gold and _LETTER.fullmatch(_tidy(gold))) or is_answered(label[2], question, gold)

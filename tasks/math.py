@@ -6,13 +6,13 @@ another `path`. `math500` is this task with MATH-500 as its test split.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from . import _latex
-from ._answers import AnswerFormat, last_resort_latex, stated, write
+from ._answers import AnswerFormat, stated, write
 from ._data import BadRow, DatasetTask, DataSource, Problem, Row, text_field
 
 
@@ -71,9 +71,6 @@ class Math(DatasetTask):
 
     def read(self, text: str) -> str | None:
         return (_latex.canonical(text) or None) if len(text) <= _latex.MAX_CHARS else None
-
-    def read_unmarked(self, completion: str) -> Iterator[str]:
-        return last_resort_latex(completion)
 
     def num_unparsable(self) -> int:
         return _latex.checker().counts["unparsable"]

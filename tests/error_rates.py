@@ -185,26 +185,6 @@ def missing_problems(rng: Generator, num_seeds: int) -> bool:
     return _answered(with_trials(record, some))
 
 
-def unequal_budgets(rng: Generator, num_seeds: int) -> bool:
-    """Five arms against a baseline that train for 5, 10 or 20 steps; the less an arm has trained, the more its seeds
-    differ."""
-    steps = (5, 10, 20, 5, 10, 20)
-    spread = [UNEQUAL[2 - (5, 10, 20).index(one)] for one in steps]
-    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, seed_deviations=spread))
-
-    def trained(trial: TrialRecord) -> dict[str, Any]:
-        last = steps[record.arms.index(trial.arm)]
-        curve = [(step, 0.4 + 0.1 * step / last) for step in range(0, last + 1, 5)]
-        costs = {"generated_tokens": 1000.0 * last, "flops_train": 1e9 * last, "optimizer_steps": float(last)}
-        return {
-            "spec": {**trial.spec, "steps": last},
-            "history": {**trial.history, "validation/accuracy": curve, "test/accuracy": [(last, 0.5)]},
-            "summary": {**trial.summary, **costs},
-        }
-
-    return _answered(with_trials(record, trained))
-
-
 def joined(rng: Generator, num_seeds: int) -> bool:
     """Two studies that share their seeds, and with them a part of their luck; the second has more of them."""
     counts = (num_seeds, num_seeds + 3)
@@ -237,30 +217,6 @@ def _looks(num_seeds: int, any_time: bool, record: Callable[[int], StudyRecord])
     for count in (look for look in LOOKS if look <= num_seeds):
         added = list(range(LOOKS[0], count))
         yield analysed(dataclasses.replace(record(count), any_time=any_time, added=added, looks=[3] if added else []))
-
-
-def limited_operations(rng: Generator, num_seeds: int, by_problem: bool) -> Iterator[Analysis]:
-    """Five arms and a baseline with 10, 5 or 20 steps, or with a limit of operations that ends each run elsewhere.
-
-    All of them end at the same accuracy; the shorter they train, the more their seeds differ.
-    """
-    steps = np.resize([10, 5, 20], 6)
-    scores = random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6 * by_problem, seed_deviations=UNEQUAL)
-    record = _scored(_record(_arms, 6, num_seeds), scores)
-
-    def limited(trial: TrialRecord) -> dict[str, Any]:
-        arm = record.arms.index(trial.arm)
-        last = int(steps[arm] if arm < 3 else rng.integers(steps[arm] // 2, steps[arm] + 1))
-        final = trial.summary["test_accuracy"]
-        curve = [(step, final * step / last) for step in range(last)] + [(last, final)]
-        return {
-            "history": {"validation/accuracy": curve, **({"test/accuracy": [(last, final)]} if by_problem else {})},
-            "summary": {"test_accuracy": final, "flops_total": 1e12 * last} if by_problem else {},
-            "per_problem": trial.per_problem if by_problem else {},
-            "spec": {**trial.spec, "steps": int(steps[arm]), "max_flops": None if arm < 3 else 1e12 * int(steps[arm])},
-        }
-
-    yield analysed(with_trials(record, limited))
 
 
 def averaged(rng: Generator, num_seeds: int, last: int = 3) -> Iterator[Analysis]:
@@ -436,8 +392,6 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
     "imported": ((2, 3, 5, 10), imported),
     "imported, families of 8": ((2, 3, 5, 10), partial(imported, families=True)),
-    "unequal limits of operations": ((3, 5, 10), partial(limited_operations, by_problem=True)),
-    "unequal limits of operations, seeds alone": ((3, 5, 10), partial(limited_operations, by_problem=False)),
     "mean of 3 evaluations": ((3, 4, 6), averaged),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
@@ -446,7 +400,6 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "a family of half, others of 2": partial(related, sizes=(64, *(2,) * 32)),
     "5 families of 24": partial(related, sizes=(24,) * 5),
     "families of one": partial(related, sizes=(1,) * 64),
-    "5 arms, unequal budgets": unequal_budgets,
     "not below, difference of the margin": partial(
         margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
     ),

@@ -74,6 +74,7 @@ def answers(s, words, given):
         "policy_loss": policy_loss(now),
         "gradient": differences(policy_loss, now),
         "clip_fraction": reported(lambda b, t: cut(s, words, given, b, t, advantages[b][t])),
+        "entropy": reported(lambda b, t: given["entropy"][b][t]),
         "kl_old": reported(lambda b, t: k("k3", given["old"][b][t], now[b][t])),
     }
     if words["advantage"].startswith("GAE"):

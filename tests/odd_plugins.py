@@ -8,8 +8,7 @@ import math
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -37,21 +36,14 @@ def install(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(folder))
 
 
-def fork() -> None:
-    """A child that goes on as if it were the run."""
-    os.fork()
-
-
 # What any plugin may do besides its work.
 ACTS: Mapping[str, Callable[[], object]] = {
     "raise": lambda: 1 / 0,
     "exit": lambda: exec("raise SystemExit(3)"),
     "print": lambda: print("\x1b[2J\0 noise \ud800".encode("utf-8", "replace"), flush=True),
-    "fork": fork,
     "ignore signals": lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)],
     "change folder": lambda: os.chdir("/"),
     "seed": lambda: [random.seed(0), np.random.seed(0), torch.manual_seed(0)],
-    "hang": lambda: time.sleep(1e6),
 }
 
 
@@ -72,22 +64,111 @@ NUMBERS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+SCORES: Mapping[str, Callable[[Any], Any]] = {
+    "too few": lambda values: values[:-1], "too many": lambda values: [*values, 0.0],
+    "a dict": lambda values: dict(enumerate(values)), "a generator": lambda values: (value for value in values),
+    "a word": lambda values: "1234"[: len(values)], "nothing": lambda values: None, "a tensor": torch.tensor,
+    "a matrix": lambda values: torch.tensor([values]),
+    "on no device": lambda values: torch.tensor(values, device="meta"),
+    **{name: lambda values, odd=odd: [*values[:-1], odd] for name, odd in NUMBERS.items()},
+}  # fmt: skip
+STEPS: Mapping[str, Callable[[Any], Any]] = {
+    "too few": lambda values: values[:-1], "too many": lambda values: [*values, []], "nothing": lambda values: None,
+    "no pairs": lambda values: [[1.0]] * len(values), "a place of text": lambda values: [[("1", 1.0)]] * len(values),
+    "a place before the text": lambda values: [[(-5, 1.0)]] * len(values),
+    "a place after the text": lambda values: [[(10**9, 1.0)]] * len(values),
+    "a place that is no number": lambda values: [[(math.nan, 1.0)]] * len(values),
+    **{name: lambda values, odd=odd: [*values[:-1], [(0, odd)]] for name, odd in NUMBERS.items()},
+}  # fmt: skip
+ANSWERS = {"answer number": 4, "answer bytes": b"4", "answer list": ["4"], "answer nan": math.nan}
+VERDICTS = {"equal nan": math.nan, "equal text": "no", "equal none": None, "equal array": np.array([True, False])}
+
+
+def with_a_nan(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    values[0, -1] = math.nan
+    return values
+
+
+CREDIT: Mapping[str, Callable[[Batch, torch.Tensor], Any]] = {
+    "advantages nan": lambda batch, values: batch.replace(advantages_BT=with_a_nan(values)),
+    "advantages inf": lambda batch, values: batch.replace(advantages_BT=values + math.inf),
+    "advantages none": lambda batch, values: batch.replace(advantages_BT=None),
+    "advantages float64": lambda batch, values: batch.replace(advantages_BT=values.double()),
+    "advantages whole": lambda batch, values: batch.replace(advantages_BT=values.long()),
+    "advantages of rows": lambda batch, values: batch.replace(advantages_BT=values[:, 0]),
+    "advantages of a column": lambda batch, values: batch.replace(advantages_BT=values[:, :1]),
+    "advantages of a row less": lambda batch, values: batch.replace(advantages_BT=values[:-1]),
+    "advantages list": lambda batch, values: batch.replace(advantages_BT=values.tolist()),
+    "advantages on no device": lambda batch, values: batch.replace(advantages_BT=values.to("meta")),
+    "advantages of prompts": lambda batch, values: batch.replace(advantages_BT=values + 1.0),
+    "advantages alone": lambda batch, values: values, "advantages nothing": lambda batch, values: None,
+    "advantages of half": lambda batch, values: batch.rows(torch.arange(len(batch) // 2)),
+    "advantages other tokens": lambda batch, values: batch.replace(tokens_BT=batch.tokens_BT * 0),
+}  # fmt: skip
+LOSS: Mapping[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], Any]] = {
+    "loss nan": lambda loss, metrics: (loss * math.nan, metrics),
+    "loss inf": lambda loss, metrics: (loss + math.inf, metrics), "loss number": lambda loss, metrics: (0.5, metrics),
+    "loss alone": lambda loss, metrics: loss, "loss nothing": lambda loss, metrics: None,
+    "loss vector": lambda loss, metrics: (loss.expand(3), metrics),
+    "loss detached": lambda loss, metrics: (loss.detach(), metrics),
+    "loss on no device": lambda loss, metrics: (loss.to("meta"), metrics),
+    "loss without metrics": lambda loss, metrics: (loss, {}),
+    "loss metric number": lambda loss, metrics: (loss, dict.fromkeys(metrics, 0.5)),
+    "loss metric nan": lambda loss, metrics: (loss, dict.fromkeys(metrics, loss.detach() * math.nan)),
+    "loss metric vector": lambda loss, metrics: (loss, dict.fromkeys(metrics, loss.detach().expand(3))),
+    "loss hidden nan": lambda loss, metrics: (loss * math.nan, metrics | {"policy/loss": torch.tensor(0.0)}),
+}  # fmt: skip
+WEIGHTS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "loss weights nan": lambda weights: weights * math.nan, "loss weights of rows": lambda weights: weights[:, 0],
+    "loss weights doubled": lambda weights: weights * 2, "loss weights zero": lambda weights: weights * 0,
+    "loss weights nothing": lambda weights: None,
+}  # fmt: skip
+ROLLOUTS: Mapping[str, Callable[[Rollout], dict[str, Any]]] = {  # what is different in the first rollout
+    "no tokens": lambda one: {"token_ids": (), "logprobs": ()},
+    "a log-prob less": lambda one: {"logprobs": one.logprobs[1:]}, "no log-probs": lambda one: {"logprobs": ()},
+    "log-prob nan": lambda one: {"logprobs": (math.nan, *one.logprobs[1:])},
+    "log-prob inf": lambda one: {"logprobs": (-math.inf, *one.logprobs[1:])},
+    "log-prob of text": lambda one: {"logprobs": ("0", *one.logprobs[1:])},
+    "log-probs moved": lambda one: {"logprobs": tuple(value - 1 for value in one.logprobs)},
+    "a token below": lambda one: {"token_ids": (-1, *one.token_ids[1:])},
+    "a token above": lambda one: {"token_ids": (10**6, *one.token_ids[1:])},
+    "a token of text": lambda one: {"token_ids": ("1", *one.token_ids[1:])},
+    "no text": lambda one: {"text": None}, "bytes": lambda one: {"text": b"4"},
+    "another text": lambda one: {"text": "#### 7"}, "no end": lambda one: {"finish_reason": "nonsense"},
+    "another end": lambda one: {"finish_reason": "length" if one.finish_reason == "stop" else "stop"},
+    "too long": lambda one: {"token_ids": one.token_ids * 40, "logprobs": one.logprobs * 40},
+}  # fmt: skip
+
+
+def without(group: Group, kept: int) -> Group:
+    """The group without its first rollouts."""
+    return dataclasses.replace(group, rollouts=group.rollouts[kept:])
+
+
+GROUPS: Mapping[str, Callable[[list[Group]], Any]] = {
+    "too few groups": lambda groups: groups[:-1], "too many groups": lambda groups: [*groups, groups[0]],
+    "no groups": lambda groups: [], "nothing": lambda groups: None,
+    "groups in another order": lambda groups: groups[::-1], "one group twice": lambda groups: groups[:1] * len(groups),
+    "too few samples": lambda groups: [without(groups[0], 1), *groups[1:]],
+    "fewer samples everywhere": lambda groups: [without(group, 1) for group in groups],
+    "no samples": lambda groups: [without(groups[0], len(groups[0].rollouts)), *groups[1:]],
+    "another prompt's tokens": lambda groups: [
+        dataclasses.replace(groups[0], prompt_token_ids=groups[0].prompt_token_ids[::-1]), *groups[1:]],
+    "a group of dicts": lambda groups: [dataclasses.asdict(group) for group in groups],
+}  # fmt: skip
+ODD: Mapping[str, tuple[str, ...]] = {
+    "reward": (*SCORES, *ACTS), "steps": (*STEPS,), "task": (*NUMBERS, *ANSWERS, *VERDICTS, *ACTS),
+    "algorithm": (*CREDIT, *LOSS, *WEIGHTS, *ACTS), "engine": (*GROUPS, *ROLLOUTS, *ACTS),
+}  # fmt: skip
+
+
 class OddReward(Reward):
     odd: str = ""
 
     def score(self, group: GradedGroup) -> list[float]:
-        values: Any = [float(len(text) % 3) for text in group.completions]
-        if not act("reward", self.odd):
-            return values
-        changes: dict[str, Callable[[], Any]] = {
-            "too few": lambda: values[:-1], "too many": lambda: [*values, 0.0],
-            "a dict": lambda: dict(enumerate(values)), "a generator": lambda: (value for value in values),
-            "a word": lambda: "1234"[: len(values)],
-            "nothing": lambda: None, "a tensor": lambda: torch.tensor(values),
-            "on no device": lambda: torch.tensor(values, device="meta"),
-            "a matrix": lambda: torch.tensor([values]),
-        }  # fmt: skip
-        return changes[self.odd]() if self.odd in changes else [*values[:-1], NUMBERS[self.odd]]
+        values = [float(len(text) % 3) for text in group.completions]
+        return SCORES[self.odd](values) if act("reward", self.odd) else values
 
 
 class OddSteps(StepReward):
@@ -97,17 +178,8 @@ class OddSteps(StepReward):
         return [0.0] * len(group.completions)
 
     def steps(self, group: GradedGroup) -> list[list[tuple[int, float]]]:
-        values: Any = [[(len(text), 1.0)] for text in group.completions]
-        if not act("steps", self.odd):
-            return values
-        changes: dict[str, Callable[[], Any]] = {
-            "too few": lambda: values[:-1], "too many": lambda: [*values, []], "nothing": lambda: None,
-            "no pairs": lambda: [[1.0]] * len(values), "a place of text": lambda: [[("1", 1.0)]] * len(values),
-            "a place before the text": lambda: [[(-5, 1.0)]] * len(values),
-            "a place after the text": lambda: [[(10**9, 1.0)]] * len(values),
-            "a place that is no number": lambda: [[(math.nan, 1.0)]] * len(values),
-        }  # fmt: skip
-        return changes[self.odd]() if self.odd in changes else [*values[:-1], [(0, NUMBERS[self.odd])]]
+        values = [[(len(text), 1.0)] for text in group.completions]
+        return STEPS[self.odd](values) if act("steps", self.odd) else values
 
 
 class OddTask(Arithmetic):
@@ -118,14 +190,11 @@ class OddTask(Arithmetic):
         return NUMBERS[self.odd] if act("task", self.odd) and self.odd in NUMBERS else 1.0
 
     def extract(self, completion: str) -> Any:
-        is_odd = self.odd.startswith("answer") and act("task", self.odd)
-        answers = {"answer number": 4, "answer bytes": b"4", "answer list": ["4"], "answer nan": math.nan}
-        return answers[self.odd] if is_odd else super().extract(completion)
+        return ANSWERS[self.odd] if self.odd in ANSWERS and act("task", self.odd) else super().extract(completion)
 
     def equivalent(self, answer: str, other: str) -> Any:
-        is_odd = self.odd.startswith("equal") and act("task", self.odd)
-        found = {"equal nan": math.nan, "equal text": "no", "equal none": None, "equal array": np.array([True, False])}
-        return found[self.odd] if is_odd else super().equivalent(answer, other)
+        is_odd = self.odd in VERDICTS and act("task", self.odd)
+        return VERDICTS[self.odd] if is_odd else super().equivalent(answer, other)
 
 
 class OddAlgorithm(GRPO):
@@ -135,57 +204,17 @@ class OddAlgorithm(GRPO):
 
     def advantages(self, batch: Batch) -> Any:
         batch = super().advantages(batch)
-        if (not self.odd.startswith("advantages") and self.odd not in ACTS) or not act("algorithm", self.odd):
-            return batch
-        values = batch.advantages_BT
-        one = values.clone()
-        one[0, -1] = math.nan
-        changes: dict[str, Callable[[], Any]] = {
-            "advantages nan": lambda: batch.replace(advantages_BT=one),
-            "advantages inf": lambda: batch.replace(advantages_BT=values + math.inf),
-            "advantages none": lambda: batch.replace(advantages_BT=None),
-            "advantages float64": lambda: batch.replace(advantages_BT=values.double()),
-            "advantages whole": lambda: batch.replace(advantages_BT=values.long()),
-            "advantages of rows": lambda: batch.replace(advantages_BT=values[:, 0]),
-            "advantages of a column": lambda: batch.replace(advantages_BT=values[:, :1]),
-            "advantages of a row less": lambda: batch.replace(advantages_BT=values[:-1]),
-            "advantages list": lambda: batch.replace(advantages_BT=values.tolist()),
-            "advantages on no device": lambda: batch.replace(advantages_BT=values.to("meta")),
-            "advantages of prompts": lambda: batch.replace(advantages_BT=values + 1.0),
-            "advantages alone": lambda: values,
-            "advantages nothing": lambda: None,
-            "advantages of half": lambda: batch.rows(torch.arange(len(batch) // 2)),
-            "advantages other tokens": lambda: batch.replace(tokens_BT=batch.tokens_BT * 0),
-        }  # fmt: skip
-        return changes[self.odd]()
+        is_odd = (self.odd in CREDIT or self.odd in ACTS) and act("algorithm", self.odd)
+        return CREDIT[self.odd](batch, batch.advantages_BT) if is_odd else batch
 
     def loss(self, batch: Batch, policy: Any) -> Any:
         loss, metrics = super().loss(batch, policy)
-        if not self.odd.startswith("loss") or self.odd.startswith("loss weights") or not act("algorithm", self.odd):
-            return loss, metrics
-        key = next(iter(metrics))
-        changes: dict[str, Callable[[], Any]] = {
-            "loss nan": lambda: (loss * math.nan, metrics), "loss inf": lambda: (loss + math.inf, metrics),
-            "loss number": lambda: (0.5, metrics), "loss alone": lambda: loss, "loss nothing": lambda: None,
-            "loss vector": lambda: (loss.expand(3), metrics), "loss detached": lambda: (loss.detach(), metrics),
-            "loss on no device": lambda: (loss.to("meta"), metrics),
-            "loss without metrics": lambda: (loss, {}), "loss metric number": lambda: (loss, {**metrics, key: 0.5}),
-            "loss metric nan": lambda: (loss, {**metrics, key: loss.detach() * math.nan}),
-            "loss metric vector": lambda: (loss, {**metrics, key: loss.detach().expand(3)}),
-            "loss hidden nan": lambda: (loss * math.nan, metrics | {"policy/loss": torch.tensor(0.0)}),
-        }  # fmt: skip
-        return changes[self.odd]()
+        is_odd = self.odd in LOSS and act("algorithm", self.odd)
+        return LOSS[self.odd](loss, metrics) if is_odd else (loss, metrics)
 
     def loss_weights(self, completion_mask_BT: Any) -> Any:
         weights = super().loss_weights(completion_mask_BT)
-        if not self.odd.startswith("loss weights") or not act("algorithm", self.odd):
-            return weights
-        changes: dict[str, Callable[[], Any]] = {
-            "loss weights nan": lambda: weights * math.nan, "loss weights of rows": lambda: weights[:, 0],
-            "loss weights doubled": lambda: weights * 2, "loss weights zero": lambda: weights * 0,
-            "loss weights nothing": lambda: None,
-        }  # fmt: skip
-        return changes[self.odd]()
+        return WEIGHTS[self.odd](weights) if self.odd in WEIGHTS and act("algorithm", self.odd) else weights
 
 
 class OddEngine(TransformersEngine):
@@ -200,45 +229,13 @@ class OddEngine(TransformersEngine):
     def generate(self, prompts: Any, group_size: int, sampling: Any, *, seed: int, step: int) -> Any:
         groups: Any = super().generate(prompts, group_size, sampling, seed=seed, step=step)
         # Only what is trained on: the check at the start, and evaluations, have one sample of their own kind.
-        is_odd = group_size > 1 and step < 10**6 and act("engine", self.odd)
-        if not is_odd:
+        if not (group_size > 1 and step < 10**6 and act("engine", self.odd)):
             return groups
-        first: Group = groups[0]
-        rollout: Rollout = first.rollouts[0]
-
-        def other(**changes: Any) -> list[Group]:
-            changed = dataclasses.replace(rollout, **changes)
-            return [dataclasses.replace(first, rollouts=(changed, *first.rollouts[1:])), *groups[1:]]
-
-        ids, logprobs = rollout.token_ids, rollout.logprobs
-        changes: dict[str, Callable[[], Any]] = {
-            "too few groups": lambda: groups[:-1], "too many groups": lambda: [*groups, first],
-            "no groups": list, "nothing": lambda: None,
-            "groups in another order": lambda: groups[::-1],
-            "one group twice": lambda: [first] * len(groups),
-            "too few samples": lambda: [dataclasses.replace(first, rollouts=first.rollouts[1:]), *groups[1:]],
-            "fewer samples everywhere": lambda: [dataclasses.replace(g, rollouts=g.rollouts[1:]) for g in groups],
-            "no samples": lambda: [dataclasses.replace(first, rollouts=()), *groups[1:]],
-            "no tokens": lambda: other(token_ids=(), logprobs=()),
-            "a log-prob less": lambda: other(logprobs=logprobs[1:]),
-            "no log-probs": lambda: other(logprobs=()),
-            "log-prob nan": lambda: other(logprobs=(math.nan, *logprobs[1:])),
-            "log-prob inf": lambda: other(logprobs=(-math.inf, *logprobs[1:])),
-            "log-prob of text": lambda: other(logprobs=("0", *logprobs[1:])),
-            "log-probs moved": lambda: other(logprobs=tuple(value - 1 for value in logprobs)),
-            "a token below": lambda: other(token_ids=(-1, *ids[1:])),
-            "a token above": lambda: other(token_ids=(10**6, *ids[1:])),
-            "a token of text": lambda: other(token_ids=("1", *ids[1:])),
-            "another prompt's tokens": lambda: [
-                dataclasses.replace(first, prompt_token_ids=first.prompt_token_ids[::-1]), *groups[1:]],
-            "no text": lambda: other(text=None), "bytes": lambda: other(text=b"4"),
-            "another text": lambda: other(text="#### 7"),
-            "another end": lambda: other(finish_reason="length" if rollout.finish_reason == "stop" else "stop"),
-            "no end": lambda: other(finish_reason="nonsense"),
-            "too long": lambda: other(token_ids=ids * 40, logprobs=logprobs * 40),
-            "a group of dicts": lambda: [dataclasses.asdict(group) for group in groups],
-        }  # fmt: skip
-        return changes[self.odd]()
+        if self.odd in GROUPS:
+            return GROUPS[self.odd](groups)
+        first, *others = groups[0].rollouts
+        changed = dataclasses.replace(first, **ROLLOUTS[self.odd](first))
+        return [dataclasses.replace(groups[0], rollouts=(changed, *others)), *groups[1:]]
 
 
 def reset() -> None:
@@ -255,7 +252,3 @@ def process_kept():
         os.chdir(folder)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def seen(values: Sequence[Any]) -> Sequence[Any]:
-    return values

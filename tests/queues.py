@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,13 @@ from cohort.harness.study.storage.files import FileLease
 METRIC = "validation/accuracy"
 DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
                metrics={METRIC: 0.5})  # fmt: skip
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def open_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:

@@ -353,21 +353,6 @@ def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort, tmp_path
     assert "need a chat template, which the tokenizer of 'tiny' lacks" in cohort.err
 
 
-def test_stored_completions_are_graded_again(cohort, tmp_path):
-    file = tmp_path / "cases.jsonl"
-    rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
-    file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--json") == 0
-    found = cohort.json()
-    assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
-    assert found["summaries"]["lenient"]["agreement"] == 1
-    assert found["disagreements"][0] == 2
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
-    assert "Graders disagree on" in cohort.out
-    assert "2 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 2
-
-
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
     study = comparison(
         ["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=["optimizer.learning_rate=0.5", "steps=7"]

@@ -112,7 +112,7 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     assert json.loads(said.stdout)["remaining_seconds"] == pytest.approx(left)
     said = CliRunner().invoke(app, ["study", "status", study.name, "--runs", str(tmp_path)])
     assert "Time left: about 16 s to the report with 1 worker, from 2 trials" in " ".join(said.output.split())
-    progress.watch(lambda: study_status(study.name, tmp_path))
+    progress.show_live(lambda: study_status(study.name, tmp_path))
     assert "1/4 trials have ended, 16 s left" in capsys.readouterr().out
     ticks = count(step=31)
     progress.LineView(lambda: next(ticks)).update(status)

@@ -16,7 +16,6 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
-from cohort.harness.rewards.majority_vote import majority_correct
 from cohort.harness.run import loop
 from cohort.harness.run.build import Run
 from cohort.harness.run.evaluate import (
@@ -40,13 +39,6 @@ from fakes import MemoryLog, graded_group, tiny_codec
 
 def graded(classes, correct):
     return graded_group(classes, correct, num_tokens=(3,) * len(classes))
-
-
-def test_majority_counts_ties_by_their_chance_and_ignores_missing_answers():
-    assert majority_correct(graded([0, 0, 1], [False, False, True])) == 0
-    assert majority_correct(graded([0, 1], [True, False])) == 0.5
-    assert majority_correct(graded([None, None, 1], [False, False, True])) == 1
-    assert majority_correct(graded([None, None], [False, False])) == 0
 
 
 def test_sample_metrics_of_a_known_outcome():

@@ -5,7 +5,7 @@ from itertools import product
 from typing import get_args
 
 import pytest
-from cohort.tasks import _answers, _numbers
+from cohort.tasks import _answers
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks.arithmetic import Arithmetic
 
@@ -131,58 +131,11 @@ def test_a_marker_scores_one_with_something_at_it_and_tags_half_for_a_pair(answe
     assert TASKS[answer_format].format_score(completion) == score
 
 
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("The answer is 18.", "18"),
-        ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
-        ("Answer: 18\nI checked it 3 times.", "18"),
-        ("**Final answer:** 18", "18"),
-        ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
-        ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
-        ("The answer is 3 million", "3000000"),
-        (r"the answer is $\frac{1}{2}$", "0.5"),
-        ("The answer is:\n-5", "-5"),
-        ("The answer is plain. 20 - 2 = 18 clips", "18"),
-        ("So 4 bags = 18 clips, 2 of them torn", "18"),
-        ("It is 5 or 6", "6"),
-        ("10-3", "3"),
-        ("it fell to -3", "-3"),
-        ("costs $1,200.50.", "1200.5"),
-        ("about 3/4 of it", "0.75"),
-        ("\u7b54\u6848\u662f18\u5143", "18"),
-        ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
-        ("none", None),
-        ("5" + " " * _answers.TAIL_CHARS, None),
-    ],
-)
-def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
-    assert _answers.first_readable(_answers.last_resort(completion), _numbers.canonical) == number
-
-
-@pytest.mark.parametrize(
-    ("completion", "texts"),
-    [
-        (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
-        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
-        ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
-        ("The answer is 3.5.", ["3.5", "3.5"]),
-        (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
-        ("It costs $5 and then $6", ["6"]),
-        ("nothing", []),
-    ],
-)
-def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
-    found = [text.removeprefix("$") for text in _answers.last_resort_latex(completion)]
-    assert found == texts
-
-
 @pytest.mark.parametrize("answer_format", FORMATS)
 def test_no_text_makes_a_format_raise_or_take_long(answer_format):
     for completion in FLOODS:  # hostile.py is for the contract of all tasks
         start = time.process_time()
-        texts = [*stated(completion, answer_format), *_answers.last_resort(completion)]
-        texts += _answers.last_resort_latex(completion)
+        texts = stated(completion, answer_format)
         score = TASKS[answer_format].format_score(completion)
         assert time.process_time() - start < 2.0, completion[:40]
         assert all(isinstance(text, str) and text for text in texts)

@@ -3,10 +3,9 @@
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import fake_trials
 import psutil
 import pytest
 from cohort.harness.base.disk import DiskFull, disk_full
-from cohort.harness.base.files import read_json
 from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.study.launchers.local import Place
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
@@ -81,31 +78,6 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(dis
     attempts = open_queue(study, runs)._read().by_key.values()
     ends = {trial.user_attrs.get("result", {}).get("state") for tried in attempts for trial in tried}
     assert ends <= {"complete", "stopped", "lost"}
-
-
-def check_three_at_once(disk: Path, empty: Path, cluster: Place, disturb: Callable[[int], object]) -> None:
-    """A worker that is killed, a full disk and what `disturb` does to another one of two workers lose nothing."""
-    runs, study, fillers = disk / "runs", a_study(), []
-    runs.mkdir()
-    shutil.copy(empty, runs / "mlflow.db")
-    (runs / "hold").touch()
-
-    def all_three(status: StudyStatus) -> None:
-        if fillers or at_work(status) < 2:
-            return
-        leases = [trial.directory / "lease" for trial in status.trials if trial.state == "running"]
-        one, other = (read_json(lease)["pid"] for lease in leases[:2])
-        fillers.append(fill(disk))
-        (runs / "hold").unlink()
-        os.kill(one, signal.SIGKILL)
-        disturb(other)
-
-    with pytest.raises((DiskFull, OSError)) as caught:
-        run(study, runs, all_three, cluster=cluster)
-    assert disk_full(caught.value, runs) is not None
-    fillers[0].unlink()
-    assert run(study, runs, cluster=cluster).counts() == {"complete": 4}
-    check_as_undisturbed(study, runs)
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:

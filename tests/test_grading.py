@@ -253,7 +253,7 @@ def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_grade
 
         return timed
 
-    monkeypatch.setattr(run.models, "now", lambda: clock[0])
+    run.now = lambda: clock[0]
     engine.sleep, learner.annotate = taking(1, lambda: told.append("sleep")), taking(2, annotate)
     learner.token_means, learner.update = taking(4, learner.token_means), taking(16, learner.update)
     monkeypatch.setattr(step, "rewarded", taking(8, step.rewarded))

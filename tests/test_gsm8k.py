@@ -81,7 +81,7 @@ def test_the_format_alone_changes_the_prompt_and_a_template_of_ones_own_stays():
 
 def test_what_a_model_asks_itself_after_its_answer_is_not_read():
     completion = "It is 12.\n#### 12\n\nQuestion: How many legs have 4 dogs?\nAnswer:\n4*4=16\n#### 16"
-    assert task(shots=2).extract(completion) == task(shots=2).extract_lenient(completion) == "12"
+    assert task(shots=2).extract(completion) == "12"
     assert task().extract(completion) == "16"
     tags = "<think>a</think><answer>12</answer>\n\nQuestion: And?"
     assert task(shots=2, answer_format="think_answer").format_score(tags) == 1.0
@@ -274,7 +274,7 @@ def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
         reader = GSM8K(answer_format=name)
         for prompt in splits["test"]:
             completion = written(name, "20-2=18", prompt.gold)
-            assert reader.extract(completion) == reader.extract_lenient(completion) == prompt.gold
+            assert reader.extract(completion) == prompt.gold
             assert reader.format_score(completion) == 1.0
     demonstrations = gsm8k.demonstrations()
     assert len(demonstrations) == len(splits["train"])

@@ -41,16 +41,6 @@ def make_spec(num_prompts: int = 6, **evaluation) -> RunSpec:
     return parse_run({**raw, "sampling": {"max_tokens": 8}}, "test")
 
 
-def test_a_thousand_samples_of_a_problem_are_drawn_64_at_a_time_with_noise_of_their_own():
-    spec = make_spec(num_samples=130)
-    engine = CountingEngine(spec)
-    result = evaluate_run(spec, engine, "validation", 0)
-    assert engine.asked == [(6, 64), (6, 64), (6, 2), (6, 1)]
-    assert len(set(engine.seeds)) == 3 and engine.seeds[0] == engine.seeds[3] == spec.seed
-    assert set(result.correct_counts.values()) == {22 + 22 + 1}  # every third of 64, 64 and 2, from the first on
-    assert result.metrics["num_samples"] == 130
-
-
 @pytest.mark.slow
 def test_completions_are_held_for_a_few_problems_at_a_time():
     spec = make_spec(16, num_samples=1024)

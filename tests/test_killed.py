@@ -1,22 +1,18 @@
 """A study that is killed, interrupted or disturbed at any moment ends with the values of an undisturbed one.
 
 What is killed: workers, the command, a notebook, a database. Where: at random moments, and before and after every place
-that writes. Which study: of fakes, with stages, shared models, clones, seeds that are decided late, two devices.
+that writes. Which study: of fakes, with stages, adapters, clones.
 """
 
 import contextlib
 import itertools
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,18 +25,16 @@ from cohort.harness.base.files import read_json
 from cohort.harness.base.stop import StopRequest
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
-from cohort.harness.record.run import CHECKPOINTS, read_progress
+from cohort.harness.record.run import CHECKPOINTS
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
 from cohort.harness.run import loop
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import runner, steering, worker
-from cohort.harness.study.launchers import local
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
 from queues import a_queue, at_work, check_as_undisturbed, completions, open_queue, run
-from zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -211,7 +205,8 @@ def test_a_run_waits_for_a_queue_that_answers_late_a_twentieth_of_its_time(runs,
 
 @pytest.mark.long
 @pytest.mark.attack("30 workers at their first claim")
-def test_30_workers_that_claim_at_once_take_a_trial_each(runs, zygote, record_property):
+@pytest.mark.usefixtures("alone")
+def test_30_workers_that_claim_at_once_take_a_trial_each(runs, record_property):
     (runs / "hold").touch()
     most = [0]
 
@@ -227,7 +222,7 @@ def test_30_workers_that_claim_at_once_take_a_trial_each(runs, zygote, record_pr
     record_property("tried", 30)
 
 
-# Storms ---------------------------------------------------------------------------------------------------------------
+# Every place that writes ---------------------------------------------------------------------------------------------
 
 RUN = {
     **FEW, "algorithm": {"name": "grpo", "group_size": 4}, "cold_start": {"steps": 30}, "sampling": {"max_tokens": 12},
@@ -245,18 +240,14 @@ STAGED = {**RUN, "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.02}
           "steps": 11, "checkpoints": {"every": 3}}  # fmt: skip
 TWO, FOUR = {"algorithm.kl_beta": [0.0, 0.1]}, {"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3]}
 SIZES = {"algorithm.group_size": [2, 4, 8]}
-MIXED: dict[str, dict[str, Any]] = {  # settings of a study; `options` are those of its start
+MIXED: dict[str, dict[str, Any]] = {  # settings of a study
     "fakes": {"factors": SIZES, "seeds": [0, 1, 2, 3]},
     "grid": {"run": RUN, "factors": SIZES, "seeds": [0, 1, 2]},
     "three stages": {"run": STAGED, "arms": {"three stages": {"stages": STAGES}, "one": {}}, "seeds": [0, 1]},
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
     "adapters": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3]},
-    "two devices": {"run": {**RUN, "devices": 2, "device": "cpu"}, "factors": TWO, "seeds": [0, 1],
-                    "options": {"workers": 1}},
 }  # fmt: skip
 COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
-START_WORKER = local.start_worker
-SPARED = 6  # kills of a trial at one step after which it may take the next: ten end it
 PARENT, LEAVES = "kl_beta=0", 3
 
 
@@ -284,11 +275,9 @@ def clone(runs: Path, status: StudyStatus) -> None:
     steering.steer("resume", "storm", runs, PARENT)
 
 
-def mixed(kind: str) -> tuple[StudySpec, dict[str, Any]]:
-    """The study of a row of `MIXED`, and how it is started."""
-    changes = {"name": "storm", "options": {}, **MIXED[kind]}
-    options = changes.pop("options")
-    return (a_study if kind == "fakes" else make_study)(**changes), options
+def mixed(kind: str) -> StudySpec:
+    """The study of a row of `MIXED`."""
+    return (a_study if kind == "fakes" else make_study)(**{"name": "storm", **MIXED[kind]})
 
 
 def values(runs: Path) -> dict[str, Any]:
@@ -311,62 +300,23 @@ def values(runs: Path) -> dict[str, Any]:
     return found
 
 
-class Fire:
-    """Kills a process of a worker that has a trial, at random moments."""
-
-    def __init__(self, runs: Path, draw: random.Random, most: int, longest: float) -> None:
-        self.runs, self.draw, self.most, self.longest = runs, draw, most, longest
-        self.kills: Counter[str] = Counter()  # phase of the trial -> kills
-        self._stuck: Counter[tuple[str, int]] = Counter()  # trial, its step -> kills
-
-    @contextlib.contextmanager
-    def burning(self) -> Iterator[None]:
-        self._over = threading.Event()
-        thread = threading.Thread(target=self._kill, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join()
-
-    def _kill(self) -> None:
-        while not self._over.wait(self.draw.uniform(0.1, self.longest)) and self.kills.total() < self.most:
-            for lease in self.draw.sample(found := sorted(self.runs.glob("studies/storm/trials/*/lease")), len(found)):
-                with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
-                    holder = psutil.Process(read_json(lease)["pid"])
-                    if holder.status() == psutil.STATUS_ZOMBIE:
-                        continue
-                    shown = read_progress(lease.parent)
-                    at = (lease.parent.name, shown.get("step", 0))
-                    if self._stuck[at] >= SPARED:
-                        continue
-                    os.kill(holder.pid, signal.SIGKILL)
-                    self._stuck[at] += 1
-                    self.kills[shown.get("phase", "start")] += 1
-                    break
-
-
 @pytest.fixture
-def zygote(monkeypatch) -> Iterator[Zygote]:
-    """Of the workers of all studies here."""
+def alone(monkeypatch) -> None:
+    """Workers of one thread, which know the files of the tests, and no mirror."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
     monkeypatch.setattr(runner, "mirrored", lambda *_: contextlib.nullcontext())
-    with contextlib.closing(Zygote()) as one:
-        monkeypatch.setattr(local, "start_worker", one.start_worker)
-        yield one
 
 
 def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
     """The values of a study of this kind that was run to its end."""
     runs.mkdir(exist_ok=True)
-    study, options = mixed(kind)
+    study = mixed(kind)
     act = (lambda status: clone(runs, status)) if "clones" in kind else None
     own = {"fakes": fake_trials.EXECUTE}.get(kind, "test_killed:train" if "clones" in kind else worker.EXECUTE)
     left = True
     while left:  # a fast machine ends the other arms before the clone is there: the same command goes on with it
-        status = run(study, runs, act, execute=execute or own, **options)
+        status = run(study, runs, act, execute=execute or own)
         assert status.finished and status.all_valid, [trial.reason for trial in status.trials]
         left = any(trial.is_open or trial.held for trial in open_queue(study, runs).status().trials)
     assert set(completions(open_queue(study, runs)).values()) == {1}
@@ -375,56 +325,22 @@ def ended(kind: str, runs: Path, execute: str | None = None) -> dict[str, Any]:
     return values(runs)
 
 
-def check_same_values(found: dict[str, Any], want: dict[str, Any]) -> None:
-    assert found.keys() == want.keys()
-    assert [name for name in want if found[name] != want[name]] == []
-
-
-@pytest.mark.long
-@pytest.mark.attack("SIGKILL at random moments in studies with stages, adapters, clones")
-@pytest.mark.parametrize("kind", list(MIXED))
-@pytest.mark.timeout(7200)
-def test_a_study_in_a_storm_of_kills_ends_with_the_values_of_an_undisturbed_one(
-    tmp_path, kind, zygote, monkeypatch, record_property
-):
-    forks = "devices" not in kind
-    if not forks:  # torch's agent starts their processes
-        monkeypatch.setattr(local, "start_worker", START_WORKER)
-    wanted = int(os.environ.get("COHORT_STORM", "125" if forks else "12"))
-    want, kills, number = ended(kind, tmp_path / "quiet"), Counter[str](), 0
-    while kills.total() < wanted:
-        number += 1
-        runs = tmp_path / f"storm {number}"
-        if number > 1:  # the first one makes its cold start under fire
-            shutil.copytree(tmp_path / "quiet" / "cache", runs / "cache", dirs_exist_ok=True)
-        draw = random.Random(f"{kind} {number}")
-        fire = Fire(runs, draw, wanted - kills.total(), 1.5 if forks else 15.0)
-        with fire.burning():
-            found = ended(kind, runs)
-        kills += fire.kills
-        print(f"{kind}, round {number}: {dict(kills)}", flush=True)
-        check_same_values(found, want)
-    record_property("tried", kills.total())
-
-
 @pytest.mark.long
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
-@pytest.mark.parametrize(("kind", "deadly"), [("fakes", "fake"), ("grid", "real"), ("clones", "steered")])
+@pytest.mark.parametrize("kind", list(MIXED))
 @pytest.mark.timeout(3600)
-def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, deadly, zygote, record_property):
+@pytest.mark.usefixtures("alone")
+def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, kind, monkeypatch, record_property):
     want, kills = ended(kind, tmp_path / "quiet"), tmp_path / "kills"
     kills.mkdir()
-    zygote.environment[kill_points.KILLS] = str(kills)
+    monkeypatch.setenv(kill_points.KILLS, str(kills))
+    deadly = {"fakes": "fake", "clones": "steered"}.get(kind, "real")
     found = ended(kind, tmp_path / "runs", f"kill_points:{deadly}")
     places = {file.name for file in kills.iterdir() if not file.name.startswith("ended ")}
     print(f"{kind}: {len(places)} places", flush=True)
     assert len(places) >= 16
-    assert {place.split(" in ")[0] for place in places} >= {
-        "before fsync",
-        "after fsync",
-        "before replace",
-        "after lock",
-    }
+    assert {"before fsync", "after fsync", "before replace", "after lock"} <= {one.split(" in ")[0] for one in places}
     assert kind != "grid" or "after rename in files.publish_folder" in places
-    check_same_values(found, want)
+    assert found.keys() == want.keys()
+    assert [name for name in want if found[name] != want[name]] == []
     record_property("tried", len(places))

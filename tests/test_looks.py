@@ -115,14 +115,14 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
             assert one.seeds_for == needed and len(set(needed.values())) > 1
     variance = statistics.CrossedVariance(float(np.var(one.values, ddof=1)), 0.0, 0.0)
     needed = {d: statistics.seeds_needed(d, variance, 1, 0.05 / 2, statistics.any_time_share) for d in one.seeds_for}
-    assert dataclasses.replace(one, cells=None).seeds_for == needed
+    assert dataclasses.replace(one, variance=variance, num_problems=1).seeds_for == needed
     for interval in (None, statistics.Interval(0.1, 0.1, 0.1, 0.0, 4)):
         still = dataclasses.replace(one, interval=interval)
         assert math.isnan(still.detectable) and still.seeds_for == {}
     assert [dataclasses.replace(one, p_adjusted=p).is_detected for p in (0.049, 0.05)] == [True, False]
     wide = dataclasses.replace(one, differences={0: -1.0, 1: -0.5, 2: 1.0}, share=1.0)
     assert wide.student is not None and (wide.student.low, wide.student.high) == (-1.0, 1.0)
-    assert wide.over_seeds is not None and wide.over_seeds.low < -1
+    assert (over := statistics.t_interval(wide.values, wide.share)) is not None and over.low < -1
 
 
 def test_an_effect_of_a_grid_pays_for_added_seeds_too():

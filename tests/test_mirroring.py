@@ -3,10 +3,7 @@
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_mirrors
 import fake_trials
@@ -24,6 +21,7 @@ from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.settings.run import parse_run
 from fake_mirrors import kept
+from queues import wait_for
 
 COLUMN = "validation/accuracy"
 
@@ -51,13 +49,6 @@ def log_run(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str
     log.samples([fake_trials.sample(1)])
     log.finish("complete", None, {"test_accuracy": 0.75})
     return log
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def place_of(runs: Path, mirror: str = "keeps", run: str = "train/run/run") -> Path:

@@ -126,6 +126,7 @@ def numbers(algorithm, given):
         "policy_loss": [metrics["policy/loss"].item()],
         "gradient": on_completions(logprobs.grad),
         "clip_fraction": [metrics["policy/clip_fraction"].item()],
+        "entropy": [metrics["policy/entropy"].item()],
         "kl_old": [metrics["kl/old"].item()],
     }
     if values is not None:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
-from _cases import PROMPT, Numbers, cases, our_loss
-from _table import Row, evaluate, markdown
-from cohort.algorithms.grpo import GRPO
+from _cases import PROMPT, Numbers, cases
+from _table import Row, evaluate
 
 
 def one_number(value, slope=0.0):
@@ -44,11 +43,6 @@ def test_a_number_that_is_not_finite_never_counts_as_equal():
         verdict(one_number(2.0), one_number(float("nan")))
 
 
-def test_the_table_has_a_line_for_each_row():
-    row = Row("ours", "theirs", lambda: [next(cases())], one_number(1.0), one_number(1.0))
-    assert markdown([evaluate(row)]).splitlines()[2].startswith("| ours | theirs | 1 | 0.0e+00 | 0.0e+00 | 0.0e+00 |")
-
-
 def test_batches_cover_what_the_readme_says():
     every = list(cases())
     assert len(every) == 20
@@ -59,9 +53,3 @@ def test_batches_cover_what_the_readme_says():
     assert any((r.max(1).values == r.min(1).values).any() for r in (case.batch.rewards_PG for case in every))
     assert all((case.mask.sum(dim=1) == 0).any() for case in cases(empty_rows=True))
     assert all(case.batch.completion_mask_BT[:, :PROMPT].sum() == 0 for case in every)
-
-
-def test_our_numbers_on_a_batch_move_with_the_policy():
-    still, moved = next(cases(moved=0.0)), next(cases(moved=0.5))
-    assert our_loss(GRPO(kl_beta=0.0), still).value.abs() < 1e-9  # the mean of whole groups' advantages is 0
-    assert our_loss(GRPO(kl_beta=0.0), moved).value.abs() > 1e-3

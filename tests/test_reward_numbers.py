@@ -14,7 +14,7 @@ from cohort.harness.rewards.format import Format
 from cohort.harness.rewards.majority_vote import MajorityVote, majority_correct
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.repetition import Repetition
-from cohort.harness.run.grading import reward_metrics, score
+from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
 from cohort.harness.settings.errors import SpecError
@@ -32,7 +32,8 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
 
 
 def test_a_majority_is_right_by_the_share_of_its_tied_classes_that_are():
-    for classes, expected in (([0, 0, 1, 2], 1.0), ([0, 0, 1, 1], 0.5), ([0, 1, 1, None], 0.0), ([None] * 4, 0.0)):
+    right, wrong = ([0, 0, 1, 2], [None, None, 0]), ([0, 1, 1, None], [None] * 4)
+    for classes, expected in (*((c, 1.0) for c in right), ([0, 0, 1, 1], 0.5), *((c, 0.0) for c in wrong)):
         assert majority_correct(graded_group(classes, [c == 0 for c in classes])) == expected
 
 
@@ -327,3 +328,17 @@ def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, mo
     result = train(make_spec(**{**FEW, "cold_start": {"steps": 0}}), tmp_path, MemoryLog(), cache=cache)
     assert result.state == "invalid"
     assert re.search("reward 'accuracy' .* got nan for problem [0-9a-f]{16} in step 1; ", str(result.reason))
+
+
+@pytest.mark.parametrize(("weight", "value"), [(0.0, 1.01 * MOST_PAID), (10.0, 0.11 * MOST_PAID), (1.0, MOST_PAID)])
+def test_the_largest_value_is_paid_and_one_whose_square_may_overflow_float32_refused(weight, value):
+    class Large(Reward):
+        def score(self, group):
+            return [value, -value]
+
+    rewards, groups = {"large": Large(weight=weight)}, [graded_group([0, 1], [True, False])]
+    if value == MOST_PAID:
+        assert score(rewards, groups)[0].totals == [1e12, -1e12]
+        return
+    with pytest.raises(InvalidRun, match="reward 'large' must give"):
+        score(rewards, groups)

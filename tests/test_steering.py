@@ -15,7 +15,7 @@ from typing import Any
 import fake_trials
 import pytest
 from cohort.harness.base.files import read_json, whole_manifest, write_json
-from cohort.harness.console.progress import Page, spark, watch
+from cohort.harness.console.progress import Page, show_live, spark
 from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
@@ -532,6 +532,6 @@ def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path, capsys
     assert "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
     assert "2 waiting" in second
     queue.finish(claim, Outcome("invalid", "NaN"))
-    watch(queue.status)  # no terminal: once
+    show_live(queue.status)  # no terminal: once
     assert "1 invalid" in capsys.readouterr().out
     assert spark([]) == "" and spark([1.0]) == "\u2581"

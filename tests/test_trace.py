@@ -4,7 +4,6 @@ import itertools
 from functools import partial
 
 import pytest
-from cohort.harness.run.build import Models
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import parse_run
 from fakes import MemoryLog, StopAfter
@@ -121,13 +120,12 @@ per_problem 3 test_arithmetic
 
 @pytest.mark.slow
 def test_a_run_logs_all_in_this_order_and_a_stop_changes_none_of_it(tmp_path, cache):
-    models, log = Models(), Trace()
-    models.now = itertools.count().__next__
+    log, now = Trace(), itertools.count().__next__
     for should_stop, state, expected, costs in (
         (StopAfter(3), "stopped", UNTIL_IT_STOPS, {"rollouts": 12, "optimizer_steps": 3, "seconds": 28}),
         (lambda: False, "complete", TO_THE_END, {"rollouts": 20, "optimizer_steps": 5, "seconds": 49}),
     ):
-        result = train(SPEC, tmp_path, log, cache=cache, models=models, should_stop=should_stop)
+        result = train(SPEC, tmp_path, log, cache=cache, now=now, should_stop=should_stop)
         assert "\n".join(log.calls) == expected.strip() and result.state == state
         assert {name: result.summary[name] for name in costs} == costs
         log.calls.clear()

@@ -52,7 +52,7 @@ def keep_report(record: StudyRecord, runs: Path) -> "ReportFiles":
     folder = runs / "studies" / record.name
     keep_look(folder, record)
     files = render.write_report(record, folder / "report")
-    write_evidence(folder, record, files.answer, files.means, files.colors)
+    write_evidence(folder, record, files.answer, files.colors)
     if MLFLOW in mirrors():
         catch_up(runs, folder)
     return files

@@ -331,7 +331,7 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
     """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
     with suppress(KeyboardInterrupt):
-        progress.watch(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
+        progress.show_live(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
 
 
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:

@@ -39,7 +39,7 @@ def study_view() -> Iterator[Callable[[StudyStatus], None]]:
         yield last.append
 
 
-def watch(read: Callable[[], StudyStatus]) -> None:
+def show_live(read: Callable[[], StudyStatus]) -> None:
     """Show the study (from `read`) until nothing is left to run; only once if stdout is not a terminal."""
     screen, page, status = console(), Page(), read()
     if not screen.is_terminal or status.finished:

@@ -32,11 +32,8 @@ def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
 
 
 class Unmapped:
-    """Bytes that torch's CUDA allocator counts although they are unmapped, and the peak of the bytes that are mapped.
-
-    vLLM allocates through a memory pool of torch's allocator. When it sleeps it unmaps the memory of its tensors, but
-    torch does not see that and still counts them.
-    """
+    """Bytes that torch's CUDA allocator counts although a sleeping vLLM, which allocates through a pool of it, has
+    unmapped them, and the peak of the bytes that are mapped."""
 
     count = 0
     _peak = 0  # until `count` last changed

@@ -1,10 +1,10 @@
 """The group of processes in which a trial with several devices runs: their start, and the trials that rank 0 tells.
 
-torch's elastic agent starts them, and ends all of them when one dies: the process that calls `start` becomes the agent
-on one host, `torchrun` is it on several. Rank 0 decides, logs and claims trials; the others run the trials that it
-tells them, in a process group of their own for each. They talk through torch's TCPStore, which lets in whoever reaches
-it (on one host the loopback interface alone): so both sides prove that they know a secret before any trial is told, and
-what rank 0 tells is signed with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
+torch's elastic agent starts them, and ends all when one dies: on one host the process that calls `start`, on several
+`torchrun`. Rank 0 decides, logs and claims trials; the others run the trials that it tells them, each in a process
+group of its own. They talk through torch's TCPStore, which lets in whoever reaches it (on one host the loopback
+interface alone): so both sides prove that they know a secret before any trial is told, and what rank 0 tells is signed
+with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
 
 The first error of any rank ends the trial on all of them, and rank 0 raises it; the group lives on. A rank that dies
 ends the group; who started the agent starts it again, and the trial goes on from its checkpoint.
@@ -125,7 +125,7 @@ class Group:
         self._say(f"trial-{self._trials}", job)
 
     def _told(self) -> Any:
-        """The next trial that rank 0 tells; empty if there is none. SpecError if it was not rank 0 who told it."""
+        """The next trial, empty if there is none; SpecError if it was not rank 0 who told it."""
         self._trials += 1
         job = self._heard(f"trial-{self._trials}")
         if job is None:
@@ -200,10 +200,8 @@ class _Silent:
 
 def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> int:
     """The exit status of a group that runs `python COMMAND` in so many processes of this host: 0 if all ended well,
-    `when_stopped` after SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, else that of the first that failed.
-
-    A signal lets the group end its step; a second SIGINT ends it at once.
-    """
+    `when_stopped` after SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 (a second SIGINT does not wait for the step), else the
+    status of the first that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
@@ -253,10 +251,8 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
 
 
 def enter() -> Group | None:
-    """The group in which an agent of torch started this process; None if none did.
-
-    SpecError if a process of the group may not be in it. The process ends when the agent does.
-    """
+    """The group in which an agent of torch started this process, which ends with the agent; None if none did. SpecError
+    if a process of the group may not be in it."""
     global _own
     if not in_group():
         return _own
@@ -303,8 +299,8 @@ def enter() -> Group | None:
 
 
 def lead(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
-    """The result of `execute(spec, directory, log, **how)`, on `spec.devices` processes of the group that this one
-    leads. Raises the first error of any; ChildProcessError if one of them is gone."""
+    """The result of `execute(spec, directory, log, **how)` on `spec.devices` processes of the group that this one
+    leads; errors as `Group.run`."""
     if spec.devices == 1:
         return execute(spec, directory, log, **how)
     if _own is None or _own.size < spec.devices:
@@ -326,7 +322,7 @@ def size() -> int:
 
 
 def size_here() -> int:
-    """Those of them on this host."""
+    """The processes of the group on this host."""
     return 1 if _own is None else _own.size_here
 
 

@@ -38,10 +38,8 @@ def same(decide: Callable[[], T]) -> T:
 
 
 def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], together: int = 1) -> list[R]:
-    """The results of all items in their order, on every rank; each rank works on a part of them, which may be empty.
-
-    `together` ranks in a row get the same part, and the results of the first of them count.
-    """
+    """The results of all items in their order, on every rank; each works on a part of them, which may be empty.
+    `together` ranks in a row get the same part, and the results of the first of them count."""
     parts = of_all(list(work(own_part(items, together))))
     return [result for part in parts[::together] for result in part]
 
@@ -112,10 +110,8 @@ def joined_rows(rows: Tensor, shape: Sequence[int], owner: int, group: Any) -> T
 
 
 def from_first(work: Callable[[], T]) -> T:
-    """The result of rank 0, a model or a tree of tensors, on every rank; only rank 0 works, however long it takes.
-
-    On the others parameters, and tensors of a tree that have axes, have no storage (`meta`): `sharding` fills them.
-    """
+    """The result of rank 0, a model or a tree of tensors, on every rank; only rank 0 works, however long it takes. On
+    the others parameters, and tensors with axes, have no storage (`meta`): `sharding` fills them."""
     if world_size() == 1:
         return work()
     patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))

@@ -26,9 +26,9 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
     """Shard a module's parameters over the devices of all processes, in place. The first process has the values and
     alone needs a storage; one tensor moves at a time.
 
-    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch. With `autocast`,
-    under which all passes then run, layers of products and norms are gathered in bfloat16, in which autocast computes
-    products; norms' weights are rounded too. The root's group stays: with it the residual stream.
+    Gradients are summed: the loss of a row has its weight in the whole minibatch. With `autocast`, under which all
+    passes then run, layers of products and norms are gathered in bfloat16, norms' weights too, but not the root's
+    group.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -76,10 +76,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def under_hooks(function: F) -> F:
-    """The function, whose first argument is a model, run inside the model's forward hooks if it is sharded.
-
-    The root's group stays gathered for a backward pass; without one it is freed here.
-    """
+    """The function, whose first argument is a model, run inside the model's forward hooks if it is sharded. The root's
+    group stays gathered for a backward pass; without one it is freed here."""
 
     @wraps(function)
     def inside(model: Any, *args: Any, **named: Any) -> Any:
@@ -157,11 +155,9 @@ class Part:
 
 
 def copied(tree: Any, *, on_first: bool = False) -> Any:
-    """Copies on the CPU of this process's parts of all tensors in mappings and lists; no process waits for another.
-
-    Each tensor is for one rank, whose own have the fewest bytes so far, or all are for the first one (`on_first`). A
-    tensor that is not spread is None on other ranks.
-    """
+    """Copies on the CPU of this process's parts of all tensors in a tree; no process waits for another. Each tensor is
+    for the rank whose own have the fewest bytes so far, or all for the first (`on_first`); one that is not spread is
+    None on other ranks."""
     taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
 
     def copy(item: Tensor) -> Any:

@@ -126,12 +126,11 @@ class StudyMirror:
             store.show_state(client, run.info.run_id, "failed", tags={"cohort.reason": one["reason"] or ""})
 
     def _show_report(self, client: MlflowClient, run_id: str, report: Evidence) -> None:
-        """Attach the report, its answer and numbers as the note, and give the runs the figures' colours."""
+        """Attach the report, its answer as the note, and give the runs the figures' colours."""
         client.log_artifacts(run_id, str(self.folder / "report"), "report")
         question = read_json(self.folder / STUDY)["question"]
-        note = "\n\n".join(filter(None, [*map(in_markdown, (question, report.answer)), _markdown(report.means)]))
-        note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
-        store.set_tags(client, run_id, {store.NOTE: note})
+        note = "\n\n".join(map(in_markdown, filter(None, (question, report.answer))))
+        store.set_tags(client, run_id, {store.NOTE: note[:MAX_NOTE]})
         if report.colors:
             colors, experiment = {}, client.get_run(run_id).info.experiment_id
             for (arm, _), run in _trial_runs(client, experiment, run_id).items():
@@ -212,17 +211,3 @@ def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tupl
 
 def _state(run: Run) -> Any:
     return run.data.tags.get("cohort.state", "running")
-
-
-def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
-    """The means as a table of a note: one row for each arm, one column for each metric."""
-    if not means:
-        return ""
-    cells: dict[str, dict[str, str]] = {}
-    for row in means:
-        interval = "" if row["low"] is None or row["high"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
-        cells.setdefault(row["arm"], {})[row["metric"]] = f"{row['mean']:.4g}{interval}"
-    columns = list(dict.fromkeys(row["metric"] for row in means))
-    lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[arm, *(known.get(column, "") for column in columns)] for arm, known in cells.items()]
-    return "\n".join("| " + " | ".join(map(in_markdown, line)) + " |" for line in lines)

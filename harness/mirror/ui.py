@@ -32,10 +32,9 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
 
     def told(address: str) -> None:
         catch_up(runs)
-        own = (
-            {words: f"{address}/{name}" for name, words in extras.told("pages").items()} if remote_uri() is None else {}
-        )
-        show(own | (study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"}))
+        own = extras.told("pages") if remote_uri() is None else {}
+        pages = {words: f"{address}/{name}" for name, words in own.items()}
+        show(pages | (study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"}))
 
     status = None
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
@@ -72,12 +71,7 @@ def serve_ui(
     place = (runs / "mlartifacts").resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", place, "--artifacts-destination", place]
-    command += [
-        "--app-name",
-        APP,
-        "--uvicorn-opts",
-        "--timeout-graceful-shutdown 1",
-    ]  # an extra's page may never end
+    command += ["--app-name", APP, "--uvicorn-opts", "--timeout-graceful-shutdown 1"]  # an extra's page may never end
     environment = {**os.environ, "COHORT_RUNS": str(runs.resolve()), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
     if not environment.get("MLFLOW_SERVER_ALLOWED_HOSTS"):  # MLflow's own are globs, such as `10.*`

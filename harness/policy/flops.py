@@ -32,8 +32,8 @@ _END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that n
 
 
 class Work(NamedTuple):
-    """What passes read: tokens, (token, key) pairs of attention, and tokens that reach the language-model head. Also
-    the operations that one of each takes."""
+    """What passes read: tokens, (token, key) pairs of attention, and tokens that reach the head; or the operations that
+    one of each takes."""
 
     tokens: float = 0.0
     pairs: float = 0.0
@@ -75,8 +75,8 @@ class Costs:
 
     @classmethod
     def of(cls, policy: nn.Module) -> "Costs":
-        """The costs of a policy with its adapter, if it has one. ValueError for a model that the formula does not fit:
-        a mixture of experts, latent attention, or states other than keys and values."""
+        """The costs of a policy with its adapter. ValueError for a model that the formula does not fit: a mixture of
+        experts, latent attention, or states other than keys and values."""
         config: Any = policy.config
         unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
         if any(getattr(config, name, None) for name in unlike) or not keeps_keys_and_values(policy):
@@ -117,12 +117,12 @@ class Costs:
 
     @classmethod
     def named(cls, model: str) -> "Costs":
-        """Those of a model by its name in a spec; reads no weights."""
+        """The costs of a model by its name in a spec; reads no weights."""
         return cls.of(empty_model(model_config(model)))
 
     @property
     def frozen(self) -> "Costs":
-        """Those of the model without its adapter."""
+        """The costs of the model without its adapter."""
         return replace(self, forward=self.forward._replace(tokens=self.forward.tokens - self.adapter))
 
 
@@ -157,12 +157,8 @@ def learned(
     batch_tokens: int = 0,
     has_gradient: bool = True,
 ) -> float:
-    """Operations of all updates on these rows, by default with gradients, in micro-batches of `batch_tokens` padded
-    tokens.
-
-    Several minibatches are drawn at random: P prompts of G rows each, B in all, leave m rows P (1 - C(B - G, m) / C(B,
-    m)) prompts on average.
-    """
+    """Operations of all updates on these rows, in micro-batches of `batch_tokens` padded tokens. m rows of a minibatch,
+    drawn from P prompts of G rows, B in all, have P (1 - C(B - G, m) / C(B, m)) prompts on average."""
     if not rows:
         return 0.0
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches

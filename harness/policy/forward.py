@@ -37,10 +37,8 @@ def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows.
-
-    No attention mask: causal attention never looks at the padding on the right, and positions start at 0.
-    """
+    """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows, without a
+    mask: causal attention never looks at the padding on the right, and positions start at 0."""
     return backbone(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
 
@@ -52,10 +50,8 @@ def backbone(model: nn.Module) -> Any:
 
 
 def output_logits(model: nn.Module, hidden_NH: Tensor, product_NV: Tensor | None = None) -> Tensor:
-    """[N, V] logits of last hidden states by the model's own forward pass: with its scale, its soft cap, its bias.
-
-    The states replace the output of the model's backbone in that pass, `product_NV` its head's output.
-    """
+    """[N, V] logits of last hidden states by the model's own forward pass, with its scale, soft cap and bias: the
+    states replace the output of its backbone in that pass, `product_NV` its head's."""
     tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
     head: Any = model.get_output_embeddings()  # pyright: ignore
     known = nullcontext() if product_NV is None else _answering(head, lambda _: product_NV[None])
@@ -104,9 +100,7 @@ def _is_recomputing(model: nn.Module) -> bool:
 
 def keeps_keys_and_values(model: nn.Module, *, windows: bool = True) -> bool:
     """Whether the model keeps nothing of earlier tokens but keys and values; with `windows` some only of a window.
-
-    False for recurrent states (Mamba, linear attention), for custom caches, and for models without a cache.
-    """
+    False for recurrent states (Mamba, linear attention), custom caches, and models without a cache."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     layers = DynamicCache(config=model.config).layers  # pyright: ignore
@@ -168,8 +162,7 @@ def block_tokens(vocabulary: int, device: torch.device) -> int:
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Completion tokens in one product with the language-model head: enough that reading its weights and adding to
-    their gradient is a small part of the work."""
+    """Completion tokens in one product with the head: reading its weights is then a small part of the work."""
     return max(1, LOGITS_BYTES[device.type] // (dtype.itemsize * vocabulary))
 
 
@@ -218,7 +211,7 @@ class _LinearHead(torch.autograd.Function):
     """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time.
 
     A product takes a chunk of tokens. All are kept for the backward pass, or none, and it makes them again. The chunks'
-    gradients of the weights are added up in place, in at least float32: in `weight.grad`, if an earlier pass left one.
+    gradients of the weights are added up in at least float32: in `weight.grad`, if an earlier pass left one.
     """
 
     @staticmethod
@@ -277,9 +270,8 @@ class PromptStates:
 
     `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
     `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
-    `backward` sends the sum through the prompts once. `computed` pairs each leaf with the tensor that it stands for.
-    Models that `harness.policy.fused_llama` recognises have `lean`, whose weights are leaves in the same way: the
-    second list of `computed`, because the prompts add to their gradients.
+    `backward` sends the sum through the prompts once. `computed` pairs each leaf with the tensor that it stands for;
+    second come the weights of `lean` (a model that `fused_llama` recognises), to whose gradients the prompts add.
     Each process of a trial reads a part of the prompts and gets the states of all; the leaves' gradients are summed.
     The backward pass of a sharded model's prompts begins at `hidden`, their last hidden states, with a gradient of 0,
     because its hooks gather a layer when the gradient of that layer's output comes.
@@ -371,8 +363,8 @@ def completion_states(
 
 
 def _cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
-    """A cache whose layers begin with the prompt of each row and take nothing up, so that they can be computed again in
-    a backward pass; without prompts, `first` of a layer has the keys and values that it computes."""
+    """A cache whose layers begin with the prompt of each row and take nothing up, as they may be computed again in a
+    backward pass; without prompts, `first` of a layer has the keys and values that it computes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -412,10 +404,8 @@ class Critic(nn.Module):
         self.head.to(device=first.device, dtype=torch.float32 if adapted else first.dtype)
 
     def forward(self, mask_BT: Tensor, hidden_NH: Tensor) -> Tensor:
-        """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere.
-
-        `hidden_NH` are the `completion_states` of its own backbone, or of the policy.
-        """
+        """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere;
+        `hidden_NH` are the `completion_states` of its own backbone, or of the policy."""
         return _scatter(_at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0], mask_BT)
 
 

@@ -1,13 +1,11 @@
 """Computes plain Llamas with fused weights, for small models whose cost is the library's overhead.
 
 Llamas without anything unusual (`recognised`): RMSNorm, rotary positions, keys for each head, SwiGLU. Three rewritings,
-all exact up to rounding: query, key and value (and gate and up) are one product; a norm's weight and the attention
-scale are multiplied into the next product; the rows of queries and keys are reordered so that the two numbers mixed by
-a rotation are adjacent, and one complex product rotates them.
+exact up to rounding: query, key and value (and gate and up) are one product; a norm's weight and the attention scale
+are multiplied into the next product; queries and keys are reordered so that one complex product rotates them.
 
-A decoder over the same weights keeps the keys and values of all layers in one tensor, so that rows enter and leave it
-in one operation. Attention of a single token is two batched products, which on a CPU take a third of the library's
-fused kernel.
+A decoder over the same weights keeps all keys and values in one tensor, so that rows enter and leave it in one
+operation. Attention of a single token is two batched products: on a CPU a third of the time of the library's kernel.
 """
 
 from dataclasses import dataclass, replace
@@ -64,10 +62,7 @@ class Fused:
 
 
 def recognised(model: nn.Module) -> bool:
-    """Whether this module is known to equal a plain Llama (or its backbone) of that configuration.
-
-    Both halves of a pair answer alike: a backbone is as large as with the head that its policy has.
-    """
+    """Whether this module is known to equal a plain Llama, or a backbone to be one's, of its configuration."""
     if type(model).__name__ not in ("LlamaForCausalLM", "LlamaModel") or not all(map(_is_plain, model.modules())):
         return False
     config: Any = model.config
@@ -90,8 +85,7 @@ def recognised(model: nn.Module) -> bool:
 
 
 def fuse(model: nn.Module, length: int) -> Fused:
-    """The weights of a recognised model or backbone, for rows of `length` tokens; gradients flow back to its
-    parameters."""
+    """The weights of a recognised model or backbone, for rows of `length` tokens, with gradients."""
     decoder, config = _decoder(model), _decoder(model).config
     embedding, width = decoder.embed_tokens, decoder.layers[0].self_attn.head_dim
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Adds low-rank adapters to a policy's linear layers and trains only them (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With the
-adapter off, the model is the reference. It is saved in peft's format, without the model.
+The adapter starts as the identity and lives inside the model, whose class and methods stay (peft). With the adapter
+off, the model is the reference. It is saved in peft's format, without the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."  # peft's fil
 
 def add_adapter(policy: M, settings: LoRA, seed: int) -> M:
     """The policy itself, frozen but for a trainable float32 adapter on its linear layers; `seed` draws its weights.
-
-    ValueError if no layer has one of the names asked for.
-    """
+    ValueError if no layer has one of the names asked for."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(settings.targets) or _linear_layers(policy)
@@ -51,11 +49,8 @@ def add_adapter(policy: M, settings: LoRA, seed: int) -> M:
 
 
 def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the frozen weights of matrix products in the precision in which autocast computes them, in place.
-
-    The products are bit for bit the same, without a cast in every pass. Weights of other operations stay: norms,
-    embeddings, and a head tied to them.
-    """
+    """Keep the frozen weights of matrix products in the precision in which autocast computes them, in place: the same
+    products without a cast in every pass. Other weights stay: norms, embeddings, and a head tied to them."""
     read = {id(m.weight) for m in policy.modules() if isinstance(m, nn.Embedding)}
     for module in policy.modules():
         if type(module) is nn.Linear:
@@ -140,10 +135,8 @@ def _linear_layers(policy: nn.Module) -> list[str]:
 
 
 def around_frozen(model: M) -> M:
-    """A copy of the model that shares its frozen weights and its buffers.
-
-    Of several processes, which shard it next, the weights are others on the same storage.
-    """
+    """A copy of the model that shares its frozen weights and its buffers; of several processes, which shard it next,
+    the weights are others on the same storage."""
     shared = {id(x): x for x in [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]}
     if world_size() > 1:
         shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

@@ -33,10 +33,8 @@ DTYPES = {
 
 
 def check_model(name: str, setting: str = "model") -> None:
-    """ValueError if `name` is a local folder that cannot be a model with its tokenizer.
-
-    Reads no weights. A Hub id is checked when it is loaded; a name that looks like a path must exist.
-    """
+    """ValueError if `name` is a local folder that cannot be a model with its tokenizer, or a path that is not there.
+    Reads no weights; a Hub id is checked when it is loaded."""
     may_be_tiny = setting == "model"
     if name == TINY and may_be_tiny:
         return
@@ -75,11 +73,7 @@ def check_model(name: str, setting: str = "model") -> None:
 
 def length_limit(config: Any) -> int | None:
     """Most tokens of a text, including the completion, for which the model reads positions unchanged; None if
-    unlimited.
-
-    Rotary angles of the kinds `dynamic` and `longrope` change with the length of the text, even for earlier tokens; a
-    table of positions ends.
-    """
+    unlimited. Rotary angles `dynamic` and `longrope` change with the text's length, for earlier tokens too."""
     config = config.get_text_config(decoder=True)
     ropes: Any = getattr(config, "rope_parameters", None)
     if not ropes:
@@ -107,10 +101,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_policy(name: str, *, seed: int) -> nn.Module:
-    """A causal language model on the CPU in float32, without dropout, an adapter merged into its base.
-
-    `seed` only matters for the initial weights of `tiny`.
-    """
+    """A causal language model on the CPU in float32, without dropout, an adapter merged into its base; `seed` only
+    matters for the initial weights of `tiny`."""
     model = on_base(name, seed, _load_policy)
     for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(model.config, key, None):
@@ -122,10 +114,8 @@ def load_policy(name: str, *, seed: int) -> nn.Module:
 
 
 def on_base(name: str, seed: int, load: Callable[[str, int], M]) -> M:
-    """The result of `load(name, seed)` for a model; for an adapter, its base loaded that way with the adapter merged.
-
-    InputsChanged if the base is not the one that the adapter was trained on.
-    """
+    """The result of `load(name, seed)`; for an adapter, its base loaded that way with the adapter merged. InputsChanged
+    if the base is not the one that the adapter was trained on."""
     base = base_of(name)
     if base is None:
         return load(name, seed)
@@ -167,9 +157,9 @@ def save_model(
     base: Base | None = None,
     group: Any = None,
 ) -> dict[str, str]:
-    """Write a folder that `load_policy` and `load_tokenizer` load: all weights, or an adapter alone and its `base`.
+    """Write a folder that `load_policy` and `load_tokenizer` load, all weights (for transformers), or an adapter alone
+    (for peft) and its `base`, with a manifest: the hash (SHA-256) of each file.
 
-    transformers loads the first kind, peft the second. It has a manifest, whose hashes (file -> SHA-256) are returned.
     `weights` are `saved_weights` or copies of them, by default the model's. Processes that `group` together each write
     those that are not None, and the first one completes the folder.
     """

@@ -7,12 +7,11 @@ With it the study's folder is whole: the report can be derived again wherever th
 import dataclasses
 import importlib.metadata
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
-from typing_extensions import TypedDict
 
 from ..base.files import read_json, sha256, write_json
 from .events import EVENTS
@@ -24,17 +23,6 @@ EVIDENCE = "evidence.json"
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
 
 
-class Mean(TypedDict):
-    """The mean of an arm over its seeds, with its interval."""
-
-    arm: str
-    metric: str
-    seeds: int
-    mean: float
-    low: float | None
-    high: float | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """`evidence.json`.
@@ -42,7 +30,7 @@ class Evidence:
     files     of the record and of the report -> SHA-256
     versions  that wrote the report
     extras    of the record, which may be kept outside the study's folder
-    answer, means, colors  of the report: its sentence, its numbers by arm and metric, its arms' colours
+    answer, colors  of the report: its sentence, its arms' colours
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -51,16 +39,13 @@ class Evidence:
     versions: Mapping[str, str]
     extras: Mapping[str, Any]
     answer: str
-    means: Sequence[Mean]
     colors: Mapping[str, str]
 
 
-def write_evidence(
-    folder: Path, record: StudyRecord, answer: str = "", means: Sequence[Any] = (), colors: Mapping[str, str] = {}
-) -> None:
+def write_evidence(folder: Path, record: StudyRecord, answer: str = "", colors: Mapping[str, str] = {}) -> None:
     """Seal the report in a study's folder, which was written from `record`."""
     files = {name: sha256(folder / name) for name in sealed_files(folder)}
-    evidence = Evidence(files, writing_versions(), record.extras, answer, means, colors)
+    evidence = Evidence(files, writing_versions(), record.extras, answer, colors)
     write_json(folder / EVIDENCE, dataclasses.asdict(evidence))
 
 

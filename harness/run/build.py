@@ -62,29 +62,6 @@ class Totals:
     peak_memory_bytes: int = 0
 
 
-class Models:
-    """Loads the models of a run."""
-
-    now: Callable[[], float] = staticmethod(time.perf_counter)  # seconds of work for the run, from an arbitrary zero
-
-    def policy(
-        self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
-    ) -> tuple[nn.Module, TextCodec]:
-        """The policy to train (on its device, in its precision, with its adapter) and the codec."""
-
-        def start() -> nn.Module:
-            policy = placed(start_policy(spec, cache, on_progress)[0], spec)
-            return policy if spec.lora is None else add_adapter(policy, spec.lora, spec.seed)
-
-        return ranks.from_first(start), load_codec(spec.model, spec.prompt)
-
-    def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
-        return build_engine(spec, policy, codec)
-
-
-OWN_MODELS = Models()
-
-
 @dataclass
 class Run:
     """One run in progress: its models, its costs and its accuracies so far, over all its resumes.
@@ -98,7 +75,7 @@ class Run:
     log: RunLog
     directory: Path
     codec: TextCodec
-    models: Models = OWN_MODELS
+    now: Callable[[], float] = time.perf_counter  # seconds, from an arbitrary zero
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads, which its checkpoints name
     base: Base | None = None  # seed of its adapter
@@ -132,8 +109,7 @@ class Run:
         self._count()
 
     def _count(self) -> None:
-        """Count the tokens of a completion and what the models of the stage cost, and say whether the engine's
-        log-probs are the policy's."""
+        """Note a completion's tokens, what the stage's models cost, and whether the engine's log-probs are exact."""
         does, self.costs, self.max_tokens = self.stage.does, None, self.spec.max_tokens
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)
@@ -147,9 +123,8 @@ class Run:
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and does is None
 
     def save(self, step: int, *, is_last: bool = False) -> None:
-        """Begin to write a checkpoint of training step `step`; `prepare` can continue from it with any number of
-        devices. `is_last`: nothing is trained any more, so it needs no optimiser's state. It is copied
-        while the run samples; `annotated` waits for the copies."""
+        """Begin to write a checkpoint of training step `step`, from which any number of devices can continue; if it
+        `is_last`, without optimisers. It is copied while the run samples; `annotated` waits for the copies."""
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
@@ -161,10 +136,10 @@ class Run:
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
         facts = {"spec_digest": self.whole.digest(), "inputs": self.inputs, "progress": deepcopy(progress)}
+        facts["is_last"] = is_last
         policy, directory, keep = self.learner.policy, self.directory / CHECKPOINTS, self.spec.checkpoints.keep
         weights, state = saved_weights(policy), self.learner.state(to_train=not is_last)
-        group, on_first = self.writer.group, self.spec.lora is not None
-        base, tokenizer, facts = self.base, self.tokenizer, facts | {"is_last": is_last}
+        group, on_first, base, tokenizer = self.writer.group, self.spec.lora is not None, self.base, self.tokenizer
 
         def write(copies: Any) -> None:
             own, learner = (assembled(copy, group) for copy in copies)
@@ -201,8 +176,8 @@ class Run:
         self.spent[unit] = self.spent.get(unit, 0.0) + units * seconds
 
     def charge_flops(self, operations: Callable[[flops.Costs], Mapping[str, float]]) -> dict[str, float]:
-        """Add operations by purpose, if they are counted. Returns all so far as `flops/<purpose>` and `flops/train`,
-        which excludes evaluations and the cold start."""
+        """Add operations by purpose, if they are counted: all so far as `flops/<purpose>`, and `flops/train` without
+        evaluations and the cold start."""
         for name, count in {} if self.costs is None else operations(self.costs).items():
             self.spent[f"flops_{name}"] = self.spent.get(f"flops_{name}", 0.0) + count
         return {k.replace("_", "/", 1): v for k, v in self._costs().items() if k.startswith("flops_")}
@@ -273,8 +248,7 @@ def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
 
 
 def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
-    """The policy on the run's device and in its precision. Each tensor is rounded before it moves, so that the device
-    never holds the wider one."""
+    """The policy on the run's device and in its precision; each tensor is rounded before it moves."""
     is_alone = ranks.world_size() == 1  # otherwise the learner moves it, one part at a time
     return policy.to(device=resolve_device(spec.device) if is_alone else None, dtype=getattr(torch, spec.dtype))
 
@@ -285,7 +259,7 @@ def prepare(
     log: RunLog,
     cache: Path,
     should_stop: Callable[[], bool],
-    models: Models = OWN_MODELS,
+    now: Callable[[], float] = time.perf_counter,
 ) -> tuple[Run, int]:
     """The run with its models loaded, and the number of finished training steps."""
     reset_peak_memory()
@@ -297,15 +271,20 @@ def prepare(
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = any(ranks.of_all(recompute))
-    policy, codec = models.policy(spec, cache, partial(note_progress, log, should_stop))
+
+    def start() -> nn.Module:
+        policy = placed(start_policy(spec, cache, partial(note_progress, log, should_stop))[0], spec)
+        return policy if spec.lora is None else add_adapter(policy, spec.lora, spec.seed)
+
+    policy, codec = ranks.from_first(start), load_codec(spec.model, spec.prompt)
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
     learner = learner_of(stage, policy, directory)
-    engine = models.engine(spec, policy, codec)
+    engine = build_engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(
-        learner.spec, engine, learner, log, directory, codec, models, memory_before, base=base, cache=cache, whole=spec,
+        learner.spec, engine, learner, log, directory, codec, now, memory_before, base=base, cache=cache, whole=spec,
         stage=stage,
     )  # fmt: skip
     if checkpoint is None:
@@ -317,12 +296,9 @@ def prepare(
 
     learner.load_state(*ranks.from_first(saved))
     engine.load_weights(learner.weights(), checkpoint.step)
-    run.totals = Totals(**checkpoint.progress["totals"])
-    run.accuracies = dict(checkpoint.progress["accuracies"])
-    learner.kl_beta = checkpoint.progress["kl_beta"]
-    run.gates = GateState(**checkpoint.progress["gates"])
-    run.spent = dict(checkpoint.progress["ledger"])
-    run.pass_rates = dict(checkpoint.progress["pass_rates"])
+    progress, learner.kl_beta = checkpoint.progress, checkpoint.progress["kl_beta"]
+    run.totals, run.gates = Totals(**progress["totals"]), GateState(**progress["gates"])
+    run.accuracies, run.spent, run.pass_rates = (dict(progress[key]) for key in ("accuracies", "ledger", "pass_rates"))
     return run, checkpoint.step
 
 

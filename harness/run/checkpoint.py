@@ -1,9 +1,8 @@
 """Saves and resumes everything a run needs: policy, critic, optimisers, counters and the summary so far.
 
-A checkpoint is a folder `step-<n>`. Its `policy/` loads with transformers, or with peft if the run trains an adapter
-(then it holds only the adapter). A checkpoint appears whole or not at all; `state.json` has the hash of every file, and
-a torn or altered checkpoint is skipped for the one before it. Sampling noise is a function of (seed, step) and prompt
-order of that and the pass rates, so there is no random state to save.
+A checkpoint is a folder `step-<n>`. Its `policy/` loads with transformers, or with peft if it holds an adapter alone. A
+checkpoint appears whole or not at all; `state.json` has the hash of every file, and a torn or altered one is skipped
+for the one before it. Noise and prompt order are functions of seed, step and pass rates: no random state is saved.
 """
 
 import logging
@@ -69,8 +68,7 @@ class Writer:
         self.copied.set()
 
     def begin(self, copy: Callable[[], T], write: Callable[[T], None]) -> None:
-        """Have the thread write what `copy` returns there when the one before is written. What it copies must not
-        change before `copied` is set."""
+        """Have the thread write what `copy` returns there; what it copies must not change before `copied` is set."""
         self.check(wait=True)
         self.copied.clear()
 
@@ -137,7 +135,7 @@ def latest_checkpoint(
     directory: Path, spec_digest: str, holds: Callable[[int, int], bool] = lambda step, num_events: True
 ) -> Checkpoint | None:
     """The newest intact checkpoint whose events the run's log `holds`, or None; a warning names each that is passed
-    over. ValueError if it belongs to another run or to one with other inputs than those that are expected."""
+    over. ValueError if it belongs to another run or to other inputs than expected."""
     passed: list[str] = []
     for folder, state in _intact(directory, passed):
         if state["spec_digest"] != spec_digest:
@@ -173,11 +171,8 @@ def say_passed(reasons: Sequence[str], instead: str) -> None:
 
 
 def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tuple[int, list[str]]:
-    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target`; 0
-    if there is none. Then the reasons why newer ones were passed over.
-
-    The run in `source` may continue meanwhile. Its log up to that step is copied too.
-    """
+    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target` with
+    a copy of its log so far, or 0; then why newer ones were passed over. That run may continue meanwhile."""
     passed: list[str] = []
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         passed.clear()

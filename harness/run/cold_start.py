@@ -1,9 +1,8 @@
 """Trains the supervised warm start that all arms of a study share: cross-entropy on the completion tokens of worked
 solutions.
 
-The result is cached under a hash of everything that it depends on (content of model and data, task, settings, seed), as
-a folder that transformers loads. A second process that needs the same one waits for the first. A torn or altered folder
-is made again.
+It is cached under a hash of all that it depends on (content of model and data, task, settings, seed), as a folder that
+transformers loads. A second process that needs it waits for the first; a torn or altered folder is made again.
 """
 
 import logging
@@ -33,14 +32,10 @@ log = logging.getLogger(__name__)
 def start_policy(
     spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None
 ) -> tuple[nn.Module, TextCodec]:
-    """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so.
-
-    Warm starts are kept under `cache/cold-start`. `on_progress` is told whether this process trains one or waits for
-    another process that does.
-    """
-    seed = spec.cold_start.seed
+    """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so. Warm
+    starts are kept under `cache/cold-start`; `on_progress` is told whether this process trains or waits for one."""
+    seed, name = spec.cold_start.seed, start_name(spec, cache)
     codec = load_codec(spec.model, spec.prompt)
-    name = start_name(spec, cache)
     if spec.cold_start.steps == 0:
         return load_policy(name, seed=seed), codec
     inputs, folder = start_inputs(spec), Path(name)
@@ -79,9 +74,7 @@ def fit_demonstrations(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Train `policy` in place: mean cross-entropy over a batch's completion tokens, AdamW, gradient clipping at 1.
-
-    Raises ValueError without demonstrations and InvalidRun on a non-finite loss.
-    """
+    ValueError without demonstrations, InvalidRun on a non-finite loss."""
     if not demonstrations:
         raise ValueError("cold_start.steps must be 0 for a task without worked solutions")
     policy.to(device)

@@ -55,11 +55,10 @@ def evaluate_run(
     num_shown: int = 16,
     kept: Path | None = None,
 ) -> EvaluationResult:
-    """Accuracy on the first problems of a split: one greedy completion and k samples for each.
+    """Accuracy on the first problems of a split, the same every time: one greedy completion and k samples for each.
 
-    The problems are the same every time, so that arms and steps can be compared problem by problem. The result includes
-    at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again; the others are added
-    to it, each part on disk before the next begins, so that a killed evaluation can continue and be recomputed.
+    The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
+    the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -119,10 +118,8 @@ def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemSco
 def _sampled(
     spec: RunSpec, engine: RolloutEngine, prompts: Sequence[Prompt], num_samples: int | None, step: int
 ) -> list[Group]:
-    """`count` samples of each prompt, or the greedy completion.
-
-    An engine that holds its whole batch in memory gets a few samples per call. Calls after the first have their own
-    seed, because the noise is keyed by a sample's number in its call.
+    """`num_samples` of each prompt, or None: the greedy completion. An engine that holds its batch in memory gets a few
+    samples per call; calls after the first have their own seed, as the noise is keyed by a sample's number in its call.
     """
     temperature = 0.0 if num_samples is None else spec.evaluation.temperature
     sampling = Sampling(temperature=temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
@@ -205,9 +202,7 @@ def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
 
 def kept_problems(file: Path) -> Iterator[tuple[Group, Group]]:
     """Samples and greedy completion of each problem that an evaluation has written, one at a time; none without a file.
-
-    A last line torn by a kill is cut off. ValueError, with the line's number, if no evaluation can have written it.
-    """
+    A last line torn by a kill is cut off. ValueError, with the line's number, if no evaluation can have written it."""
     if not file.exists():
         return
     with file.open("r+b") as opened:

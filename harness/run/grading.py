@@ -35,8 +35,7 @@ _thread = ThreadPoolExecutor(1, "grading")  # one for all runs of the process: a
 
 
 def begin_grading(task: Task, groups: Sequence[Group], max_tokens: int) -> Future[list[GradedGroup]]:
-    """What `grade` will return; the device can work until then, because a thread grades, which waits for the process
-    that compares. Nothing else may use the task meanwhile."""
+    """What `grade` will return: a thread grades while the device works. Nothing else may use the task meanwhile."""
     return _thread.submit(grade, task, groups, max_tokens)
 
 
@@ -44,10 +43,8 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
 
     `max_tokens` is the limit under which the completions were sampled. Classes and correctness use the task's own
-    equality, never string equality. Each answer is compared with one representative of each class. So G completions of
-    a prompt cost one extraction each, one comparison with gold per class, and the comparisons between classes. An
-    answer must also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold,
-    and has no class, so that a majority of restatements cannot become a target.
+    equality, and one representative of each class. An answer must also count as one (`Task.is_answered`): a restatement
+    of the question is wrong although it equals gold, and has no class, so that restatements cannot win a vote.
     """
     graded: list[GradedGroup] = []
     left: float = OVERRUNS
@@ -100,11 +97,8 @@ def control_rewards(
     step: int,
     first: int,
 ) -> list[list[float]]:
-    """[P][G] rewards of the control in training step `step`; arguments as in `rollout.earned`.
-
-    Gold answers are shuffled over the split (`prompts`), fixed by the seed; the frequency of each answer is kept, so
-    that one may equal the prompt's own.
-    """
+    """[P][G] rewards of the control in training step `step`; arguments as in `rollout.earned`. Gold answers are
+    shuffled over the split (`prompts`), fixed by the seed, so that one may equal the prompt's own."""
     if spec.control == "random":
         drawn = [(generator("random reward", spec.seed, step, g.prompt_id), len(g.completions)) for g in graded]
         coins = [random.integers(2, size=first + count) for random, count in drawn]
@@ -116,11 +110,8 @@ def control_rewards(
         other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
         changed = [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups]
         graded = begin_grading(spec.task, changed, spec.max_tokens).result()
-    paid: list[list[float]] = []
-    for group in graded:
-        assert group.correct is not None
-        paid.append([float(right != (spec.control == "inverted")) for right in group.correct])
-    return paid
+    assert all(group.correct is not None for group in graded)
+    return [[float(right != (spec.control == "inverted")) for right in group.correct or ()] for group in graded]
 
 
 def score(
@@ -130,10 +121,7 @@ def score(
     step: int = 0,
 ) -> list[Score]:
     """The rewards of each group in a training step; `graded` carries correctness. InvalidRun for a value that is no
-    finite number.
-
-    In a control arm the completions earn `instead` [P][G], and the rewards are only measured.
-    """
+    finite number. In a control arm completions earn `instead` [P][G], and the rewards are only measured."""
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
     dense = {n: r for n, r in rewards.items() if isinstance(r, StepReward)}
     is_dense = any(r.weight for r in dense.values())
@@ -159,8 +147,7 @@ def score(
 
 
 def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: Any, count: int | None) -> list[float]:
-    """What a reward gave for a group, if it is a list of `count` (None: any number of) finite numbers; InvalidRun
-    otherwise, which names reward, step and problem."""
+    """What a reward gave for a group; InvalidRun unless it is a list of `count` (None: any) finite numbers."""
     most = MOST_PAID / max(1.0, abs(reward.weight))
     if not isinstance(values, list | tuple) or count not in (None, len(values)):
         wrong = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)
@@ -218,10 +205,8 @@ def completion_row(group: Group, greedy: Group) -> dict[str, Any]:
 
 
 def groups_of(row: Mapping[str, Any]) -> tuple[Group, Group]:
-    """Samples and greedy completion that `completion_row` wrote, with the right number of tokens but unknown token ids.
-
-    ValueError, KeyError or TypeError for a row that it did not write.
-    """
+    """Samples and greedy completion that `completion_row` wrote, without their token ids; ValueError, KeyError or
+    TypeError for a row that it did not write."""
     tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
     prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags, str(row.get("family", "")))
     samples, greedy = (Group(prompt, (), tuple(_read(*one) for one in row[name])) for name in ("samples", "greedy"))
@@ -249,12 +234,8 @@ def sample_rows(
     limit: int | None = None,
 ) -> list[SampleRow]:
     """Every rollout, group by group. With a `limit`, at most that many for a reader: the first of each prompt, then the
-    second, and so on.
-
-    `graded` carries correctness; `scores` is None in an evaluation.
-    """
-    assert len(graded) == len(groups)
-    assert scores is None or len(scores) == len(groups)
+    second, and so on. `graded` carries correctness; `scores` is None in an evaluation."""
+    assert len(graded) == len(groups) == len(groups if scores is None else scores)
     places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
     if limit is not None:
         places = sorted(places, key=lambda place: place[1])[:limit]

@@ -4,6 +4,7 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,7 +19,7 @@ from ..devices.device import peak_memory
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
-from .build import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
+from .build import Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .evaluate import completions_file, evaluate_run, evaluation_metrics
 from .grading import sample_rows
 from .guards.agreement import check_agreement
@@ -34,14 +35,13 @@ def train(
     *,
     cache: Path,
     should_stop: Callable[[], bool] = lambda: False,
-    models: Models = OWN_MODELS,
+    now: Callable[[], float] = time.perf_counter,
 ) -> RunResult:
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 
     It ends "complete", "invalid" with a reason, or "stopped" after the step in which `should_stop()` turned true; an
     unfinished cold start begins again next time. Cold starts are cached in `cache`. Bad settings, and data or a model
-    that changed since the run began, raise ValueError before any model is loaded. `models` are the ones that the run
-    shares with others.
+    that changed since the run began, raise ValueError before any model is loaded. `now` is the clock, in seconds.
     """
     inputs = run_inputs([spec], cache)
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
@@ -59,7 +59,7 @@ def train(
         if spec.control == "shuffled_gold" and len(prompts) == 1:
             raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")
         try:
-            run, step = prepare(spec, directory, log, cache, should_stop, models)
+            run, step = prepare(spec, directory, log, cache, should_stop, now)
             run.inputs = inputs
             return _loop(run, prompts, step, should_stop)
         except InvalidRun as invalid:
@@ -82,7 +82,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _test(run, 0, "start")
     while step < whole.steps and not run.is_spent:
         run.writer.check()
-        start, drawn = run.models.now(), Rollouts()
+        start, drawn = run.now(), Rollouts()
         if step == run.stage.end:
             run.begin(next(stage for stage in stages if step < stage.end))
         spec, does = run.spec, run.stage.does
@@ -93,7 +93,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             counts = drawn.lengths(spec.prompts_per_step)
         step += 1
         metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
-        run.charge(run.models.now() - start)
+        run.charge(run.now() - start)
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
@@ -125,8 +125,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 
 def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> dict[str, float]:
-    """Add the costs of a step to the run's totals, and return those as metrics; `lengths` are as those of `Rollouts`,
-    `seconds` is its time."""
+    """Add the costs of a step, with `lengths` as `Rollouts` has them, to the run's totals: those, as metrics."""
     totals, (sampled, trained, greedy) = run.totals, lengths
     counts = [count for _, completions in (*sampled, *greedy) for count in completions]
     totals.rollouts += len(counts)
@@ -154,10 +153,10 @@ def logged_evaluation(
     """Evaluate the policy, with the run's own settings or those of a test, and store the accuracies of the summary.
 
     Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
-    training; `test_NAME` and `start_NAME` for another test. For test problems, each problem's fraction and family are
-    logged too. The run's folder keeps all completions, so that the numbers can be verified.
+    training; `test_NAME` and `start_NAME` for another test. Of test problems each fraction and family is logged, and
+    the run's folder keeps all completions, so that the numbers can be verified.
     """
-    start, log, area = run.models.now(), run.log, area or split
+    start, log, area = run.now(), run.log, area or split
     kept = run.directory / completions_file(area, step) if ranks.rank() == 0 else None
     if kept is not None:
         kept.unlink(missing_ok=True)  # of an attempt that was killed here, whose weights may differ
@@ -171,7 +170,7 @@ def logged_evaluation(
         log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area, result.families)
     if area == split:
         log.samples(result.samples)
-    run.charge(run.models.now() - start)
+    run.charge(run.now() - start)
     if area == "test":
         tested = run.whole.evaluation.test_steps(run.whole.steps)
         before, number = run.accuracies.get("test_accuracy", 0.0), 1 + sum(one < step for one in tested)

@@ -50,10 +50,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Groups that a step has sampled, in order, with their grades and rewards as soon as `earned` has them.
-
-    `greedy` has one completion for each of the same prompts, if the algorithm needs it. `grading` is this rank's part
-    of the grades, while a thread works on them.
+    """Groups that a step has sampled, in order, with their grades and rewards as soon as `earned` has them; `greedy`
+    has one completion for each of the same prompts, if the algorithm needs it; a thread is `grading` this rank's part.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -85,8 +83,7 @@ class Rollouts:
         return Rollouts([self.groups[p] for p in places], graded, scores, self.greedy and self.greedy.at(places))
 
     def trained_on(self, count: int) -> "Rollouts":
-        """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed. Where no
-        more were sampled it needs no rewards."""
+        """The `count` groups of the batch: first those with unequal rewards, then others; all, if no more are there."""
         if len(self.groups) <= count:
             return self
         totals = self.totals
@@ -100,10 +97,8 @@ class Rollouts:
 
 def sample(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Rollouts:
     """All that a step samples: one batch of groups, which a thread still grades; or, with dynamic sampling, graded
-    batches until enough groups have unequal rewards, the budget is spent, or every prompt has been drawn.
-
-    Then the engine sleeps.
-    """
+    batches until enough groups have unequal rewards, the budget is spent, or every prompt has been drawn. Then the
+    engine sleeps."""
     spec, drawn = run.spec, Rollouts()
     while drawn.num_kept < spec.prompts_per_step and len(drawn.groups) < len(prompts):
         batch = generate(run, prompts, step, drawn)
@@ -123,8 +118,7 @@ def sample(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Roll
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Rollouts) -> Rollouts:
-    """One more batch of a step's groups, whose grading begins; if the algorithm needs them, also one greedy completion
-    for each of the same prompts, under the same limits."""
+    """One more batch of a step's groups, whose grading begins, with greedy completions if the algorithm needs them."""
     spec, count, learner = run.spec, run.spec.prompts_per_step, run.learner
     draw = PromptDraw(count, spec.seed, step, drawn.num_batches, (step - run.stage.start) / spec.steps, run.pass_rates)
     chosen = drawn_prompts(spec.sampler, prompts, draw, {group.prompt.id for group in drawn.groups})
@@ -148,8 +142,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Rollouts) ->
 
 @contextmanager
 def older_weights(policy: nn.Module, older: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the context the policy has these weights of an earlier step. Its own stay as they are, for a checkpoint
-    that copies them meanwhile."""
+    """Inside the context the policy has these older weights; a checkpoint may copy its own meanwhile."""
     parameters = dict(policy.named_parameters()) if older else {}
     own = {name: parameters[name].data for name in older}
     for name, value in older.items():
@@ -164,27 +157,23 @@ def older_weights(policy: nn.Module, older: Mapping[str, torch.Tensor]) -> Itera
 def drawn_prompts(
     sampler: Sampler, prompts: Sequence[Prompt], draw: PromptDraw, before: Collection[str] = ()
 ) -> list[Prompt]:
-    """The prompts of a batch, without those whose ids are among `before`: a prompt drawn twice in a step would get the
-    same completions again, because its id decides the noise. The first batch of a step is full, if need be by
-    repetition."""
+    """The prompts of a batch, without those whose ids are among `before`, which would get the same completions again.
+    The first batch of a step is full, if need be by repetition."""
     chosen = (prompts[i] for i in sampler.order(prompts, draw) if prompts[i].id not in before)
     return list(islice(chosen if draw.batch else cycle(chosen), draw.count))
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> None:
-    """Get the scores that the check of the engine's next weights needs, if it has its own, then let it sleep, because
-    learner and rewards may need the device."""
+    """Note the scores of an engine with weights of its own, for the check of its next ones, then let it sleep."""
     if not run.engine.exact_logprobs:
         run.spot_check = spot_check(run.engine, run.learner.policy, groups, run.spot_check)
     run.engine.sleep()
 
 
 def earned(run: Run, prompts: Sequence[Prompt], drawn: Rollouts, step: int, first: int = 0) -> Rollouts:
-    """The rollouts with their grades and rewards, in a control arm those of the control; it waits for the thread that
-    grades. `prompts` is the whole split, `first` the number of a group's first sample among all of its prompt.
-
-    The learner computes the token means that rewards need, with any engine: from the policy that sampled (up to the
-    engine's rounding), or from the newest policy if older weights sampled.
+    """The rollouts with their grades, for which it waits, and rewards, or what a control pays. `prompts` is the whole
+    split, `first` the number of a group's first sample among all of its prompt. The learner computes token means that
+    rewards need: from the policy that sampled, up to the engine's rounding, or the newest if older weights sampled.
     """
     spec, groups, grading = run.spec, drawn.groups, drawn.grading
     if grading is None:
@@ -239,11 +228,8 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def rewarded(batch: Batch, drawn: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """The batch of the rollouts' groups with their rewards.
-
-    A rewarded step is paid at the token that ends it, which the tokenizer finds, and the outcome then at the
-    completion's last token.
-    """
+    """The batch of the rollouts' groups with their rewards: a rewarded step at the token that ends it, which the
+    tokenizer finds, and the outcome then at the completion's last token."""
     rows, scores = [(g.prompt_token_ids, r) for g in drawn.groups for r in g.rollouts], drawn.scores
     greedy = [total for totals in drawn.greedy.totals for total in totals] if drawn.greedy else []
     step_rewards = step_ends = parts = weights = None

@@ -32,11 +32,9 @@ MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which ML
 def train_once(
     spec: RunSpec, runs: Path, name: str, on_status: Callable[[StudyStatus], None] = lambda status: None
 ) -> RunResult:
-    """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
-
-    `on_status` is shown the run as a study of one trial. ValueError, before any model loads, if it cannot run or if the
-    folder has another run; InputsChanged if an earlier attempt there read something else.
-    """
+    """The result of training in `runs/train/name`, begun, continued or ended there before; `on_status` is shown it as a
+    study of one trial. ValueError, before any model loads, if it cannot run or the folder has another run;
+    InputsChanged if an earlier attempt there read something else."""
     directory = runs / "train" / name
 
     def show(progress: Mapping[str, Any]) -> None:
@@ -98,8 +96,7 @@ def evaluate_once(
 def measured(
     spec: RunSpec, split: Split, runs: Path, directory: Path, inputs: Inputs, experiment: str
 ) -> Iterator[RunLog]:
-    """The log of a run that measures the policy of `spec` and trains nothing; it begins anew in `directory`, which is
-    held, and has the folder's name in MLflow."""
+    """The log of a run that measures the policy of `spec` and trains nothing; it begins anew in `directory`."""
     with (
         expecting(inputs),
         own_folder(directory, spec),

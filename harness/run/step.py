@@ -20,7 +20,7 @@ from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, reward
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Rollouts]:
     """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
     spec, engine, learner = run.spec, run.engine, run.learner
-    unparsable, clock = _unparsable(run), Clock(run.models.now)
+    unparsable, clock = _unparsable(run), Clock(run.now)
     drawn = sample(run, prompts, step, clock)
     batch, scheduled = annotated(run, drawn.trained_on(spec.prompts_per_step).groups, step)
     clock.lap("annotate")

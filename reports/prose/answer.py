@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from ...harness.base.arms import short_path
-from ..analysis import Analysis, Comparison, marginal, same_as_baseline
+from ..analysis import Analysis, Comparison, marginal
 from ..claims import JudgedClaim
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA, holm
@@ -139,7 +139,7 @@ def _finding(analysis: Analysis) -> str:
             f"{reaches}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a result; the "
             f"baseline {analysis.record.baseline} has none, so no difference to it can be stated"
         )
-    same = same_as_baseline(analysis.record)
+    same = analysis.same
     compared = [one for one in analysis.comparisons if one.arm not in same]
     if same and not compared:
         verb = "is" if len(same) == 1 else "are"
@@ -229,7 +229,7 @@ def _grid_finding(analysis: Analysis) -> str:
 
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
-    compared = [one for one in analysis.comparisons if one.arm not in same_as_baseline(analysis.record)]
+    compared = [one for one in analysis.comparisons if one.arm not in analysis.same]
     sizes = [comparison.detectable for comparison in compared if not math.isnan(comparison.detectable)]
     is_effect_detected = analysis.grid is not None and analysis.grid.is_any_detected
     if not sizes or is_effect_detected or any(comparison.is_detected for comparison in analysis.comparisons):

@@ -29,39 +29,19 @@ class Row:
     predicted: Callable[[Case], Numbers] | None = None
 
 
-@dataclass
-class Difference:
-    """The largest differences seen so far.
-
-    `relative` is over the largest number of the batch, where that is not itself rounding; the verdict goes by `scaled`,
-    which is over max(1, |theirs|).
-    """
-
-    absolute: float = 0.0
-    relative: float = 0.0
-    scaled: float = 0.0
-
-    def see(self, one: Tensor, other: Tensor) -> None:
-        assert one.shape == other.shape, (one.shape, other.shape)
-        gap, size = (one.double() - other.double()).abs(), other.double().abs()
-        assert torch.isfinite(gap).all(), "a number is not finite"
-        self.absolute = max(self.absolute, gap.max().item())
-        if size.max() > 1e-9:
-            self.relative = max(self.relative, (gap.max() / size.max()).item())
-        self.scaled = max(self.scaled, (gap / size.clamp(min=1)).max().item())
-
-
 @dataclass(frozen=True)
 class Result:
+    """The largest differences over all batches, each over max(1, |theirs|)."""
+
     row: Row
     num_cases: int
-    value: Difference
-    gradient: Difference | None
+    value: float
+    gradient: float | None
     unexplained: float
 
     @property
     def verdict(self) -> str:
-        worst = max(d.scaled for d in (self.value, self.gradient) if d is not None)
+        worst = max(self.value, self.gradient or 0.0)
         if self.row.predicted is None:
             return "equal" if worst <= TOLERANCE else "DIFFERENT"
         if worst <= TOLERANCE:
@@ -73,39 +53,35 @@ class Result:
         return self.verdict in ("equal", "explained")
 
 
+def apart(one: Tensor | None, other: Tensor) -> float:
+    assert one is not None and one.shape == other.shape, other.shape
+    gap = (one.double() - other.double()).abs()
+    assert torch.isfinite(gap).all(), "a number is not finite"
+    return (gap / other.double().abs().clamp(min=1)).max().item()
+
+
 def evaluate(row: Row) -> Result:
-    value, rest = Difference(), Difference()
-    gradient: Difference | None = None
-    count = 0
+    values, gradients, rest = [], [], [0.0]
     for case in row.cases():
         ours, theirs = row.ours(case), row.theirs(case)
-        value.see(ours.value, theirs.value)
+        expected = ours if row.predicted is None else row.predicted(case)
+        values.append(apart(ours.value, theirs.value))
+        rest.append(apart(expected.value, theirs.value))
         if theirs.gradient is not None:
-            assert ours.gradient is not None
-            gradient = gradient or Difference()
-            gradient.see(ours.gradient, theirs.gradient)
-        if row.predicted is not None:
-            expected = row.predicted(case)
-            rest.see(expected.value, theirs.value)
-            if theirs.gradient is not None:
-                assert expected.gradient is not None
-                rest.see(expected.gradient, theirs.gradient)
-        count += 1
-    assert count, "a row needs cases"
-    return Result(row, count, value, gradient, rest.scaled)
+            gradients.append(apart(ours.gradient, theirs.gradient))
+            rest.append(apart(expected.gradient, theirs.gradient))
+    assert values, "a row needs cases"
+    return Result(row, len(values), max(values), max(gradients, default=None), max(rest))
 
 
 def markdown(results: Iterable[Result]) -> str:
     """The table, a line for each row."""
     lines = [
-        "| objective | function of the library | batches | value: abs | rel | gradient: abs | rel | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| objective | function of the library | batches | value | gradient | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for r in results:
-        slope = "- | -" if r.gradient is None else f"{r.gradient.absolute:.1e} | {r.gradient.relative:.1e}"
-        told = r.verdict
-        if r.row.reason:
-            told += f" (left: {r.unexplained:.1e}): {r.row.reason}"
-        numbers = f"{r.value.absolute:.1e} | {r.value.relative:.1e} | {slope}"
-        lines.append(f"| {r.row.objective} | {r.row.function} | {r.num_cases} | {numbers} | {told} |")
+        slope = "-" if r.gradient is None else f"{r.gradient:.1e}"
+        told = f"{r.verdict} (left: {r.unexplained:.1e}): {r.row.reason}" if r.row.reason else r.verdict
+        lines.append(f"| {r.row.objective} | {r.row.function} | {r.num_cases} | {r.value:.1e} | {slope} | {told} |")
     return "\n".join(lines) + "\n"

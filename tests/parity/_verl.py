@@ -1,4 +1,5 @@
-"""The rows of verl: the functions of `verl.trainer.ppo.core_algos` on the completion columns of our batches."""
+"""The rows of verl, where TRL has no such objective: functions of `verl.trainer.ppo.core_algos` on the columns of our
+completions."""
 
 from __future__ import annotations
 
@@ -10,14 +11,10 @@ from typing import Any
 import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
-from cohort.algorithms._functional import KLEstimator, kl_estimate, to_go, token_rewards
-from cohort.algorithms.cispo import CISPO
-from cohort.algorithms.dapo import DAPO
+from cohort.algorithms._functional import to_go, token_rewards
 from cohort.algorithms.dppo import DPPO
 from cohort.algorithms.dr_grpo import DrGRPO
-from cohort.algorithms.gmpo import GMPO
 from cohort.algorithms.grpo import GRPO
-from cohort.algorithms.gspo import GSPO
 from cohort.algorithms.kl_cov import KLCov
 from cohort.algorithms.opo import OPO
 from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
@@ -26,12 +23,8 @@ from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
-from cohort.algorithms.rloo import RLOO
-from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.settings.run import KLControl
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
@@ -43,7 +36,7 @@ Loss = Callable[..., tuple[Tensor, Any]]
 
 
 def rows() -> list[Row]:
-    return [*advantage_rows(), *loss_rows(), *other_rows()]
+    return [*advantage_rows(), *loss_rows()]
 
 
 # Advantages
@@ -143,16 +136,9 @@ def advantage_rows() -> list[Row]:
             lambda case: Numbers(plain_gae(case)), partial(gae, whitened=False)),
         Row("ppo: GAE, whitened", "compute_gae_advantage_return", more_than_one_token,
             partial(our_advantages, GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
-        Row("grpo: advantage", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
-            partial(our_advantages, GRPO()), partial(outcome, grpo_like, epsilon=1e-4)),
-        Row("dr_grpo: advantage", "compute_grpo_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
-            partial(our_advantages, DrGRPO()), partial(outcome, grpo_like, norm_adv_by_std_in_grpo=False)),
         Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
             partial(our_advantages, GRPO(kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
             partial(outcome, grpo_like, kl_beta=0.05, epsilon=1e-4)),
-        Row("rloo: advantage, k1 in the reward", "compute_rloo_outcome_advantage", cases,
-            partial(our_advantages, RLOO(kl_beta=0.05)),
-            partial(outcome, verl.compute_rloo_outcome_advantage, kl_beta=0.05)),
         Row("reinforce_plus_plus: advantage", "compute_reinforce_plus_plus_outcome_advantage", more_than_one_token,
             partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05)), reinforce, n_minus_1, bessel(plain_to_go)),
         Row("reinforce_plus_plus: advantage, gamma 0.9", "compute_reinforce_plus_plus_outcome_advantage",
@@ -247,34 +233,14 @@ def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
     return Numbers(total.detach(), case.completion(leaf.grad))
 
 
-def with_empty_rows() -> list[Case]:
-    return list(cases(empty_rows=True, moved=0.1))
-
-
-def mean_of_the_rest(algorithm: Algorithm, case: Case) -> Numbers:
-    """Our mean over rows, divided by those that have tokens alone."""
-    ours, factor = our_loss(algorithm, case), len(case.mask) / case.mask.any(dim=1).sum()
-    assert ours.gradient is not None
-    return Numbers(ours.value * factor, ours.gradient * factor)
-
-
 def on_policy() -> list[Case]:
     return list(cases(moved=0.0))
-
-
-def row_losses(case: Case) -> Numbers:
-    """RLOO on policy: our loss counts a row once, the sum over its tokens n times; the gradient is the same."""
-    batch, ours = prepared(RLOO(kl_beta=0.05), case), our_loss(RLOO(kl_beta=0.05), case)
-    return Numbers(-batch.advantages_BT.sum() / len(batch), ours.gradient)
 
 
 def loss_rows() -> list[Row]:
     vanilla, row_mean = verl.compute_policy_loss_vanilla, "seq-mean-token-mean"
     ppo, grpo = PPO(kl_beta=0.05), GRPO(kl_beta=0.1)
-    dr_grpo, cispo = DrGRPO(loss_denominator=40), CISPO(clip_epsilon_high=0.5)
-    wide = GSPO(clip_epsilon=0.1, clip_epsilon_high=0.2)
     dual = "dual clip: A < 0 and ratio > 3 count -3 A and have no gradient there; the paper has no such bound"
-    no_empty = "rows without tokens: here they count in the mean over rows (as in TRL), there they do not"
 
     def pair(
         objective: str,
@@ -291,7 +257,6 @@ def loss_rows() -> list[Row]:
     def explained(row: Row, reason: str, predicted: Callable[[Case], Numbers]) -> Row:
         return replace(row, reason=reason, predicted=predicted)
 
-    grpo_kl = {"kl": (0.1, "k3")}
     dppo = DPPO(loss_denominator=40, weight_max=3.0)
     dppo_kl = dppo.model_copy(update={"divergence": "kl", "divergence_bound": 0.05})
     kl_cov = KLCov(covariance_share=0.2, penalty=0.5)
@@ -302,30 +267,15 @@ def loss_rows() -> list[Row]:
         explained(pair("ppo: loss", vanilla, ppo, "token-mean"), dual, partial(dual_clipped, ppo)),
         Row("ppo: critic's loss", "compute_value_loss(token-mean)", cases,
             partial(our_critic_loss, ppo), partial(critic_loss, ppo)),
-        pair("grpo: loss, no ratio above 3", vanilla, grpo, row_mean, nothing_dual_clipped, **grpo_kl),
         *(pair(f"grpo: loss, KL by {k}", vanilla, grpo.model_copy(update={"kl_estimator": k}), row_mean,
                nothing_dual_clipped, kl=(0.1, k)) for k in ("k1", "k2")),
-        explained(pair("grpo: loss, with empty rows", vanilla, grpo, row_mean, with_empty_rows, **grpo_kl), no_empty,
-                  partial(mean_of_the_rest, grpo)),
-        pair("dr_grpo: loss", vanilla, dr_grpo.model_copy(update={"kl_beta": 0.1}), "seq-mean-token-sum-norm",
-             nothing_dual_clipped, scale=40, **grpo_kl),
-        explained(pair("dr_grpo: loss, with empty rows", vanilla, dr_grpo, "seq-mean-token-sum-norm",
-                       with_empty_rows, scale=40), no_empty, partial(mean_of_the_rest, dr_grpo)),
-        pair("dapo: loss, no ratio above 3", vanilla, DAPO(), "token-mean", nothing_dual_clipped, high=0.28),
-        pair("dapo: loss, with empty rows", vanilla, DAPO(), "token-mean", with_empty_rows, high=0.28),
-        explained(pair("dapo: loss", vanilla, DAPO(), "token-mean", high=0.28), dual, partial(dual_clipped, DAPO())),
         pair("ppo: loss, dual clip", vanilla, PPO(kl_beta=0.05, ratio_bound=3.0), "token-mean"),
-        pair("grpo: loss, dual clip", vanilla, GRPO(kl_beta=0.0, ratio_bound=3.0), row_mean),
-        pair("grpo: loss, dual clip 1.5", vanilla, GRPO(kl_beta=0.0, ratio_bound=1.5), row_mean, clip_ratio_c=1.5),
         pair("opo: loss", vanilla, OPO(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm", scale=40),
         pair("pass_at_k: loss", vanilla, PassAtK(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm",
              scale=40),
         pair("remax: loss", vanilla, ReMax(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm", scale=40),
-        pair("gmpo: loss", verl.compute_policy_loss_geo_mean, GMPO(), "token-mean", low=0.4, high=0.4),
-        pair("sapo: loss", verl.compute_policy_loss_sapo, SAPO(), row_mean),
-        pair("sapo: loss, steep gates", verl.compute_policy_loss_sapo, SAPO(tau_positive=2.0, tau_negative=3.0),
-             row_mean, tau_pos=2.0, tau_neg=3.0),
-        pair("rgra: loss", verl.compute_policy_loss_gpg, RGRA(kl_beta=0.1), row_mean, nothing_dual_clipped, **grpo_kl),
+        pair("rgra: loss", verl.compute_policy_loss_gpg, RGRA(kl_beta=0.1), row_mean, nothing_dual_clipped,
+             kl=(0.1, "k3")),
         explained(pair("dppo: loss, TV", verl.compute_policy_loss_dppo_tv, dppo, "seq-mean-token-sum-norm", proper,
                        low=0.15, high=0.15, scale=40), valued, partial(log_prob_valued, dppo)),
         explained(pair("dppo: loss, KL", verl.compute_policy_loss_dppo_kl, dppo_kl, "seq-mean-token-sum-norm", proper,
@@ -334,17 +284,8 @@ def loss_rows() -> list[Row]:
         explained(pair("kl_cov: loss", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", **cov),
                   "they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's",
                   partial(held_by_the_moved, kl_cov)),
-        pair("gspo: loss, default clip", verl.compute_policy_loss_gspo, GSPO(), row_mean, low=3e-4, high=4e-4),
-        pair("gspo: loss, wide clip", verl.compute_policy_loss_gspo, wide, row_mean, low=0.1, high=0.2),
-        pair("cispo: loss, lower bound", verl.compute_policy_loss_cispo, cispo, "token-mean", low=1.0, high=0.5),
-        pair("cispo: loss, default bound", verl.compute_policy_loss_cispo, CISPO(), "token-mean", low=1.0, high=4.0),
         pair("reinforce_plus_plus: loss, no ratio above 3", vanilla, ReinforcePlusPlus(kl_beta=0.05), "token-mean",
              nothing_dual_clipped),
-        explained(
-            pair("rloo: loss, on policy", vanilla, RLOO(kl_beta=0.05), "seq-mean-token-sum", on_policy),
-            "their RLOO has a ratio per token; on policy the value is summed over tokens and the gradient is ours",
-            row_losses,
-        ),
     ]  # fmt: skip
 
 
@@ -355,73 +296,3 @@ def critic_loss(algorithm: PPO, case: Case) -> Numbers:
     total, _ = verl.compute_value_loss(leaf, returns, old, case.mask.double(), algorithm.value_clip)
     total.backward()
     return Numbers(total.detach(), leaf.grad)
-
-
-# KL estimators and the controller of its weight
-
-
-def far_apart(nats: float) -> list[Case]:
-    """Batches whose references lie up to so many nats from the policy."""
-    result = []
-    for case in cases():
-        old = case.batch.old_logprobs_BT
-        draw = torch.Generator().manual_seed(len(case.batch))
-        away = nats * (2 * torch.rand(case.mask.shape, generator=draw, dtype=torch.float64) - 1)
-        shifted = case.batch.ref_logprobs_BT.clone()
-        shifted[:, -away.shape[1] :] = (case.completion(case.logprobs_BT) + away) * case.mask
-        assert old is not None
-        result.append(Case(case.batch.replace(ref_logprobs_BT=shifted), case.logprobs_BT, case.values_BT))
-    return result
-
-
-def per_token(function: Callable[..., Tensor], case: Case) -> Numbers:
-    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
-    values = function(leaf, case.completion(case.batch.ref_logprobs_BT))
-    values.sum().backward()
-    return Numbers(values.detach(), leaf.grad)
-
-
-def our_kl(estimator: KLEstimator, case: Case) -> Numbers:
-    return per_token(partial(kl_estimate, estimator), case)
-
-
-def their_kl(estimator: str, case: Case) -> Numbers:
-    return per_token(partial(verl.kl_penalty, kl_penalty=estimator), case)
-
-
-def cut_at_ten(case: Case) -> Numbers:
-    ours = our_kl("k3", case)
-    return Numbers(ours.value.clamp(max=10), ours.gradient.masked_fill(ours.value > 10, 0))
-
-
-CONTROL = KLControl(schedule="adaptive", target=0.05)
-
-
-def kl_of(case: Case) -> float:
-    """Some KL between 0 and a few times the target."""
-    return case.values_BT.abs().mean().item() / 2
-
-
-def our_controller(case: Case) -> Numbers:
-    return Numbers(torch.tensor(adapted_kl_beta(CONTROL, 0.2, kl_of(case)), dtype=torch.float64))
-
-
-def their_controller(case: Case) -> Numbers:
-    # Their step is n_steps / horizon where ours is Ziegler et al.'s 0.1.
-    controller = verl.AdaptiveKLController(init_kl_coef=0.2, target_kl=0.05, horizon=640)
-    controller.update(kl_of(case), n_steps=64)
-    return Numbers(torch.tensor(float(controller.value), dtype=torch.float64))
-
-
-def other_rows() -> list[Row]:
-    estimators: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
-    near, far = partial(far_apart, 2.0), partial(far_apart, 15.0)
-    return [
-        *(
-            Row(f"KL estimator {k}, per token", f"kl_penalty({k})", near, partial(our_kl, k), partial(their_kl, k))
-            for k in estimators
-        ),
-        Row("KL estimator k3, up to 15 nats apart", "kl_penalty(k3)", far, partial(our_kl, "k3"),
-            partial(their_kl, "k3"), "they cut the estimate at 10 nats, with no gradient beyond", cut_at_ten),
-        Row("adaptive kl_beta", "AdaptiveKLController(horizon = 10 n_steps)", cases, our_controller, their_controller),
-    ]  # fmt: skip

@@ -91,16 +91,14 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
-    findings = []
-    for one in document["findings"]:  # numbers that are not finite are text in JSON
-        values: dict[str, Any] = {
-            key: float(v) if isinstance(v, str) else v for key, v in one.items() if key != "probe"
-        }
-        findings.append(Finding(one["probe"], **values))
+    findings = [  # numbers that are not finite are text in JSON
+        Finding(one["probe"], **{key: float(value) for key, value in one.items() if key != "probe"})
+        for one in document["findings"]
+    ]
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))
-        means = [f"{mean:.3f} ({count})" if count else "n/a" for mean, count in sides]
+        means = [f"{mean:.3f} ({count:.0f})" if count else "n/a" for mean, count in sides]
         ps = [p_value(one.p), p_value(one.p_adjusted)]
         rows.append([MEANINGS.get(one.probe, one.probe), *means, *ps, "yes" if one.is_flagged else "no"])
     exact = [f"{100 * document[key]:.1f} %" for key in ("exact", "exact_reference")]

@@ -1,6 +1,6 @@
 """What a study's record keeps of probes: those of its task with a model that its trials start from."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +9,21 @@ from ...base.inputs import Inputs
 from ...record.study import TrialRecord
 
 PROBE = "probe.json"
+OWN = ("spec", "inputs", "probed", "reference_problems")  # of the file alone
 
 
 def kept(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapping[str, Any]]:
     """The results of these probes, the newest first: name; model; task; split; reference; findings, one for each probe;
     exact; exact_reference; examples."""
-    return list(_found(runs, trials, inputs))
-
-
-def _found(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
     starts = [_start(trial.spec) for trial in trials if "task" in trial.spec]
     files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for one in map(read_json, files):
-        reads = inputs.keys() & one["inputs"].keys()
-        if _start(one["spec"]) in starts and all(inputs[source] == one["inputs"][source] for source in reads):
-            own = ("spec", "inputs", "probed", "reference_problems")
-            yield {key: value for key, value in one.items() if key not in own}
+    found = [one for one in map(read_json, files) if _start(one["spec"]) in starts and _agree(inputs, one["inputs"])]
+    return [{key: value for key, value in one.items() if key not in OWN} for one in found]
+
+
+def _agree(one: Inputs, other: Inputs) -> bool:
+    """Whether what both have read is the same."""
+    return all(one[source] == other[source] for source in one.keys() & other.keys())
 
 
 def _start(spec: Mapping[str, Any]) -> list[Any]:

@@ -357,11 +357,9 @@ def hostile_text_is_graded(task: Task) -> None:
     gold = problem_rows(task.prompts("test")[:1])[0]["gold"]
     for text in hostile.COMPLETIONS:
         start = time.process_time()
-        answer, lenient = task.extract(text), task.extract_lenient(text)
-        form = task.format_score(text)
+        answer, form = task.extract(text), task.format_score(text)
         _must(time.process_time() - start < SLOWEST, f"more than {SLOWEST:.0f} s for {text[:60]!r}")
-        _must(all(one is None or (isinstance(one, str) and one) for one in (answer, lenient)), f"{text[:60]!r}")
-        _must(answer is None or lenient == answer, f"{text[:60]!r}: lenient extraction differs")
+        _must(answer is None or (isinstance(answer, str) and answer), f"{text[:60]!r}")
         _must(0.0 <= form <= 1.0, f"{text[:60]!r}: format score {form}")
     for text in ("", "\0", "9" * 10**6, "{" * 10**5, "9^{9^9}", r"\frac{1}{0}", "__import__('os')", "\ud800"):
         start = time.monotonic()

@@ -14,14 +14,12 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.benchmark import Timer
 
 from ...api.machine import Check, check_machine
 from ...base.machine import usable_cores, usable_gpus
 from ...data import InvalidRun
-from ...devices import group
 from ...devices.device import device_bytes, resolve_device
 from ...mirror.address import MIRROR
 from ...policy.lora import add_adapter
@@ -152,11 +150,6 @@ class Backend:
         product, copy = (Timer(work, globals=used).timeit(10).mean for work in ("left @ left", "other.copy_(one)"))
         return 2 * size**3 / product, 2 * one.nbytes / copy
 
-    def gather_rate(self) -> float:
-        """Bytes a second that each of two devices gets of the other's part when they gather a tensor."""
-        torch.multiprocessing.spawn(_gather, (self.folder, self.device.type), nprocs=2)  # pyright: ignore
-        return float((self.folder / "gathered").read_text())
-
 
 def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
     """Write a model of this shape with random weights, and a tokenizer that has a character for each of its tokens."""
@@ -187,17 +180,3 @@ def _change(worker: Any, number: int) -> None:
     tensors = list(worker.get_model().parameters())
     chosen = tensors[number % len(tensors)].data
     chosen[(0,) * chosen.dim()] += 1
-
-
-def _gather(rank: int, folder: Path, kind: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = group.loopback()
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    backend, meeting = ("nccl" if kind == "cuda" else "gloo"), f"file://{folder}/meeting"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=2)
-    part = torch.ones(2**28 if kind == "cuda" else 2**24, device=device)
-    parts = [torch.empty_like(part) for _ in range(2)]
-    gather = Timer("dist.all_gather(parts, part)", globals={"dist": dist, "parts": parts, "part": part})
-    seconds = gather.timeit(5).mean
-    if rank == 0:
-        (folder / "gathered").write_text(str(part.nbytes / seconds))
-    dist.destroy_process_group()

@@ -313,10 +313,6 @@ def two_devices(backend: Backend) -> list[Number]:
     ]
 
 
-def gathers(backend: Backend) -> list[Number]:
-    return [Number("gather", backend.gather_rate() / 1e9, "GB/s", least=5 if backend.on_gpu else 0.02)]
-
-
 def splits(backend: Backend) -> list[Number]:
     own = {"devices": 2, "engine.tensor_parallel_size": 2, "steps": 2}
     found = backend.train("tensor-parallel", backend.settings(**own)).latest()["mismatch/at_start"]
@@ -391,6 +387,5 @@ CLAIMS: Sequence[Claim] = (
     Claim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
     Claim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
     Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices, ["two"]),
-    Claim("gather", "devices exchange weights quickly", 120, "PCIe has more", gathers, ["two"]),
     Claim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits, ["vllm", "two"]),
 )

@@ -34,7 +34,7 @@ def fine_tuning_step(
     The stage's first step samples first. The engine then sleeps: it has other weights until it is given the policy's.
     InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.
     """
-    stage, learner, clock = run.stage, run.learner, Clock(run.models.now)
+    stage, learner, clock = run.stage, run.learner, Clock(run.now)
     found, sampled = {}, []
     if step == stage.start:
         found, sampled = _sampled(settings, run, prompts, should_stop)

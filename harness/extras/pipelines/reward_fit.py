@@ -28,7 +28,7 @@ def reward_fit_step(
     folders of all fits up to this one. InvalidRun if no completions of a prompt differ in correctness, StoppedEarly if
     asked to stop meanwhile.
     """
-    stage, clock = run.stage, Clock(run.models.now)
+    stage, clock = run.stage, Clock(run.now)
     run.engine.sleep()
     new, older = (read_ranked(files, "correct")[0] for files in kept)
     order = generator("reward model replay", run.spec.seed, stage.start).permutation(len(older))

@@ -100,6 +100,7 @@ def plan(
         rule = "`power` needs the spread over seeds, but the runs folder has no two complete seeds of these arms"
         raise SpecError(f"{rule}; give `spread`, such as 0.02")
     began, workers = time.monotonic(), workers or default_workers(spec.devices)
+    check_study(spec, folder, workers, EXECUTE)
     (folder / "cache").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="plan-", dir=folder / "cache") as scratch:
         calibrate(spec, folder, Path(scratch), workers)
@@ -116,7 +117,6 @@ def calibrate(study: StudySpec, runs: Path, scratch: Path, workers: int) -> None
     finish its few steps.
     """
     arms = [arm for arm, _ in planned(study)]
-    check_study(study, runs, workers, EXECUTE)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, usable_cores() // workers))  # as in a worker, because the last bits depend on it
     for spec in {start_name(arm.spec, runs / "cache"): arm.spec for arm in arms if arm.spec.cold_start.steps}.values():

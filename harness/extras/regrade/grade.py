@@ -1,7 +1,7 @@
 """Grades stored completions: a verdict per row and grader, the rows on which graders disagree, and their speed.
 
 `strict` is the task's own grader, which rewards and evaluations use; `lenient` also accepts an answer that is not
-marked as final; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`
+marked as final; `math_verify` is that library alone. A row has `gold` and `completion`, and optionally `label`
 (or `correct`, as the rollouts that a run keeps have): whether the completion is right, and `question` (or `prompt`):
 without it `strict` cannot tell an answer from a restatement of its question.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
+from ....tasks._answers import AnswerTask
 from ...api.settings import Settings, as_texts
 from ...interfaces import Task
 from ...settings.errors import did_you_mean, parsed
 from ...settings.load import load_run
+from .readers import lenient, math_verify
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
 
@@ -66,7 +68,8 @@ class Regraded:
 
 
 def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
-    """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has."""
+    """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has: not
+    math-verify for one with a verifier of its own, which scores in part."""
 
     def grade(extract: Callable[[str], str | None], completion: str, gold: str, question: str) -> Grade:
         answer = extract(completion)
@@ -74,8 +77,9 @@ def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
             return answer, answer is not None
         return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
 
-    peers = {name: lambda text, gold, _, peer=peer: peer(text, gold) for name, peer in task.peer_graders().items()}
-    return {"strict": partial(grade, task.extract), "lenient": partial(grade, task.extract_lenient), **peers}
+    own = {"strict": partial(grade, task.extract), "lenient": partial(grade, partial(lenient, task))}
+    is_peer = isinstance(task, AnswerTask) and not task.partial_credit
+    return own | ({"math_verify": lambda completion, gold, _: math_verify(completion, gold)} if is_peer else {})
 
 
 def read_cases(file: Path) -> list[Case]:

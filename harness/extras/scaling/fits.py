@@ -55,21 +55,13 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Shift:
-    """An arm's ceiling minus the baseline's, and its midpoint over the baseline's, paired by seed; None without two."""
-
-    arm: str
-    ceiling: Interval | None
-    midpoint: Interval | None
-
-
-@dataclass(frozen=True)
 class Scalings:
-    """The curves of a study; `refused` maps an arm without a curve to the reason."""
+    """The curves of a study; `refused` maps an arm without a curve to the reason, `shifts` any but the baseline to its
+    ceiling minus the baseline's and its midpoint over the baseline's, paired by seed; None without two seeds."""
 
     fits: Sequence[Scaling]
     refused: Mapping[str, str]
-    shifts: Sequence[Shift]
+    shifts: Mapping[str, tuple[Interval | None, Interval | None]]
 
 
 def scalings(analysis: Analysis) -> Scalings | None:
@@ -77,7 +69,7 @@ def scalings(analysis: Analysis) -> Scalings | None:
     record, usable = analysis.record, analysis.usable
     if not usable or any(COST not in one.history for one in usable.values()) or not analysis.outcome.is_fraction:
         return None
-    fits, refused, shifts = [], {}, []
+    fits, refused, shifts = [], {}, {}
     for arm in analysis.finished_arms:
         trials = [usable[arm.label, seed] for seed in arm.scores]
         fallen = [str(one.seed) for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
@@ -95,7 +87,7 @@ def scalings(analysis: Analysis) -> Scalings | None:
             seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
             differences = [one.by_seed[seed] - base.by_seed[seed] for seed in seeds]
             ceiling, midpoint = (statistics.t_interval([d[i] for d in differences]) for i in (_A, _LOG_MID))
-            shifts.append(Shift(one.arm, ceiling, midpoint and _exponential(midpoint)))
+            shifts[one.arm] = (ceiling, midpoint and _exponential(midpoint))
     return Scalings(fits, refused, shifts)
 
 

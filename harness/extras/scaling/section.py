@@ -61,14 +61,14 @@ def curves(analysis: Analysis, found: Scalings) -> list[Drawing]:
 
 def tables(analysis: Analysis, scaled: Scalings) -> tuple[Table, Table]:
     """The fitted curves with their differences from the baseline's, and the arms without a curve."""
-    metric, shifts, rows = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}, []
+    metric, shifts, rows = analysis.record.metric, scaled.shifts, []
     for one in scaled.fits:
-        shift, check = shifts.get(one.arm), ("the first half identifies no curve", "")
+        (ceiling, midpoint), check = shifts.get(one.arm, (None, None)), ("the first half identifies no curve", "")
         if (error := one.prediction) is not None:
             number, limits = interval_texts(error, metric, signed=True)
             check = f"{'holds' if error.low <= 0 <= error.high else 'fails'}: {number}", limits
-        higher = interval_texts(shift.ceiling, metric, signed=True) if shift and shift.ceiling else ""
-        later = range_texts(shift.midpoint, "{:.2f}".format) if shift and shift.midpoint else ""
+        higher = interval_texts(ceiling, metric, signed=True) if ceiling else ""
+        later = range_texts(midpoint, "{:.2f}".format) if midpoint else ""
         curve = [interval_texts(one.ceiling, metric), range_texts(one.midpoint, wording.quantity)]
         curve += [range_texts(one.exponent, "{:.2g}".format), (f"{100 * one.reached:.0f} %", "")]
         rows.append([one.arm, *curve, *([higher, later] if shifts else ()), check])

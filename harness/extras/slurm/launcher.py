@@ -40,9 +40,17 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 
 def place(given: Sequence[str], wanted: int) -> "Slurm":
-    """Jobs with these options of sbatch, by default with the `wanted` GPUs and CORES_PER_GPU cores for each."""
-    asked: dict[str, str | bool] = {"gpus-per-node": str(wanted)} if wanted else {}
-    asked |= sbatch_parameters(given)
+    """Jobs with these options of sbatch, NAME=VALUE or NAME alone; by default for 4 hours, with the `wanted` GPUs and
+    CORES_PER_GPU cores for each."""
+    asked: dict[str, str | bool] = {**({"gpus-per-node": str(wanted)} if wanted else {}), "time": "4:00:00"}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
+            rule = "launcher slurm takes options of sbatch without their dashes, such as account=lab"
+            raise SpecError(f"{rule}, got '{text}'")
+        if name in OURS:
+            raise SpecError(f"launcher slurm must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
+        asked[name] = value if equals else True
     gpus = str(asked.get("gpus-per-node", "")).rpartition(":")[2]  # perhaps of a type: a100:2
     if gpus == "0":
         del asked["gpus-per-node"]
@@ -193,17 +201,3 @@ class Slurm(Place):
         if tried.returncode:
             said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
             raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change its options")
-
-
-def sbatch_parameters(texts: Sequence[str]) -> dict[str, str | bool]:
-    """The options of sbatch that texts NAME=VALUE, or NAME alone, give, and a time limit in any case."""
-    found: dict[str, str | bool] = {"time": "4:00:00"}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
-            rule = "launcher slurm takes options of sbatch without their dashes, such as account=lab"
-            raise SpecError(f"{rule}, got '{text}'")
-        if name in OURS:
-            raise SpecError(f"launcher slurm must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
-        found[name] = value if equals else True
-    return found

@@ -42,23 +42,18 @@ TOLERANCE = 1e-9  # relative: another machine may round a mean differently
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A cell that does not match: `place` is a column, metric or line of a file; arm and seed are those of a trial."""
+    """A cell that does not match: `trial` has arm and seed, `place` is a column, metric or line of a file."""
 
-    arm: str | None
-    seed: int | None
+    trial: str
     file: str
     place: str
     stored: Any
     derived: Any
 
     def __str__(self) -> str:
-        trial = [] if self.arm is None else [self.arm, f"seed {self.seed}"]
-        where = " | ".join([*trial, self.file, *([self.place] if self.place else [])])
-        stored, derived = (
-            "nothing" if value is None else f"{value!r:.120}" if isinstance(value, str) else str(value)[:120]
-            for value in (self.stored, self.derived)
-        )
-        return f"{where}: stored {stored}, derived {derived}"
+        where = " | ".join(filter(None, [self.trial, self.file, self.place]))
+        cells = ("nothing" if value is None else f"{value!r:.120}" for value in (self.stored, self.derived))
+        return "{}: stored {}, derived {}".format(where, *cells)
 
 
 @dataclass
@@ -82,20 +77,21 @@ class Place:
     """The scope of comparisons: the whole study, or one trial, whose files are named from `folder` on."""
 
     findings: Findings
-    arm: str | None = None
-    seed: int | None = None
+    trial: str = ""
     folder: str = ""
 
+    def of(self, arm: str | None, seed: int, folder: str = "") -> "Place":
+        return Place(self.findings, f"{arm} | seed {seed}", folder)
+
     def differs(self, file: str, place: str, stored: Any, derived: Any) -> None:
-        self.findings.mismatches.append(Mismatch(self.arm, self.seed, self.folder + file, place, stored, derived))
+        self.findings.mismatches.append(Mismatch(self.trial, self.folder + file, place, stored, derived))
 
     def compare(self, basis: Basis, file: str, place: str, stored: Any, derived: Any) -> None:
         self.findings.numbers[basis] += 1
+        same = stored == derived
         if isinstance(stored, float | int) and isinstance(derived, float | int):
             both_nan = math.isnan(stored) and math.isnan(derived)
             same = both_nan or math.isclose(stored, derived, rel_tol=TOLERANCE, abs_tol=1e-12)
-        else:
-            same = stored == derived
         if not same:
             self.differs(file, place, stored, derived)
 
@@ -110,8 +106,7 @@ class Place:
         return True
 
     def lacks(self, words: str) -> None:
-        trial = "" if self.arm is None else f"{self.arm} | seed {self.seed}: "
-        self.findings.lacks.append(trial + words)
+        self.findings.lacks.append(": ".join(filter(None, [self.trial, words])))
 
 
 _LAST = {  # of a run's summary -> the metric whose last value it is
@@ -153,7 +148,7 @@ def verify_study(folder: Path, write: Callable[..., Any] = write_report) -> tupl
     if not record.strange and all(trial.state != "complete" for trial in record.trials):
         raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
-        place = Place(findings, trial.arm, trial.seed, f"trials/{trial.trial}/")
+        place = everywhere.of(trial.arm, trial.seed, f"trials/{trial.trial}/")
         try:
             check_trial(folder / "trials" / trial.trial, trial, place)
         except BAD_FILE as error:
@@ -167,7 +162,7 @@ def _check_search(record: StudyRecord, place: Place) -> None:
     """Compare the values by which a search judged its arms with the metrics of their trials."""
     arms = {arm["label"]: arm.get("seeds", {}) for arm in (record.search or {}).get("arms", [])}
     for trial in record.trials:
-        at = Place(place.findings, trial.arm, trial.seed)
+        at = place.of(trial.arm, trial.seed)
         for metric, value in arms.get(trial.arm, {}).get(str(trial.seed), {}).items():
             series = trial.history.get(metric)
             at.compare("events", "search.json", metric, value, series[-1][1] if series else None)
@@ -217,7 +212,7 @@ def _compare_table(stored: bytes, derived: bytes, place: Place) -> None:
         return _compare_lines(f"report/{TABLE}", stored, derived, place)
     for row, new in zip(rows, anew, strict=True):
         trial = dict(zip(columns, new, strict=True))
-        at = Place(place.findings, trial.get("arm"), int(trial["seed"]))
+        at = place.of(trial.get("arm"), int(trial["seed"]))
         for column, cell, value in zip(columns, row, new, strict=True):
             at.compare("report", f"report/{TABLE}", column, cell, value)
 

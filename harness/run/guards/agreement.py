@@ -32,10 +32,7 @@ log = logging.getLogger(__name__)
 @torch.no_grad()
 def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str, float]:
     """`mismatch/at_start`, the largest difference (nats) of the paths that stay in use; empty for a fake engine.
-
-    InvalidRun if engine or learner differ by more than rounding. If only the path with shared prompts differs, it is
-    switched off.
-    """
+    InvalidRun if engine or learner differ by more than rounding; shared prompts that do are switched off."""
     spec, engine, learner, policy = run.spec, run.engine, run.learner, run.learner.policy
     if not engine.samples_policy:
         return {}
@@ -73,8 +70,7 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
 
 
 def own_logprobs(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
-    """[B, T] log-probs (nats) of the completion tokens, 0 elsewhere, by the model's own forward pass over each row
-    alone."""
+    """[B, T] log-probs (nats) of completion tokens, 0 elsewhere, by the model's own pass over each row alone."""
     result_BT = torch.zeros_like(batch.sampler_logprobs_BT)
     for row, length in enumerate(batch.lengths_B.tolist()):
         tokens_1L, mask_L = batch.tokens_BT[row : row + 1, :length], batch.completion_mask_BT[row, :length]

@@ -1,16 +1,13 @@
 """Checks that the engine took over the learner's weights: both score a few tokens before and after an update.
 
-An engine that compares the weights themselves (`verifies_weights`) has raised InvalidRun by then, and the difference of
-the scores is a metric alone. For another engine two signs of stale weights make a run INVALID: the scores differ by
-more than a bound; or the learner's scores moved and the engine's did not, which shows even updates smaller than the
-bound.
+For an engine that compares the weights themselves (`verifies_weights`) the difference of the scores is a metric alone.
+For another one two signs of stale weights make a run INVALID: the scores differ by more than a bound; or the learner's
+moved and the engine's did not, which shows even smaller updates. The learner scores without autocast and TF32, whose
+rounding would hide that move. An engine of lower precision hides a small update in its rounding, but a few weights that
+round the other way change all its scores; with the old weights it repeats them to the bit.
 
-The learner scores without autocast and TF32, because their rounding would hide the move that shows a stale engine. An
-engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
-that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
-
-Where an update moves no token by `SEEN`, the check continues over further steps. How soon a stale vLLM is noticed in
-each precision is measured in docs/bounds.md ("Is a stale vLLM noticed").
+Where an update moves no token by `SEEN`, the check continues over further steps. docs/bounds.md ("Is a stale vLLM
+noticed") measures how soon a stale vLLM is noticed in each precision.
 """
 
 from collections.abc import Sequence
@@ -57,10 +54,8 @@ class SpotCheck:
 def spot_check(
     engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], last: SpotCheck | None = None
 ) -> SpotCheck | None:
-    """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
-
-    None for an engine that shares the learner's weights. The `last` step's check is used again while the learner's
-    scores have not moved far enough from it to show whether the engine's move too.
+    """The scores of engine and learner before an update, for the first tokens of a few completions; None for an engine
+    that shares the learner's weights. The `last` check stays while the learner has not moved far enough to show more.
     """
     if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
         return last
@@ -84,10 +79,8 @@ def precision(policy: nn.Module) -> Precision:
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: SpotCheck) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
-    weights. InvalidRun if the weights of an engine that cannot compare them are stale: the difference is above the
-    bound of the coarser precision and above TIMES_USUAL times the usual difference, or the engine has not moved with
-    the learner.
-    """
+    weights. InvalidRun if those of an engine that cannot compare them are stale: the difference is above the bound of
+    the coarser precision and TIMES_USUAL times the usual one, or the engine has not moved with the learner."""
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"
     own = precision(policy)

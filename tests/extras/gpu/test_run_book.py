@@ -157,9 +157,6 @@ class Fake(Backend):
     def rates(self, dtype):
         return 1e9, 1e12
 
-    def gather_rate(self):
-        return 1e9 if "slow links" in self.faults else 1e11
-
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
@@ -207,7 +204,6 @@ FAULTS = {
     "resume": ("killed differs", "the resumed run"),
     "checkpoint": ("slow disk", "writing"),
     "two-devices": ("devices-2 differs", "first step"),
-    "gather": ("slow links", "gather"),
     "tensor-parallel": ("wrong parts", "forward pass"),
 }
 OTHER_FAULTS = [
@@ -254,15 +250,12 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 @pytest.mark.parametrize(
     ("changes", "skipped"),
     [
-        ({"num_devices": 1}, {"two-devices", "gather", "tensor-parallel"}),
+        ({"num_devices": 1}, {"two-devices", "tensor-parallel"}),
         ({"on_gpu": False}, {"batch-invariant", "algorithms"}),
     ],
 )
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
-    claims = [
-        BY_NAME[name]
-        for name in ("two-devices", "gather", "tensor-parallel", "batch-invariant", "algorithms", "resume")
-    ]
+    claims = [BY_NAME[name] for name in ("two-devices", "tensor-parallel", "batch-invariant", "algorithms", "resume")]
     found = found_of(replace(fake, **changes), claims)
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
     assert all(found[claim].reason for claim in skipped) and found["resume"].state == "PASS"

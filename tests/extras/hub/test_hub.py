@@ -1,82 +1,50 @@
-"""`cohort publish`: the card says what the record says; a server that speaks as the Hub gets it."""
+"""`cohort publish`: the card says what the record says; the Hub gets it with the policy."""
 
-import base64
 import json
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from cohort.harness.base.files import sha256
 from cohort.harness.cli import app
-from cohort.harness.extras.hub.publish import model_card
+from cohort.harness.extras.hub import publish
 from cohort.harness.record.events import EVENTS
 from cohort.harness.record.run import RunLog
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 HOSTILE = "a|b`c <script>alert(1)</script>"
 
 
-class Hub(BaseHTTPRequestHandler):
-    """What of the Hub's protocol an upload of small files needs: every file is sent within its commit."""
+class Hub:
+    """What an upload asks of the Hub's library."""
 
-    files: dict[str, bytes]
-    refuse: bool
+    refuses = False
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.server.refuse:  # pyright: ignore
-            return self._say({"error": "Invalid token"}, 401)
-        if self.path == "/api/validate-yaml":
-            return self._say({"errors": [], "warnings": []})
-        if self.path == "/api/repos/create":
-            self.server.created.append(json.loads(body))  # pyright: ignore
-            return self._say({"url": f"{self.server.address}/me/policy"})  # pyright: ignore
-        if "/preupload/" in self.path:
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
-            ]
-            return self._say({"files": files})
-        if "/commit/" in self.path:
-            for line in body.decode().splitlines():
-                part = json.loads(line)
-                if part["key"] == "file":
-                    self.server.files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])  # pyright: ignore
-            return self._say({"commitUrl": f"{self.server.address}/me/policy/commit/0", "commitOid": "0" * 40})  # pyright: ignore
-        return self._say({"error": self.path}, 404)
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.created: list[tuple[str, bool]] = []
 
-    def do_GET(self) -> None:
-        self._say({"id": "me/policy", "sha": "0" * 40, "siblings": []})
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> str:
+        if self.refuses:
+            raise LocalTokenNotFoundError("Token is required\nmore words")
+        assert exist_ok
+        self.created.append((name, private))
+        return f"https://hub/{name}"
 
-    def _say(self, answer: Any, status: int = 200) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+    def upload_file(self, *, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> None:
+        self.files[path_in_repo] = path_or_fileobj
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def upload_folder(self, *, folder_path: str, repo_id: str, ignore_patterns: list[str]) -> None:
+        assert ignore_patterns == ["README.md"]
+        self.files |= {file.name: file.read_bytes() for file in Path(folder_path).iterdir() if file.is_file()}
 
 
 @pytest.fixture
-def hub(monkeypatch) -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.created, server.refuse = {}, [], False
-    server.address = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", server.address)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub(monkeypatch) -> Hub:
+    monkeypatch.setattr(publish, "HfApi", lambda: one, raising=True)
+    return (one := Hub())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +62,7 @@ def ended(tmp_path_factory) -> Path:
 
 
 def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
-    _, head, body = model_card(ended).split("---\n", 2)
+    _, head, body = publish.model_card(ended).split("---\n", 2)
     data = yaml.safe_load(head)
     assert data["tags"] == ["cohort", "rlvr", "grpo"] and data["library_name"] == "transformers"
     assert "base_model" not in data  # `tiny` is on no Hub
@@ -113,20 +81,18 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
     assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")
 
 
-def registered(run: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, because the Hub's library reads the server's address once."""
-    command = [sys.executable, "-P", "-m", "cohort", "publish", str(run), "me/policy"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub):
-    done = registered(ended)
-    assert (done.returncode, done.stdout) == (0, f"me/policy: {hub.address}/me/policy\n"), done.stderr
-    assert (hub.created[0]["visibility"], hub.created[0]["name"]) == ("private", "policy")
+def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub, capsys):
+    with pytest.raises(SystemExit) as done:
+        app.main(["publish", str(ended), "me/policy"])
+    assert not done.value.code
+    assert capsys.readouterr().out == "me/policy: https://hub/me/policy\n"
+    assert hub.created == [("me/policy", True)]
     policy = next(ended.glob("checkpoints/*/policy"))
-    assert hub.files.pop("README.md").decode() == model_card(ended)
+    assert hub.files.pop("README.md").decode() == publish.model_card(ended)
     assert hub.files == {f.name: f.read_bytes() for f in policy.iterdir() if f.is_file()}
+    hub.refuses = True
+    with pytest.raises(ValueError, match=r"does not take 'me/policy' \(Token is required\); log in with"):
+        publish.publish(ended, "me/policy")
 
 
 def test_a_name_that_is_none_is_refused(ended, capsys):

@@ -14,14 +14,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cohort.harness.data import Group, Rollout
 from cohort.harness.extras.imports import scores as imports
 from cohort.harness.extras.verify.verification import verify_study
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunInfo, RunLog
 from cohort.harness.record.study import StudyRecord, read_study
-from cohort.harness.run.evaluate import evaluate_again
-from cohort.harness.run.grading import completion_row
 from cohort.reports.join import join
 from cohort.reports.prose.methods import best_checkpoint, methods
 from cohort.reports.render import analysed, write_report
@@ -63,31 +60,25 @@ def record_of(result: cohort.Result) -> StudyRecord:
     return read_study(result.folder.parents[1], result.name)
 
 
-def lm_eval_line(doc_id: int, question: str, target: str, response: str, score: float, name: str) -> dict[str, Any]:
+def lm_eval_line(doc_id: int, score: float, name: str) -> dict[str, Any]:
     """A line of `lm_eval --log_samples`, version 0.4.13."""
     return {
-        "doc_id": doc_id, "doc": {"question": question, "answer": target}, "target": target,
-        "arguments": {"gen_args_0": {"arg_0": question, "arg_1": {"until": ["\n"]}}}, "resps": [[response]],
-        "filtered_resps": [response], "filter": name, "metrics": ["exact_match"], "doc_hash": f"{doc_id:064x}",
+        "doc_id": doc_id, "doc": {"question": "1+1=", "answer": "2"}, "target": "2",
+        "arguments": {"gen_args_0": {"arg_0": "1+1=", "arg_1": {"until": ["\n"]}}}, "resps": [["#### 2"]],
+        "filtered_resps": ["#### 2"], "filter": name, "metrics": ["exact_match"], "doc_hash": f"{doc_id:064x}",
         "prompt_hash": "0" * 64, "target_hash": "1" * 64, "exact_match": score,
     }  # fmt: skip
 
 
-def test_a_log_of_lm_eval_and_our_evaluation_of_the_same_completions_give_the_same_intervals(tmp_path):
-    task = make_spec().task
-    prompts, rng, files = task.prompts("test")[:30], np.random.default_rng(1), {}
-    graded: dict[tuple[str, int], dict[str, float]] = {}
+def test_a_log_of_lm_eval_and_our_evaluation_with_the_same_verdicts_give_the_same_intervals(tmp_path):
+    rng, files, graded = np.random.default_rng(1), {}, dict[tuple[str, int], dict[str, float]]()
     for arm, chance in (("grpo", 0.5), ("ppo", 0.8)):
         for seed in range(4):
-            texts = [f"#### {p.gold if rng.random() < chance else '-9'}" for p in prompts]
-            made = [(Rollout(text, (1,), (), "stop"),) for text in texts]
-            groups = [Group(prompt, (), rollouts) for prompt, rollouts in zip(prompts, made, strict=True)]
-            result = evaluate_again(task, [completion_row(group, group) for group in groups], "test")
-            graded[arm, seed] = {prompt: float(count) for prompt, count in result.correct_counts.items()}
+            graded[arm, seed] = {f"p{i}": float(rng.random() < chance) for i in range(30)}
             files[f"{arm}/{seed}/model/samples_sums_2026-11-25T08-21-58.7.jsonl"] = [
-                lm_eval_line(i, prompt.text, prompt.gold, text, float(text == f"#### {prompt.gold}"), filtered)
+                lm_eval_line(i, score if filtered == "strict-match" else 0.0, filtered)
                 for filtered in ("strict-match", "flexible-extract")
-                for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+                for i, score in enumerate(graded[arm, seed].values())
             ]
             files[f"{arm}/{seed}/model/results_2026-11-25T08-21-58.7.json"] = {"results": {"sums": {"exact_match": 1}}}
     imported = cohort.import_scores(

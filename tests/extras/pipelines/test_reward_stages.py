@@ -210,7 +210,7 @@ def test_fits_are_part_of_the_settings_and_are_counted_before_the_start(spec):
     assert before and after and after["rewards"] == 4 * _scorer_bytes("tiny") > before["rewards"] == 0
     whole = a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED})
     assert estimate_run(whole)[0] == after  # the fit needs more than the stage that is paid its score
-    (judged, _) = _estimate_stage(whole.staged()[-1], 1)
+    (judged, _) = _estimate_stage(whole.staged()[-1])
     assert judged and judged["rewards"] == _scorer_bytes("tiny")
     disks = [estimate_disk(run, "nothing") for run in (alone, fitted)]
     assert (

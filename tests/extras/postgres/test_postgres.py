@@ -21,7 +21,7 @@ from cohort.harness.study.storage.base import StorageUnavailable
 from fake_trials import a_study
 from queues import DONE, a_queue, check_once_each, claimed, open_queue, run
 from test_hostile_text import HOSTILE
-from test_killed import check_same_values, mixed, values
+from test_killed import mixed, values
 from test_passwords import SECRET, URLS
 from test_storage import one_trial
 
@@ -165,7 +165,7 @@ HOST = """
 import sys
 from pathlib import Path
 from test_killed import mixed, run, worker
-run(mixed("grid")[0], Path(sys.argv[1]), storage=sys.argv[2], execute=worker.EXECUTE)
+run(mixed("grid"), Path(sys.argv[1]), storage=sys.argv[2], execute=worker.EXECUTE)
 """
 
 
@@ -174,7 +174,7 @@ run(mixed("grid")[0], Path(sys.argv[1]), storage=sys.argv[2], execute=worker.EXE
 def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, new_runs, server, monkeypatch):
     """Two workers everywhere: the number of threads of a worker follows from it, and with it the order of sums."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    study, url = mixed("grid")[0], server.new_database()
+    study, url = mixed("grid"), server.new_database()
     quiet, *places = (new_runs(tmp_path / name / "runs") for name in ("quiet", "north", "south"))
     run(study, quiet, execute=worker.EXECUTE)
     processes = [subprocess.Popen([sys.executable, "-c", HOST, str(place), url], cwd=place.parent) for place in places]
@@ -182,4 +182,4 @@ def test_two_hosts_that_share_only_a_database_have_the_values_of_one(tmp_path, n
     check_once_each(open_queue(study, places[0], url))
     north, south = (values(place) for place in places)
     assert north and south and not north.keys() & south.keys()
-    check_same_values({**north, **south}, values(quiet))
+    assert {**north, **south} == values(quiet)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import factories
-import fake_trials
 import pytest
 from cohort.harness.api.study import Study, launcher
 from cohort.harness.base.files import read_json
@@ -21,8 +20,7 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
 from fake_trials import a_study
 from queues import at_work, run
-from test_full_disk import check_three_at_once, disk  # noqa: F401
-from test_killed import check_same_values, mixed, values
+from test_killed import mixed, values
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
 
@@ -74,13 +72,13 @@ def test_an_interrupt_on_ray_lets_the_step_end(runs, shell):
 @needs_ray
 def test_real_runs_on_two_nodes_of_ray_equal_those_of_workers_here(tmp_path, new_runs, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    study, here, there = mixed("grid")[0], new_runs(tmp_path / "here"), new_runs(tmp_path / "ray")
+    study, here, there = mixed("grid"), new_runs(tmp_path / "here"), new_runs(tmp_path / "ray")
     run(study, here, execute=worker.EXECUTE)
     with two_ray_nodes() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         run(study, there, execute=worker.EXECUTE, cluster=Cluster())
     assert len(list((there / "studies/storm/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
-    check_same_values(values(there), values(here))
+    assert values(there) == values(here)
 
 
 # What a worker asks for
@@ -137,16 +135,3 @@ def test_settings_of_ray_are_cores_and_gpus_of_a_worker(device):
 
 def test_a_node_of_ray_that_does_not_share_the_runs_folder_says_so(tmp_path):
     assert run_worker({}, 1, {worker.STORAGE: ""}, str(tmp_path / "elsewhere/logs")) == (None, platform.node())
-
-
-@pytest.mark.long
-@needs_ray
-@pytest.mark.attack("A kill, a preemption and a full disk at once on Ray")
-def test_a_kill_a_preemption_and_a_full_disk_at_once_lose_nothing_on_a_cluster(
-    disk,  # noqa: F811
-    tmp_path_factory,
-    record_property,
-):
-    empty = fake_trials.empty_store(tmp_path_factory)
-    check_three_at_once(disk, empty, Cluster(1), lambda worker: os.kill(worker, signal.SIGTERM))
-    record_property("tried", 3)

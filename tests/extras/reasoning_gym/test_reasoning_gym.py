@@ -154,26 +154,19 @@ def test_no_answer_runs_as_code_in_a_verifier_that_would_evaluate_it(tmp_path, r
 @needs_gym
 def test_a_verifier_whose_imports_evaluate_text_gets_no_words_either():
     # `gsm_symbolic` itself evaluates nothing; a module that it imports does. A wrong answer that it sees scores 0.01.
-    task = COUNTDOWN.model_copy(update={"dataset": "gsm_symbolic", "settings": {}, "template": ""})
+    task = COUNTDOWN.model_copy(update={"dataset": "gsm_symbolic", "settings": {}, "template": "{question}"})
     gold = task.prompts("test")[0].gold
     assert task.score("-98765", gold) == 0.01
     assert task.score("-98765 units", gold) == 0.0
 
 
-@pytest.mark.parametrize(
-    "text", ["(25*4)+3", "8/(3 - 1.5)", "-7", "1, 2", "1 0\n0 1", "[[1, 2], [-3.5]]", "['1', '2']", ""]
-)
-def test_arithmetic_and_lists_of_numbers_are_plain(text):
-    assert reasoning_gym.is_plain(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["2**9", "x", "f(1)", "[1]*9", "'a'", "0x3", "1e9", "1_000", "{1}", "1;2", "1\\2", "1:2", "\u0661", "1" * 201],
-)
 @pytest.mark.attack("An answer that a verifier would run as code")
-def test_anything_else_is_not_plain(text):
-    assert not reasoning_gym.is_plain(text)
+def test_arithmetic_and_lists_of_numbers_are_plain_and_nothing_else_is(record_property):
+    plain = ["(25*4)+3", "8/(3 - 1.5)", "-7", "1, 2", "1 0\n0 1", "[[1, 2], [-3.5]]", "['1', '2']", ""]
+    others = ["2**9", "x", "f(1)", "[1]*9", "'a'", "0x3", "1e9", "1_000", "{1}", "1;2", "1\\2", "1:2", "\u0661"]
+    assert [reasoning_gym.is_plain(text) for text in plain] == [True] * len(plain)
+    assert [reasoning_gym.is_plain(text) for text in [*others, "1" * 201]] == [False] * (len(others) + 1)
+    record_property("tried", len(others) + 1)
 
 
 @needs_gym
@@ -210,7 +203,7 @@ def test_an_answer_that_overruns_scores_nothing_and_the_next_one_is_scored():
 
 @needs_gym
 def test_a_generator_without_answers_of_its_own_has_no_demonstrations_and_its_verifier_still_decides():
-    task = COUNTDOWN.model_copy(update={"dataset": "rush_hour", "settings": {}, "template": ""})
+    task = COUNTDOWN.model_copy(update={"dataset": "rush_hour", "settings": {}, "template": "{question}"})
     prompt = task.prompts("test")[0]
     assert prompt.gold.strip() == "[test 0]"
     assert list(task.demonstrations()) == []

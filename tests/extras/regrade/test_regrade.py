@@ -1,10 +1,16 @@
 """Stored completions are graded again by every grader, and what they disagree on is told."""
 
 import json
+import time
 
 import pytest
 from cohort.harness.extras.regrade.grade import grade, graders, read_cases
+from cohort.harness.extras.regrade.readers import TAIL_CHARS, lenient, unmarked_latex, unmarked_number
+from cohort.tasks import _numbers
+from cohort.tasks._answers import first_readable
 from cohort.tasks.gsm8k import GSM8K
+from cohort.tasks.math import Math
+from test_cli import Shell
 
 TASK = GSM8K()
 
@@ -107,3 +113,80 @@ def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     assert judge("nothing", "18", "") == (None, False)
     # The library alone would evaluate this text as Python.
     assert not judge("the answer is 2*(3+6)", "18", "")[1]
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("The answer is 18.", "18"),
+        ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
+        ("Answer: 18\nI checked it 3 times.", "18"),
+        ("**Final answer:** 18", "18"),
+        ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
+        ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
+        ("The answer is 3 million", "3000000"),
+        (r"the answer is $\frac{1}{2}$", "0.5"),
+        ("The answer is:\n-5", "-5"),
+        ("The answer is plain. 20 - 2 = 18 clips", "18"),
+        ("So 4 bags = 18 clips, 2 of them torn", "18"),
+        ("It is 5 or 6", "6"),
+        ("10-3", "3"),
+        ("it fell to -3", "-3"),
+        ("costs $1,200.50.", "1200.5"),
+        ("about 3/4 of it", "0.75"),
+        ("\u7b54\u6848\u662f18\u5143", "18"),
+        ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
+        ("none", None),
+        ("5" + " " * TAIL_CHARS, None),
+    ],
+)
+def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
+    assert first_readable(unmarked_number(completion), _numbers.canonical) == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "texts"),
+    [
+        (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
+        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
+        ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
+        ("The answer is 3.5.", ["3.5", "3.5"]),
+        (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
+        ("It costs $5 and then $6", ["6"]),
+        ("nothing", []),
+    ],
+)
+def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
+    found = [text.removeprefix("$") for text in unmarked_latex(completion)]
+    assert found == texts
+
+
+@pytest.mark.parametrize("text", ["the answer is ", "= ", "$", "$x", "1,", "1/", "-", "answer" + " " * 99 + "is "])
+def test_no_flood_of_text_takes_long_to_read_or_raises(text):
+    start = time.process_time()
+    flood = text * (10**5 // len(text))
+    assert all(isinstance(found, str) and found for found in [*unmarked_number(flood), *unmarked_latex(flood)])
+    assert time.process_time() - start < 2.0
+
+
+def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
+    for task, gold in ((TASK, "18"), (Math(), r"\frac{x}{2}")):
+        completion = f"Let us see. The answer is ${gold}$."
+        assert task.extract(completion) is None
+        assert task.equivalent(lenient(task, completion), gold)
+
+
+def test_stored_completions_are_graded_again(capsys, tmp_path):
+    cohort = Shell(capsys)
+    file = tmp_path / "cases.jsonl"
+    rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
+    file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--json") == 0
+    found = cohort.json()
+    assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
+    assert found["summaries"]["lenient"]["agreement"] == 1
+    assert found["disagreements"][0] == 2
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
+    assert "Graders disagree on" in cohort.out
+    assert "2 more rows" in cohort.out
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 2

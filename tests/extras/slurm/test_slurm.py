@@ -11,21 +11,17 @@ from types import SimpleNamespace
 
 import factories
 import fake_slurm
-import fake_trials
-import pretend_node
 import pytest
-from cohort.harness.api.study import Study, launcher, study_of
+from cohort.harness.api.study import Study, launcher
 from cohort.harness.cli.app import app
 from cohort.harness.extras.slurm import launcher as slurm
-from cohort.harness.extras.slurm.launcher import Slurm, sbatch_parameters
-from cohort.harness.record.events import EVENTS, read_history
+from cohort.harness.extras.slurm.launcher import Slurm
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import run_study
 from fake_trials import a_study
 from queues import at_work, check_as_undisturbed, run
-from test_full_disk import check_three_at_once, disk  # noqa: F401
 from typer.testing import CliRunner
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
@@ -147,7 +143,7 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
 )
 def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text):
     with pytest.raises(SpecError, match=r"launcher slurm (takes|must leave)"):
-        sbatch_parameters([text])
+        slurm.place([text], 0)
 
 
 SLURM = ["--launcher", "slurm", "--workers", "2"]
@@ -206,26 +202,6 @@ def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path, 
     assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
 
 
-@needs_submitit
-@pytest.mark.long
-@pytest.mark.usefixtures("endless_disk")
-@pytest.mark.parametrize("name", factories.SHAPES)
-def test_a_study_at_scale_trains_in_jobs_on_nodes_with_a_gpu_though_the_login_node_has_none(
-    name, tmp_path, cluster, monkeypatch
-):
-    sets, runs = [*factories.small_sets(name, tmp_path), "seeds=[0]", "steps=2"], tmp_path / "runs"
-    pretend_node.install(tmp_path / "plugins", monkeypatch)
-    study = study_of(name, sets, runs)
-    status = run_study(study.spec, runs, workers=2, command="cmd", cluster=launcher("slurm", study))
-    assert (status.finished, status.all_valid) == (True, True), list(status.trials)
-    assert len(status.trials) == {"gsm8k_qwen": 3, "math_7b": 2}[name]
-    for trial in status.trials:
-        told = read_history(trial.directory / EVENTS).latest()
-        assert told["memory/recomputes"] == 0 and told["train/optimizer_steps"] == 2
-        assert told["mismatch/after_sync"] < 0.5  # nats: of the engine, which has weights of its own
-    assert "--gpus-per-node=1" in fake_slurm.script(cluster)
-
-
 @pytest.mark.parametrize(
     ("device", "given", "asked"),
     [
@@ -240,22 +216,3 @@ def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device, given, asked):
     study = Study("", (), factories.make_study(**{"run.devices": 2, "run.device": device}))
     what = launcher(" ".join(["slurm", *given]), study)
     assert isinstance(what, Slurm) and what.parameters == {**asked, "time": "4:00:00"}
-
-
-@pytest.mark.long
-@needs_submitit
-@pytest.mark.attack("A kill, a preemption and a full disk at once on SLURM")
-def test_a_kill_a_preemption_and_a_full_disk_at_once_lose_nothing_in_jobs(
-    disk,  # noqa: F811
-    cluster,
-    tmp_path_factory,
-    monkeypatch,
-    record_property,
-):
-    def preempt(_: int) -> None:
-        told = [job for job, now in fake_slurm.states(cluster).items() if now == "RUNNING"]
-        subprocess.run(["scancel", "--signal=USR2", told[-1]], check=True)
-
-    monkeypatch.setattr(slurm, "REFRESH_SECONDS", 2)
-    check_three_at_once(disk, fake_trials.empty_store(tmp_path_factory), Slurm(), preempt)
-    record_property("tried", 3)

@@ -16,7 +16,6 @@ arithmetic or a plain list, and a generator whose own answers are more than that
 import ast
 import dataclasses
 import importlib
-import inspect
 import json
 import re
 import sys
@@ -24,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from .....tasks._answers import AnswerFormat, QuestionTask, last_resort_latex, write
+from .....tasks._answers import AnswerFormat, QuestionTask, write
 from .....tasks._child import GRACE_SECONDS, Begin, Children
 from .....tasks._data import stable_id
 from ....base.inputs import REVISION, Sources
@@ -52,9 +52,8 @@ _TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]\s*$")
 
 # Neither holds a letter, so that there is no name, attribute or call of one; neither a power nor a repeated list.
 _PLAIN = re.compile(r"""(?:[-+/(),. \n0-9]|\*(?!\*))*|[-\[\],. \n0-9'"]*""")
-# Names of what evaluates text; every function of sympy does.
-_EVALUATE = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system", "sympy",
-             "subprocess", "pickle"}  # fmt: skip
+_CALLS = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system"}
+_IMPORTS = {"sympy", "subprocess", "pickle"}
 
 Part = tuple[str, str, int, int]  # a stream of problems: generator, its settings as JSON, seed, size
 
@@ -124,9 +123,6 @@ class ReasoningGym(QuestionTask):
             text = text[: match.start()].rstrip()
         return "\n".join(line.rstrip() for line in text.splitlines()) or None
 
-    def read_unmarked(self, completion: str) -> Iterator[str]:
-        return last_resort_latex(completion)
-
     def equivalent(self, answer: str, other: str) -> bool:
         """For an answer and a gold answer, whether the verifier's score is 1; otherwise whether the texts agree."""
         if _TAG.search(answer):
@@ -141,9 +137,6 @@ class ReasoningGym(QuestionTask):
 
     def allow_overruns(self, count: float | None) -> float:
         return gym().allow_overruns(count)
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        return {}
 
     def _problems(self, split: str) -> Iterator[tuple[int, str, str, str | None]]:
         """(number, prompt, question, own answer) of a stream, without repeated prompts and those that it leaves out."""
@@ -262,24 +255,29 @@ def is_plain(answer: str) -> bool:
 
 @cache
 def why_evaluated(dataset: str) -> str:
-    """The name in the source of a generator, or of what it has from other modules of the package, that could evaluate
-    an answer; empty if there is none."""
-    waiting, seen = {_registered()[dataset][0].__module__}, set[str]()
+    """The name in the source of a generator that could evaluate an answer; empty if there is none.
+
+    Every function of sympy evaluates text, so importing it is enough.
+    """
+    waiting, seen = [_registered()[dataset][0].__module__], set[str]()
     while waiting:
-        module = sys.modules[waiting.pop()]
-        seen.add(module.__name__)
-        used = set[str]()
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Name):
-                used.add(node.id)
-            elif isinstance(node, ast.Attribute) and node.attr != "compile":  # `re.compile` is another
-                used.add(node.attr)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                used |= {f"{getattr(node, 'module', None) or one.name}".partition(".")[0] for one in node.names}
-        if found := sorted(used & _EVALUATE):
-            return f"{module.__name__} uses {found[0]}"
-        homes = {getattr(one, "__module__", None) or getattr(one, "__name__", "") for one in vars(module).values()}
-        waiting |= {home for home in homes if str(home).startswith(f"{PACKAGE}.")} - seen
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        with open(str(sys.modules[module].__file__), encoding="utf-8") as file:
+            nodes = list(ast.walk(ast.parse(file.read())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):  # what it names may be modules or attributes of one
+                base = resolve_name("." * node.level + (node.module or ""), sys.modules[module].__package__)
+                names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} & _CALLS
+        # `re.compile` is no `compile`, and the built-in one is no attribute.
+        used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} & (_CALLS - {"compile"})
+        if used := sorted(used) + sorted({name.partition(".")[0] for name in names} & _IMPORTS):
+            return f"{module} uses {used[0]}"
+        waiting += [name for name in names if name.startswith(f"{PACKAGE}.") and name in sys.modules]
     return ""
 
 
