@@ -305,11 +305,7 @@ def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(tmp_pa
 
 
 def test_a_claim_may_be_on_any_test_its_samples_the_problems_with_one_tag_and_what_a_step_logs():
-    run = {
-        "task": "arithmetic",
-        "algorithm": "grpo",
-        "evaluation": {"num_test_samples": 16, "tests": ["math500"]},
-    }
+    run = {"task": "arithmetic", "algorithm": "grpo", "evaluation": {"num_test_samples": 16, "tests": ["math500"]}}
     logged = ("critic/grad_norm", "seconds/generate", "mismatch/kl", "flops/learning", "flops_train")
     for metric in ("test/pass_at_16", "test_math500/maj_at_16", "validation/accuracy_operands_3", *logged):
         study = sizes(run=run, claim={**CLAIM, "metric": metric})
