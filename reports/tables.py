@@ -166,22 +166,19 @@ def effects(analysis: Analysis) -> Table:
 
 
 def search(analysis: Analysis) -> dict[str, Any] | None:
-    """A search: whether it tuned, its objectives, and every arm with parameters, values and state."""
+    """A search: whether it tuned, its metric, and every arm with parameters, value and state."""
     found = analysis.record.search
     if found is None:
         return None
     tuning = tuning_of(analysis.record)
     searches = list(tuning.values()) or [found]
-    objectives = list(searches[0]["objectives"])
-    tag = "chosen" if tuning else "best" if len(objectives) == 1 else "front"
-    rows = []
-    best = [(arm, one["pareto"] if tag == "front" else [one["best"]]) for one in searches for arm in one["arms"]]
-    for arm, named in best:
-        values = [wording.number(arm["values"].get(name, math.nan), name) for name in objectives]
-        label = Cell([(arm["label"], "")], tag=tag if arm["label"] in named else "")
-        rows.append([label, wording.settings(arm["parameters"], short_names=False), *values, arm["state"]])
-    units = [f"{wording.spoken(name)}{' (%)' if wording.is_fraction(name) else ''}" for name in objectives]
-    return {"is_tuning": bool(tuning), "objectives": units, "table": table(["Arm", "<Setting", *units, "<State"], rows)}
+    metric, tag, rows = analysis.record.metric, "chosen" if tuning else "best", []
+    for arm, best in [(arm, one["best"]) for one in searches for arm in one["arms"]]:
+        value = wording.number(arm["values"].get(metric, math.nan), metric)
+        label = Cell([(arm["label"], "")], tag=tag if arm["label"] == best else "")
+        rows.append([label, wording.settings(arm["parameters"], short_names=False), value, arm["state"]])
+    unit = f"{wording.spoken(metric)}{' (%)' if wording.is_fraction(metric) else ''}"
+    return {"is_tuning": bool(tuning), "metric": unit, "table": table(["Arm", "<Setting", unit, "<State"], rows)}
 
 
 def components(analysis: Analysis) -> Table:

@@ -5,8 +5,8 @@ compared entry by entry, a tuple may state a column vector, and chains of inequa
 Inequalities joined by `or` are equal to the same set and to no list of them; `cases` are compared row by row, in any
 order; odd roots are real, so that `\sqrt[3]{x^2}` is `x^{2/3}`; `\gamma` is a variable and no constant.
 
-The size of an expression and its value at a point are computed before algebra spends time on it. Both depend only on
-the expression, never on the machine, so a run that continues elsewhere gets the same decisions.
+The size of an expression and its value at a point are computed before algebra spends time on it. Both depend on the
+expression alone, so a run that continues elsewhere gets the same decisions.
 """
 
 import hashlib
@@ -108,10 +108,8 @@ def compare(first: str, second: str, begin: Stage) -> str:
 
 
 def hasten() -> None:
-    """Let math-verify solve an equation once, and simplify no difference that a point shows not to be zero.
-
-    Verdicts stay; two equations take a tenth of a second without, mostly for work that each comparison repeats.
-    """
+    """Let math-verify solve an equation once, and simplify no difference that a point shows not to be zero: the same
+    verdicts, without work that each comparison repeats."""
     solve, is_zero = grader.solve, grader.sympy_symbolic_eq
 
     @lru_cache(maxsize=1024)

@@ -33,11 +33,8 @@ class AnswerTask(Task):
         return first_readable(stated(self.own_part(completion), self.answer_format), self.read)
 
     def format_score(self, completion: str) -> float:
-        """0, 0.5 or 1.
-
-        `####` and boxes score 1 with something in the marker. Tags score 1 for one `<think>` pair and then one
-        `<answer>` pair that is not empty, with only white space around them, and 0.5 if at least one of the pairs is
-        right.
+        """`####` and boxes score 1 with something in the marker, else 0. Tags score 1 for one `<think>` pair and then
+        one `<answer>` pair that is not empty, with only white space around them, and 0.5 if one of the pairs is right.
         """
         completion = self.own_part(completion)
         if self.answer_format != "think_answer":

@@ -2,9 +2,8 @@
 
 A question and its answer are lines of JSON. The kernel limits a child's memory, and the processor and wall-clock time
 of each stage of a question (`serve`). The parent also kills a child that says nothing; a question that was stopped has
-no answer. Each thread that asks has a child of its own, and starts another after a stop. A child is a fresh interpreter
-without the parent's threads and devices, with a fixed hash seed, so that it answers alike in every process. It ends
-when its input closes or its parent is gone. POSIX only.
+no answer. Each thread that asks has a child of its own, a fresh interpreter without the parent's threads and devices
+and with a fixed hash seed, so that all answer alike. It ends when its input closes or its parent is gone. POSIX only.
 """
 
 import json
@@ -86,11 +85,8 @@ class Children:
         return reply
 
     def allow_overruns(self, count: float | None) -> float:
-        """Let `count` further questions of this thread overrun the limits; then new ones have no answer.
-
-        A slow question that is answered counts as the share of the limit that it took. None lifts the bound. Returns
-        how many of the overruns that were allowed last are left.
-        """
+        """Let `count` further questions of this thread overrun the limits (None: any number), then leave new ones
+        unanswered; the number that is left of those allowed last. A slow answer counts as its share of the limit."""
         left: float | None = getattr(self._own, "left", None)
         self._own.left = count
         return left or 0

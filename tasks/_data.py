@@ -4,10 +4,10 @@ Validation is carved from train by a stable hash of the question. Of equal quest
 question of the test split is left out of train. Problems come in the order of their hashes, so that the first ones of a
 split are a fair sample of its subjects.
 
-Rows come from a local file or folder, or from the Hugging Face Hub (with `datasets`). Local data is read anew: nothing
-is written, and no cache can be stale. In a folder the name of a file, or else of the nearest folder above it, contains
-the word `train` or `test` (`train.jsonl`, `main/test-00000-of-00001.parquet`, `train/algebra/1.json`). A folder that
-`save_to_disk` wrote works too. A single file is one split: `train` if its name contains that word, otherwise `test`.
+Rows come from a local file or folder, which is read anew, or from the Hugging Face Hub (with `datasets`). In a folder
+the name of a file, or else of the nearest folder above it, contains the word `train` or `test` (`train.jsonl`,
+`main/test-00000-of-00001.parquet`, `train/algebra/1.json`). A folder that `save_to_disk` wrote works too. A single file
+is one split: `train` if its name contains that word, otherwise `test`.
 """
 
 import hashlib
@@ -104,21 +104,16 @@ class DatasetTask(QuestionTask):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """All problems of the split. ValueError names path, split, row and field of one that cannot be had."""
-        examples = self._examples()
-        return [
-            Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags, p.family)
-            for p in self._problems(split)
-        ]
+        found, examples = self._problems(split), self._examples()
+        return [Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags, p.family) for p in found]
 
     def questions(self, split: Split) -> Mapping[str, str]:
         return {stable_id(p.question): p.question for p in self._problems(split)}
 
     def demonstrations(self) -> Sequence[Demonstration]:
         """The worked solutions of the training problems; none if the rows hold only answers."""
-        examples = self._examples()
-        return [
-            Demonstration(self._ask(p, examples), p.solution) for p in self._problems("train") if p.solution is not None
-        ]
+        found, examples = self._problems("train"), self._examples()
+        return [Demonstration(self._ask(p, examples), p.solution) for p in found if p.solution is not None]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         problems = _read(self, "test" if split == "test" else "train")
@@ -186,11 +181,8 @@ def text_field(row: Row, *names: str) -> str:
 
 
 def _read(task: DatasetTask, split: SourceSplit) -> Sequence[Problem]:
-    """The problems of a split's source, in the order of their hashes.
-
-    Repeated questions are left out, and for train the test's. ValueError for a bad row, or if the source differs from
-    the expected one, or changes meanwhile.
-    """
+    """The problems of a split's source, in the order of their hashes, without repeated questions and in train the
+    test's. ValueError for a bad row, or if the source differs from the expected one, or changes meanwhile."""
     known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
     version = digest(digested(_sources(task, split)) if None in known.values() else known)
     return _read_version(task, split, version)  # pyright: ignore[reportArgumentType] (frozen models are hashable)

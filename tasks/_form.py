@@ -1,5 +1,4 @@
-"""Decides whether an expression is worked out: whether it leaves operations to the reader that the gold answer does
-not.
+"""Decides whether an expression is worked out: whether it leaves no operation that the gold answer does not leave.
 
 A fraction of constants need not be reduced, nor one root taken or simplified, because graders differ there; a product
 may keep a common factor.

@@ -29,10 +29,8 @@ class Checker(Children):
 
     A question that is stopped is `unparsable`. Limits are the last resort: large expressions are refused first by their
     size, which does not depend on the machine. A text that spent its processor time or memory, when it was read or as
-    the larger of two, is not tried again.
-
-    `work` is the module that judges; the limits are of each stage of a question: read the first, read the second,
-    compare.
+    the larger of two, is not tried again. `work` is the module that judges; the limits are of each stage of a question:
+    read the first, read the second, compare.
     """
 
     def __init__(self, work: str = f"{__package__}._algebra", *, cpu_seconds: float = 3.0, wall_seconds: float = 5.0):
@@ -91,10 +89,8 @@ def equivalent(answer: str, other: str) -> bool:
 
 
 def is_answered(answer: str, question: str, gold: str | None) -> bool:
-    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question.
-
-    The text of the gold answer counts, in whatever order. Without gold only a copy that leaves work is no answer.
-    """
+    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question; gold's
+    own text counts, in any order. Without gold only a copy that leaves work is no answer."""
     text = _tidy(answer)
     if label := _LABELLED.fullmatch(text):
         return bool(gold and _LETTER.fullmatch(_tidy(gold))) or is_answered(label[2], question, gold)

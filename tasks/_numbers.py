@@ -72,9 +72,8 @@ def last_boxed(completion: str) -> str | None:
     r"""The answer in the last `\boxed{...}` with balanced braces (the innermost of nested ones), or None.
 
     Boxes that only commas, spaces, dollars, `and` or `or` part are one statement: `\boxed{5} or \boxed{7}` is the list
-    `5, 7`, which states no number and equals no element. Other words or a blank line end a statement. Contents that
-    are equal as text count once. `\boxed 5` without braces reaches to the next box, `$` or line end. Time is
-    linear in the text.
+    `5, 7`, which states no number and equals no element. Other words or a blank line end a statement. Equal contents
+    count once. `\boxed 5` without braces reaches to the next box, `$` or line end. Time is linear in the text.
     """
     open_braces: list[tuple[int, int]] = []  # where a box and its content start, (-1, -1) for any other brace
     start, end = -1, -1  # of the last box

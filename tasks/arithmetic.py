@@ -83,9 +83,7 @@ def _build(task: Any) -> dict[str, tuple[Prompt, ...]]:
 
 def _distinct(task: Arithmetic) -> Iterator[tuple[int, ...]]:
     """Signed operands of distinct problems; a length with hardly any unused ones drops out, until no length is left.
-
-    The only randomness is `Random.random`, whose sequence is the same in every version of Python.
-    """
+    All is drawn by `Random.random`, whose sequence is the same in every version of Python."""
     uniform = random.Random(0).random
     lengths = list(range(task.min_operands, task.max_operands + 1))
     seen: set[tuple[int, ...]] = set()

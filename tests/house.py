@@ -78,10 +78,10 @@ def step_stays() -> tuple[int, int]:
     load("harness.run.grading")._thread = AtOnce()
     with tempfile.TemporaryDirectory() as folder:
         run, _ = load("harness.run.build").prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
-        prompts = spec.task.prompts("train")
+        prompts, train_step = spec.task.prompts("train"), load("harness.run.step").train_step
         sys.setprofile(note)
         try:
-            load("harness.run.step").train_step(run, prompts, 0)
+            train_step(run, prompts, 0)
         finally:
             sys.setprofile(None)
     return sum(before != file for before, file in zip(["", *read], read, strict=False)), len(set(read))

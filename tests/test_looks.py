@@ -201,7 +201,7 @@ def test_any_time_is_decided_when_a_study_starts():
 def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_path):
     tuned = {"label": "arm 1 001: kl_beta=0.1", "parameters": {"algorithm.kl_beta": 0.1}, "state": "complete"}
     tuned = {**tuned, "values": {"validation/accuracy": 0.6}, "seeds": {}}
-    search = {"objectives": {"validation/accuracy": "maximize"}, "arms": [tuned], "pareto": [], "best": tuned["label"]}
+    search = {"arms": [tuned], "best": tuned["label"]}
     search["importances"] = {"method": "fANOVA", "values": {}, "reason": "one arm"}
     one = fake_study(arms(0.6, 0.6), range(5), name="a", num_steps=10)
     other = dataclasses.replace(one, name="b", added=[3, 4], looks=[3], search={"tuning": {"arm 1": search}})

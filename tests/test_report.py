@@ -670,27 +670,26 @@ def search_of(arms: Sequence[tuple[str, dict[str, Any], str, dict[str, float]]],
     """The content of `search.json`: arms are (label, parameters, state, values)."""
     listed = [dict(zip(("label", "parameters", "state", "values"), arm, strict=True)) for arm in arms]
     few = {"method": None, "values": {}, "reason": "few"}
-    return {"arms": listed, "importances": few, "pareto": [], "best": None, **findings}
+    return {"arms": listed, "importances": few, "best": None, **findings}
 
 
-def searched(*objectives: str) -> StudyRecord:
+def searched() -> StudyRecord:
     """A search of three arms, the last one pruned."""
     arms = factor_grid({"algorithm.kl_beta": [0.0, 0.1, 0.2]})
     record = fake_study(arms, [0, 1], states={(arms[2].label, 0): "stopped", (arms[2].label, 1): None}, num_steps=10)
-    values = (dict.fromkeys(objectives, 0.5), dict.fromkeys(objectives, 0.625), {})
+    values = ({"validation/accuracy": 0.5}, {"validation/accuracy": 0.625}, {})
     ends = zip(arms, ("complete", "complete", "pruned"), values, strict=True)
     importances = {"method": "fANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}, "reason": None}
     found = search_of(
         [(arm.label, dict(arm.factors), state, scored) for arm, state, scored in ends],
-        objectives=dict.fromkeys(objectives, "maximize"), importances=importances, pareto=[arms[1].label],
-        best=arms[1].label if len(objectives) == 1 else None,
+        importances=importances, best=arms[1].label,
     )  # fmt: skip
     return dataclasses.replace(record, search=found)
 
 
 @pytest.mark.slow
-def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path):
-    record = searched("validation/accuracy", "seconds/total")
+def test_a_search_shows_importances_arms_the_best_one_and_what_it_pruned(tmp_path):
+    record = searched()
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
     assert analysis.gaps[1].reason == "the search gave this arm up early"  # of the seed that never began
@@ -700,15 +699,14 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path):
     text = " ".join("".join(page.text).split())
     assert "Search results" in text
     assert any("Importance by fANOVA" in value for _, value in page.attributes)
-    assert "kl_beta=0.1front" in text
-    assert "algorithm.kl_beta = 0.162.50.625complete" in text
-    assert "algorithm.kl_beta = 0.2n/an/apruned" in text
+    assert "kl_beta=0.1best" in text
+    assert "algorithm.kl_beta = 0.162.5complete" in text
+    assert "algorithm.kl_beta = 0.2n/apruned" in text
     assert "script" not in page.tags
     (drawing,) = outcome.importances(analysis)
     assert drawing.title == "What validation accuracy depends on"
-    assert answer(analysis).startswith("1 of 2 complete arms forms the Pareto front of validation accuracy (maximized)")
     unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
-    one = searched("validation/accuracy").search
+    one = searched().search
     few = analysed(dataclasses.replace(record, search={**(one or {}), "importances": unknown}))
     assert outcome.importances(few) == []
     assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(few)
@@ -733,7 +731,7 @@ def test_every_trial_without_a_result_has_a_state_and_a_reason():
 
 
 def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path):
-    analysis = analysed(searched("validation/accuracy"))
+    analysis = analysed(searched())
     text = answer(analysis)
     # 62.5 % is the search's own mean of that arm; the test split, which chose nothing, has an interval
     assert text.startswith("The best of 2 complete arms has kl_beta = 0.1: 62.5 % validation accuracy and ")
@@ -741,13 +739,13 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
     assert "is overestimated, so run it again with other seeds" in text
     assert not {"above", "below", "Holm"} & set(text.replace("-", " ").split())
     assert (analysis.baseline, list(analysis.comparisons), analysis.grid) == (None, [], None)
-    markdown = write_report(searched("validation/accuracy"), tmp_path, formats=()).markdown.read_text(encoding="utf-8")
+    markdown = write_report(searched(), tmp_path, formats=()).markdown.read_text(encoding="utf-8")
     assert "Difference to baseline" not in markdown and "best of the search" in markdown
 
 
 @pytest.mark.slow
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path):
-    tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
+    tuning = {"tuning": {"ppo": searched().search, "grpo": searched().search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
     assert outcome.importances(analysed(record)) == []
     assert "tuning chose the settings of 'ppo' (kl_beta = 0.1) and 'grpo' (kl_beta = 0.1)" in answer(analysed(record))
@@ -762,7 +760,7 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
 def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level():
     levels = [{"optimizer.learning_rate": 1e-5 * 2**n, "algorithm.group_size": 4 * (1 + n % 2)} for n in range(4)]
     arms = [(f"arm {n}", each, "complete", {"validation/accuracy": n / 10}) for n, each in enumerate(levels)]
-    search = search_of(arms, objectives={"validation/accuracy": "maximize"})
+    search = search_of(arms)
     drawings = outcome.slices(analysed(dataclasses.replace(fake_study(num_steps=10), search=search)))
     titles = [f"Validation accuracy against {name}" for name in ("learning_rate", "group_size")]
     assert [one.title for one in drawings] == titles

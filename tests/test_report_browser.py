@@ -32,8 +32,7 @@ def hostile_study() -> StudyRecord:
     found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
     arms = [(arm, found, "complete", {"validation/accuracy": 0.5}) for arm in record.arms]
     importances = {"method": "<b>", "values": found, "reason": None}
-    objectives = {"validation/accuracy": "maximize"}
-    search = search_of(arms, objectives=objectives, importances=importances, pareto=[HOSTILE_ARM], best=HOSTILE_ARM)
+    search = search_of(arms, importances=importances, best=HOSTILE_ARM)
     record = with_trials(record, lambda t: {"history": {**t.history, **accuracies}})
     return dataclasses.replace(record, search=search)
 

@@ -198,8 +198,7 @@ class VLLMEngine(RolloutEngine):
         """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
 
         float32 weights become bfloat16 by stochastic rounding: to nearest, small updates would not arrive for many
-        steps. Otherwise vLLM rounds each weight as it copies it. A slept engine takes back the memory of the cache
-        only after that of the weights is filled, so both and what copying needs are never there at once.
+        steps. A slept engine takes back the memory of the cache only after the weights are filled.
         """
         return self._reload(weights) if self.adapted is None else self._load_adapter(self.adapted)
 
@@ -227,11 +226,9 @@ class VLLMEngine(RolloutEngine):
         self._compare(self._base, _weights)
 
     def _compare(self, given: Mapping[str, int], held: Callable[[Any], Mapping[str, int]]) -> None:
-        """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were.
-
-        vLLM fuses, pads and renames tensors, which the sum of their checksums does not see. Where it changes values
-        too (a CPU's packed products) or holds a part (tensor parallel), the two differ from the start: then they are
-        not compared, and the check of scores decides.
+        """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were. It fuses,
+        pads and renames tensors, which the sum of their checksums does not see. Where it changes values too (a CPU's
+        packed products) or holds a part (tensor parallel), the two differ from the start: the check of scores decides.
         """
         (found,) = self.llm.collective_rpc(held)
         is_equal = sum(given.values()) % 2**64 == sum(found.values()) % 2**64
@@ -276,10 +273,7 @@ class VLLMEngine(RolloutEngine):
             UNMAPPED.set(_unmapped_bytes())
 
     def close(self) -> None:
-        """Stop vLLM and free its memory; the engine cannot be used afterwards.
-
-        A slept engine wakes first: vLLM unmaps every page as it stops, and pages of a slept one are unmapped already.
-        """
+        """Stop vLLM and free its memory. A slept engine wakes first: vLLM would unmap its unmapped pages again."""
         if self.closed:
             return
         self.closed = True
@@ -381,11 +375,9 @@ def _by_place(sums: Mapping[str, int]) -> dict[str, int]:
 
 
 def _split(size: int) -> dict[str, Any]:
-    """Arguments by which the vLLMs of `size` successive ranks of a trial compute as one; none in a single process.
-
-    Each rank runs the same scheduler over the same requests, so they stay in step without messages. vLLM joins the
-    process group that is there (and ends it when it closes), but asks for the variables of torchrun.
-    """
+    """Arguments by which the vLLMs of `size` successive ranks of a trial compute as one; none in a single process. Each
+    runs the same scheduler over the same requests, in step without messages. vLLM joins the process group that is there
+    (and ends it when it closes), but asks for the variables of torchrun."""
     if size == 1 or not (dist.is_available() and dist.is_initialized()):
         return {}
     os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK="0")  # a rank sees its own GPU alone
@@ -412,11 +404,8 @@ def _unmapped_bytes() -> int:
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Undo vLLM's changes to the whole process: random states, environment, number of threads.
-
-    It reseeds every generator, draws from torch's, preloads libraries into child processes, and on a CPU replaces
-    `torch.set_num_threads`. The learner's autocast stays outside: vLLM's own weights decide its precision.
-    """
+    """Undo vLLM's changes to the whole process: random states, environment, threads (on a CPU it replaces
+    `torch.set_num_threads`). The learner's autocast stays outside: vLLM's own weights decide its precision."""
     python, numpy = random.getstate(), np.random.get_state()
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads

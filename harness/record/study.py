@@ -91,9 +91,8 @@ class StudyRecord:
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study
     versions  package -> version, with `python` and `git_commit` among them
-    search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
-              label, parameters, values and state; pareto, the labels of the arms that no other beats in every
-              objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
+    search    findings of a search (`search.json`), None for other designs: importances; arms, each with label,
+              parameters, values and state; best, a label. A tuned comparison has `tuning`: arm -> such findings
     any_time  whether its intervals and tests must hold however seeds are added
     added     listed seeds that the study did not ask for when a report was written that could compare seeds
     looks     with how many complete seeds such reports were written

@@ -45,9 +45,7 @@ class MajorityVote(Reward):
         return scores
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
-        """The accuracy of the voted label, the margin of the vote, and its rate of rewarded wrong completions.
-
-        `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
+        """`vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
         votes of the first class minus votes of the second, over G; `vote/false_positive_rate` is the share of wrong
         completions that are rewarded as right (NaN if none is wrong). With `min_share`, `vote/accepted` is the share of
         votes that reward anybody, and labels are accepted votes'.
@@ -91,10 +89,8 @@ def winners(voters: Classes, min_share: float = 0.0) -> set[int]:
 
 
 def majority_correct(group: GradedGroup) -> float:
-    """The probability that a majority vote over the group's answers is correct, 0 without a vote.
-
-    It is the share of the winning classes that are correct, as chance breaks ties.
-    """
+    """The probability that a majority vote over the group's answers is correct: the share of the winning classes that
+    are, as chance breaks ties; 0 without a vote."""
     assert group.correct is not None
     won = winners(group.classes)
     right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}

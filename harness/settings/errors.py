@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..base.words import did_you_mean
-from . import foreign, paths
+from . import paths
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -34,8 +34,7 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
             known = list(dict.fromkeys(name.split(".")[0] for name in below))
             # The cold start has a learning rate too, and nobody means it who does not name it.
             same = sorted((n for n in every if n.split(".")[-1] == key), key=lambda n: n.startswith("cold_start"))
-            asked = foreign.ours(keys, item["input"]) if is_run else ""
-            asked = asked or did_you_mean(key, known, cutoff=0.8) or (f"did you mean '{same[0]}'? " if same else "")
+            asked = did_you_mean(key, known, cutoff=0.8) or (f"did you mean '{same[0]}'? " if same else "")
             asked = asked or did_you_mean(key, known)
             message = f"unknown key '{key}'; {asked}{'valid keys: ' if known else ''}{', '.join(known)}".rstrip("; ")
         elif item["type"] == "missing":

@@ -9,7 +9,6 @@ from ..data import Section
 from .raw import MAX_INTEGER
 from .run import Scalar
 
-Direction = Literal["maximize", "minimize"]
 Seed = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
 
@@ -61,7 +60,7 @@ Space = Annotated[dict[str, Dimension], Field(description="full path of a settin
 
 
 class Search(Section):
-    """A search over settings by one of Optuna's samplers; the value of an arm is its mean over all seeds.
+    """A search over settings by one of Optuna's samplers; the value of an arm is the metric's mean over all seeds.
 
     In a comparison, every algorithm has the same search on every task, on `seeds` of its own; the best arm of each then
     runs with the study's seeds.
@@ -73,12 +72,9 @@ class Search(Section):
     seeds: list[Seed] = Field(
         default_factory=list, description="comparison: seeds of the searched arms; must differ from the study's seeds"
     )
-    sampler: Literal["tpe", "gp", "nsga2", "random"] = Field(default="tpe", description="Optuna sampler")
+    sampler: Literal["tpe", "gp", "random"] = Field(default="tpe", description="Optuna sampler")
     pruner: Literal["none", "median", "hyperband"] = Field(
         default="none", description="stops arms that fall behind; the seeds of an arm then run in order"
-    )
-    objectives: dict[str, Direction] = Field(
-        default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
 
     @model_validator(mode="after")
@@ -86,8 +82,6 @@ class Search(Section):
         paths = {*self.space, *(path for space in self.spaces.values() for path in space)}
         if "seed" in paths:
             raise ValueError("'seed' cannot be searched, because seeds are replicates; list seeds under 'seeds'")
-        if self.pruner != "none" and len(self.objectives) > 1:
-            raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
         if self.pruner != "none" and (fixed := paths & {"steps", "evaluation.every"}):
             raise ValueError(f"search.pruner compares arms at equal steps; take '{min(fixed)}' out of search.space")
         return self

@@ -19,7 +19,7 @@ from .effect import identical, inert
 from .errors import SpecError, did_you_mean, parsed
 from .raw import with_overrides
 from .run import Control, RunSpec, Scalar, get_path, parse_run
-from .search import Direction, Search, Seed
+from .search import Search, Seed
 
 MAX_ARMS = 10_000
 REFERENCE = {"leave_one_out": "all", "add_one_in": "none", "ladder": "none"}  # design -> label of its baseline
@@ -175,18 +175,13 @@ class StudySpec(Section):
     def _searches_what_it_may(self) -> Self:
         if self.search is None:
             return self
-        for metric in self.objectives():
-            if metric.startswith("test/"):
-                raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
+        if self.metric.startswith("test/"):
+            raise ValueError(f"a search must not see the test split, got {self.metric}; use validation/...")
         if self.compare is None:
             if self.search.spaces or self.search.seeds:
                 raise ValueError("search.spaces and search.seeds belong to design compare; leave them out")
-            if self.metric not in self.objectives():
-                raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
             self.search.of("")
             return self
-        if self.search.objectives:
-            raise ValueError("search.objectives must be empty with design compare, which takes the study's metric")
         if not self.search.seeds:
             raise ValueError("search.seeds must list seeds with design compare, got none")
         if both := sorted(set(self.seeds) & set(self.search.seeds)):
@@ -221,10 +216,6 @@ class StudySpec(Section):
             if any(level in levels[:i] for i, level in enumerate(levels)):
                 raise ValueError(f"factor '{path}' names a level twice: {levels}")
         return self
-
-    def objectives(self) -> dict[str, Direction]:
-        """The metrics that decide between arms, with their directions: for most studies just the metric, maximised."""
-        return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
 
     def design_arms(self) -> list[Arm]:
         """Every arm that is known before the study runs, in order, including the baseline; empty for a search.

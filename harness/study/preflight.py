@@ -26,10 +26,6 @@ from .storage.files import LocalStorage
 from .worker import EXECUTE
 
 log = logging.getLogger(__name__)
-COSTS = (
-    "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
-    "flops/train",
-)  # fmt: skip
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
     "peak_memory_bytes", "core_seconds", "gpu_seconds",
@@ -114,27 +110,23 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
 
 
 def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
-    """SpecError for a metric that no evaluation computes, or an objective of a search that no run logs."""
+    """SpecError for a metric that no evaluation computes."""
     from ..run.evaluate import metric_names
 
     for spec in specs:
         names = metric_names(spec.evaluation, spec.task.partial_credit)
         known = [f"{split}/{name}" for split in ("validation", "test") for name in names]
-        for metric in study.objectives():
-            rule, those = "search.objectives must be metrics that runs log", [*known, *COSTS]
-            if metric == study.metric:
-                rule, those = "metric must be one of an evaluation", known
-            if metric not in those:
-                near = f"validation/{metric.rpartition('/')[2]}"  # the split that a study may look at
-                hint = f"did you mean '{near}'? " if near in known else did_you_mean(metric, known)
-                raise SpecError(f"{rule}, got '{metric}'; {hint}{', '.join(those)}")
+        if study.metric not in known:
+            near = f"validation/{study.metric.rpartition('/')[2]}"  # the split that a study may look at
+            hint = f"did you mean '{near}'? " if near in known else did_you_mean(study.metric, known)
+            raise SpecError(f"metric must be one of an evaluation, got '{study.metric}'; {hint}{', '.join(known)}")
 
 
 def check_claimed(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     """SpecError for a claim on a metric that no arm has, unless a plugin of somebody else may log it."""
     from ..run.evaluate import metric_names
 
-    known = {*COSTS, *_SUMMARY}
+    known = {*_SUMMARY}
     for spec in specs:
         tested = spec.evaluation.model_copy(update={"num_samples": spec.evaluation.samples_of("test")})
         areas = {"validation": spec.evaluation, "test": tested, "start": tested}

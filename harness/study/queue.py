@@ -315,7 +315,7 @@ class Queue:
         value, ending = None, OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
         if outcome.state == "complete":
             value, ending = outcome.metrics[self.plan.study.metric], OptunaState.COMPLETE
-            result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
+            result["values"] = {self.plan.study.metric: value}
         self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
         self._study.tell(trial.number, value, ending)
 

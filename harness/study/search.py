@@ -23,7 +23,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -34,7 +34,6 @@ from ..settings.study import Arm, SearchPlan, StudySpec, arm_label
 from .attempts import Attempts
 from .plan import Key
 
-GENERATION = 8  # arms of one generation of nsga2
 STARTUP = 5  # random arms before a sampler learns, and complete ones before a pruner judges
 LIVE = ("waiting", "running", "stopped", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
@@ -59,8 +58,7 @@ class ArmSearch:
 
     def create(self) -> None:
         """Create the Optuna study if it is missing."""
-        directions = list(self.study.objectives().values())
-        optuna.create_study(storage=self.storage, study_name=self.name, directions=directions, load_if_exists=True)
+        optuna.create_study(storage=self.storage, study_name=self.name, direction="maximize", load_if_exists=True)
 
     def handed_out(self) -> list[FrozenTrial]:
         """The trials of all arms so far, in order."""
@@ -77,7 +75,7 @@ class ArmSearch:
         for trial in self._trials(TrialState.RUNNING):
             self._advance(trial, attempts)
         if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and (best := self._best()):
-            self._load().set_user_attr("best", best[0])
+            self._load().set_user_attr("best", best)
 
     def ask(self) -> Key | None:
         """The first trial of a new arm; None if no arm is due."""
@@ -140,25 +138,20 @@ class ArmSearch:
     def record(self, attempts: Attempts) -> dict[str, Any]:
         """The findings of the search as plain data.
 
-        objectives   metric -> direction
-        importances  method and path -> share of the variance of the first objective between arms, in [0, 1], or no
-                     method and why
-        arms         label, parameters, state, reason, values (objective -> mean over seeds; only of complete arms) and
-                     seeds (seed -> objective -> value, as far as they are complete)
-        pareto, best labels of the arms that no other arm beats in all objectives; the best arm of a single objective
+        importances  method and path -> share of the metric's variance between arms, in [0, 1], or no method and why
+        arms         label, parameters, state, reason, values (metric -> mean over seeds; only of complete arms) and
+                     seeds (seed -> metric -> value, as far as they are complete)
+        best         label of the best arm; None without a complete one
         refused      proposed points that are no valid run or repeat one, with the reason
         """
-        search, objectives, trials = self.plan.search, self.study.objectives(), self._trials()
-        best = self._best()
+        search, trials = self.plan.search, self._trials()
         return {
             "sampler": search.sampler,
             "pruner": search.pruner,
             "trials": search.trials,
-            "objectives": objectives,
             "importances": self._importances(),
             "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()],
-            "pareto": best,
-            "best": best[0] if best and len(objectives) == 1 else None,
+            "best": self._best(),
             "refused": [
                 {"parameters": t.params, "reason": t.user_attrs["refused"]} for t in trials if "refused" in t.user_attrs
             ],
@@ -178,9 +171,8 @@ class ArmSearch:
                     self._end(trial, ending, f"seed {key[1]}: {attempts.end(key).get('reason')}")
                     return
         if len(keys) == len(self.plan.seeds):
-            values = [attempts.end(key)["values"] for key in dict.fromkeys(keys)]
-            means = [statistics.fmean(found[name] for found in values) for name in self.study.objectives()]
-            self._load().tell(trial.number, means, TrialState.COMPLETE)
+            values = [attempts.end(key)["values"][self.study.metric] for key in dict.fromkeys(keys)]
+            self._load().tell(trial.number, statistics.fmean(values), TrialState.COMPLETE)
         elif "behind" in trial.user_attrs:
             self._end(trial, TrialState.PRUNED, trial.user_attrs["behind"])
         else:
@@ -196,7 +188,7 @@ class ArmSearch:
             "parameters": trial.params,
             "state": state,
             "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
-            "values": dict(zip(self.study.objectives(), trial.values, strict=True)) if state == "complete" else {},
+            "values": {self.study.metric: trial.value} if state == "complete" else {},
             "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
             "num_seeds": len(states),
         }
@@ -256,12 +248,13 @@ class ArmSearch:
         best = next(self._arm(trial) for trial in trials if trial.user_attrs["arm"] == label)
         return replace(best, label=self.plan.name, levels=self.plan.base.levels, phase="final")
 
-    def _best(self) -> list[str]:
-        """Labels of the complete arms that no other beats in all objectives, in order."""
-        return [trial.user_attrs["arm"] for trial in self._load().best_trials]
+    def _best(self) -> str | None:
+        """Label of the best complete arm, the first of equal ones; None without one."""
+        complete = self._trials(TrialState.COMPLETE)
+        return max(complete, key=lambda trial: trial.value or 0.0).user_attrs["arm"] if complete else None
 
     def _importances(self) -> dict[str, Any]:
-        """Shares of the variance of the first objective between complete arms that each setting explains (fANOVA).
+        """Shares of the metric's variance between complete arms that each setting explains (fANOVA).
 
         A random forest is fitted to the arms and its variance decomposed (Hutter et al. 2014, PMLR 32(1):754-762); only
         the effects of single settings are counted, scaled to the sum 1. Few arms make a rough guess.
@@ -270,13 +263,12 @@ class ArmSearch:
         if len(complete) < MIN_FOR_IMPORTANCE:
             reason = f"needs {MIN_FOR_IMPORTANCE} complete arms, there are {len(complete)}"
             return {"method": None, "values": {}, "reason": reason}
-        if len({trial.values[0] for trial in complete}) == 1:
+        if len({trial.value for trial in complete}) == 1:
             return {"method": None, "values": {}, "reason": "all complete arms have the same value"}
         values = optuna.importance.get_param_importances(
             self._load(),
             evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0),
             params=list(self.plan.search.space),
-            target=lambda trial: trial.values[0],
         )
         return {"method": "fANOVA", "values": {path: float(value) for path, value in values.items()}, "reason": None}
 
@@ -307,7 +299,6 @@ def _keys(trial: FrozenTrial) -> list[Key]:
 _SAMPLERS: dict[str, Callable[[Search, int], BaseSampler]] = {
     "tpe": lambda search, seed: TPESampler(n_startup_trials=STARTUP, seed=seed),
     "gp": lambda search, seed: GPSampler(n_startup_trials=STARTUP, seed=seed),
-    "nsga2": lambda search, seed: NSGAIISampler(population_size=GENERATION, seed=seed),
     "random": lambda search, seed: RandomSampler(seed),
 }
 # Their steps are training steps, counted on from one seed of an arm to the next.

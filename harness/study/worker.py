@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -140,9 +140,9 @@ def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any],
 def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
     """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
-    directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
+    directory, metric = plan.directory(claim.key), plan.study.metric
     if (ended := final_result(directory)) is not None:
-        return _with_metrics(Outcome(**ended), objectives)
+        return _with_metric(Outcome(**ended), metric)
     run_log = _TrialLog(queue, claim.key, stop)
     try:
         spec, cache = plan.spec(claim.key), plan.runs / "cache"
@@ -158,7 +158,7 @@ def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], s
         if disk_full(error, plan.runs) is not None:
             raise
         outcome = _failure(error)
-    outcome = _with_metrics(outcome, objectives)
+    outcome = _with_metric(outcome, metric)
     try:
         run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
     except Exception:
@@ -247,12 +247,11 @@ class _TrialLog(RunLog):
                 self._rests_until = time.monotonic() + 19 * waited
 
 
-def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
-    """The same outcome, or a failure if a complete run lacks a finite value of an objective."""
-    lacking = [name for name in objectives if not math.isfinite(outcome.metrics.get(name, math.nan))]
-    if outcome.state != "complete" or not lacking:
+def _with_metric(outcome: Outcome, metric: str) -> Outcome:
+    """The same outcome, or a failure if a complete run lacks a finite value of the metric."""
+    if outcome.state != "complete" or math.isfinite(outcome.metrics.get(metric, math.nan)):
         return outcome
-    metric, got = lacking[0], outcome.metrics.get(lacking[0], "nothing")
+    got = outcome.metrics.get(metric, "nothing")
     reason = f"metric must be a finite number that runs log, '{metric}' was {got}; logged: {', '.join(outcome.metrics)}"
     return Outcome("failed", reason, outcome.summary, outcome.metrics)
 

@@ -129,7 +129,7 @@ def interactions(analysis: Analysis) -> list[Drawing]:
 
 
 def importances(analysis: Analysis) -> list[Drawing]:
-    """The importance of each parameter for a search's first objective; empty for a search with too few arms."""
+    """The importance of each parameter for a search's metric; empty for a search with too few arms."""
     search = search_of(analysis.record)
     if search is None or not search["importances"]["values"]:
         return []
@@ -144,17 +144,17 @@ def importances(analysis: Analysis) -> list[Drawing]:
             style.text_beside(axes, row, f"{share:.0f}")
         axes.set_xlabel("% of importance")
 
-    title = f"What {wording.spoken(next(iter(search['objectives'])))} depends on"
+    title = f"What {wording.spoken(analysis.record.metric)} depends on"
     caption = f"Importance by {found['method']}, over the arms that the search finished."
     return [style.row_chart("importance_0", title, caption, names, plot)]
 
 
 def slices(analysis: Analysis) -> list[Drawing]:
-    """The first objective of every arm of a search against one setting, for each setting, the most important first."""
+    """The metric of every arm of a search against one setting, for each setting, the most important first."""
     caption, drawings, own = "A dot per arm; bar: mean of the arms at a level.", [], search_of(analysis.record)
     searches = tuning_of(analysis.record) or ({} if own is None else {"": own})  # tuned arm -> its search
     for number, (name, search) in enumerate(searches.items()):
-        metric, importance = next(iter(search["objectives"])), search["importances"]["values"]
+        metric, importance = analysis.record.metric, search["importances"]["values"]
         arms = [arm for arm in search["arms"] if math.isfinite(arm["values"].get(metric, math.nan))]
         if len(arms) < 2:
             continue

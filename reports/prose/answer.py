@@ -51,15 +51,7 @@ def _search_finding(analysis: Analysis) -> str:
     if not complete:
         return "No arm of the search is complete"
     count = wording.plural(len(complete), "complete arm")
-    if len(search["objectives"]) > 1:
-        goals = [f"{wording.spoken(name)} ({way.removesuffix('e')}ed)" for name, way in search["objectives"].items()]
-        front = len(search["pareto"])
-        return (
-            f"{front} of {count} {'form' if front > 1 else 'forms'} the Pareto front of "
-            f"{wording.listed(goals, len(goals))}: no other arm beats {'them' if front > 1 else 'it'} in every "
-            f"objective, so weigh the objectives against each other, choose an arm of the front and {_AGAIN}"
-        )
-    (metric,), found = search["objectives"], search["importances"]
+    metric, found = analysis.record.metric, search["importances"]
     best = next(arm for arm in complete if arm["label"] == search["best"])
     value = f"{wording.with_unit(best['values'][metric], metric)} {wording.spoken(metric)}"
     scored = [arm for arm in analysis.finished_arms if arm.label == best["label"]]

@@ -72,7 +72,7 @@ def best_checkpoint(analysis: Analysis) -> str:
 
 def _tuning(analysis: Analysis) -> str:
     if (search := search_of(analysis.record)) is not None:
-        goal = wording.listed([wording.spoken(name) for name in search["objectives"]])
+        goal = wording.spoken(analysis.record.metric)
         return f"A search tried {wording.plural(len(search['arms']), 'setting')}, judged by {goal}."
     if tries := [f"'{name}' ({len(found['arms'])})" for name, found in tuning_of(analysis.record).items()]:
         return f"Searches with seeds of their own chose the settings of (number tried) {wording.listed(tries, 8)}."

@@ -167,7 +167,7 @@ def _check_search(record: StudyRecord, place: Place) -> None:
             series = trial.history.get(metric)
             at.compare("events", "search.json", metric, value, series[-1][1] if series else None)
     if record.search is not None:
-        place.findings.notes.append("search.json: Pareto set, best arm and importances are compared by hash alone")
+        place.findings.notes.append("search.json: best arm and importances are compared by hash alone")
 
 
 def _check_report(

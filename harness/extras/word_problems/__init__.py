@@ -1,1 +1,0 @@
-"""The task `word_problems`: stories with several steps, drawn without end."""
