@@ -153,15 +153,12 @@ def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs
 # Disk, beforehand -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "changes"),
-    [
-        ({"name": "ppo"}, {}),
-        ({"name": "ppo"}, {"lora": {"rank": 64}}),
-        ({"name": "grpo"}, {"dtype": "bfloat16"}),
-        ({"name": "grpo", "kl_beta": 0.1}, {"kl": {"refresh_reference_every": 1}}),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "changes"), [
+    ({"name": "ppo"}, {}),
+    ({"name": "ppo"}, {"lora": {"rank": 64}}),
+    ({"name": "grpo"}, {"dtype": "bfloat16"}),
+    ({"name": "grpo", "kl_beta": 0.1}, {"kl": {"refresh_reference_every": 1}}),
+])  # fmt: skip
 def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_path):
     spec = parse_run(
         {**RUN, **changes, "algorithm": {**RUN["algorithm"], **algorithm}, "checkpoints": {"every": 100}}, "test"

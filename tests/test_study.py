@@ -200,15 +200,12 @@ def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "workers", "message"),
-    [
-        ({"cold_start": {"steps": 5}}, 1, "no worked solutions; set cold_start.steps to 0"),
-        ({}, 0, "workers must be at least 1, got 0"),
-        ({"model": "./model"}, 1, "has no tokenizer"),
-        *([] if torch.cuda.is_available() else [({"device": "cuda"}, 1, "device=cpu")]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "workers", "message"), [
+    ({"cold_start": {"steps": 5}}, 1, "no worked solutions; set cold_start.steps to 0"),
+    ({}, 0, "workers must be at least 1, got 0"),
+    ({"model": "./model"}, 1, "has no tokenizer"),
+    *([] if torch.cuda.is_available() else [({"device": "cuda"}, 1, "device=cpu")]),
+])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, monkeypatch, settings, workers, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()

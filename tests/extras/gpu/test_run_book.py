@@ -249,10 +249,7 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 
 @pytest.mark.parametrize(
     ("changes", "skipped"),
-    [
-        ({"num_devices": 1}, {"two-devices", "tensor-parallel"}),
-        ({"on_gpu": False}, {"batch-invariant", "algorithms"}),
-    ],
+    [({"num_devices": 1}, {"two-devices", "tensor-parallel"}), ({"on_gpu": False}, {"batch-invariant", "algorithms"})],
 )
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
     claims = [BY_NAME[name] for name in ("two-devices", "tensor-parallel", "batch-invariant", "algorithms", "resume")]
