@@ -55,7 +55,7 @@ class Finding:
 def judge(probed: Scores, reference: Scores, rng: np.random.Generator) -> list[Finding]:
     """The finding of every test, in order; both sides have the same tests."""
     known = [[[x for x in side[name] if not math.isnan(x)] for side in (probed, reference)] for name in probed]
-    tests, reverse = ([_p(*sides, way, rng) for sides in known] for way in ("greater", "less"))
+    tests, reverse = ([_p(one, two, way, rng) for one, two in known] for way in ("greater", "less"))
     return [
         Finding(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
         for name, (one, two), *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
