@@ -43,9 +43,6 @@ def started(study: StudySpec, runs: Path) -> StudySpec:
     return study
 
 
-# One worker -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
 def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(runs):

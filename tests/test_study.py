@@ -197,9 +197,6 @@ def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
         run(a_study(), runs, workers=1, execute="fake_trials:gone")
 
 
-# Bad input ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "workers", "message"), [
     ({"cold_start": {"steps": 5}}, 1, "no worked solutions; set cold_start.steps to 0"),
     ({}, 0, "workers must be at least 1, got 0"),
@@ -224,9 +221,6 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs):
     with pytest.raises(SpecError, match=r"no study 'size' .*did you mean 'sizes'"):
         study_status("size", runs)
     assert study_status("sizes", runs).counts() == {"waiting": 4}
-
-
-# The queue, without processes -----------------------------------------------------------------------------------------
 
 
 def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path):
@@ -290,9 +284,6 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
         "2 PASSIVE 2,3 1",
         "2 PASSIVE 0,1 1",
     ]  # 8 cores // 4 workers, though 3 were wanted
-
-
-# The shipped studies --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))

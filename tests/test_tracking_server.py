@@ -153,9 +153,6 @@ def log_batch(log: RunLog, first: int, last: int) -> None:
             log.samples([fake_trials.sample(step)])
 
 
-# Addresses ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.attack("Tracking address with a query")
 @pytest.mark.parametrize(("uri", "message"), [
     ("ftp://host/x", "must be http://HOST:PORT of an MLflow server, got 'ftp://host/x'"),
