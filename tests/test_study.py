@@ -140,10 +140,8 @@ def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_la
 @pytest.mark.slow
 def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     run(a_study(seeds=[0]), runs, workers=1)
-    changes = {
-        "factors": {"algorithm.group_size": [2], "steps": [7, 8]},
-        "run": fake_trials.run_settings(max_flops=1e9),
-    }
+    factors = {"algorithm.group_size": [2], "steps": [7, 8]}
+    changes = {"factors": factors, "run": fake_trials.run_settings(max_flops=1e9)}
     with pytest.raises(SpecError) as raised:
         run(a_study(seeds=[0], **changes), runs)
     first, *lines = str(raised.value).split("\n")

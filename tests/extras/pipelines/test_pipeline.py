@@ -207,9 +207,7 @@ def test_a_step_of_fine_tuning_is_one_of_the_cold_start():
     mean = entropy[batch.completion_mask_BT].mean().item()
     found = Learner(spec, learnt).update(batch, 0)
     assert [found["policy/loss"], found["policy/entropy"]] == pytest.approx([float(nats), mean], rel=1e-5)
-    ours, theirs = (
-        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught)
-    )
+    ours, theirs = (torch.cat([p.grad.ravel() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught))
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
