@@ -157,9 +157,11 @@ def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
 
 def _estimate_stage(stage: Stage) -> tuple[dict[str, int] | None, str | None]:
     found, why = estimate_run(stage.placed())
-    if found is not None and stage.does and stage.does.fits_scorer:  # weights, gradients and AdamW's moments in float32
+    if found is None or stage.does is None:
+        return found, why
+    if stage.does.fits_scorer:  # weights, gradients and AdamW's moments in float32
         found["rewards"] += 4 * _scorer_bytes(stage.spec.model)
-    for sampler in stage.does.samplers.values() if found is not None and stage.does else ():
+    for sampler in stage.does.samplers.values():
         other, why = estimate_run(stage.spec.model_copy(update={"model": sampler}))
         if other is None:
             return None, why

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 from scipy import stats
 
 from ....reports.prose.wording import listed, p_value
@@ -54,11 +55,15 @@ class Finding:
 def judge(probed: Scores, reference: Scores, rng: np.random.Generator) -> list[Finding]:
     """The finding of every test, in order; both sides have the same tests."""
     known = [[[x for x in side[name] if not math.isnan(x)] for side in (probed, reference)] for name in probed]
-    tests, reverse = ([_p(*sides, way, rng) for sides in known] for way in ("greater", "less"))
+    tests, reverse = ([_p(one, two, way, rng) for one, two in known] for way in ("greater", "less"))
     return [
         Finding(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
         for name, (one, two), *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
     ]
+
+
+def _difference(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray:
+    return np.mean(one, axis=axis) - np.mean(other, axis=axis)
 
 
 def _p(one: list[float], other: list[float], way: Literal["greater", "less"], rng: np.random.Generator) -> float:
@@ -66,8 +71,8 @@ def _p(one: list[float], other: list[float], way: Literal["greater", "less"], rn
     if min(len(one), len(other)) < 2:
         return math.nan
     test = stats.permutation_test(
-        (one, other), lambda x, y, axis: np.mean(x, axis=axis) - np.mean(y, axis=axis), vectorized=True,
-        n_resamples=RESAMPLES, batch=1000, alternative=way, random_state=rng,
+        (one, other), _difference, vectorized=True,
+        n_resamples=RESAMPLES, batch=1000, alternative=way, rng=rng,
     )  # fmt: skip
     return float(test.pvalue)
 
@@ -91,10 +96,7 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
-    findings = [  # numbers that are not finite are text in JSON
-        Finding(one["probe"], **{key: float(value) for key, value in one.items() if key != "probe"})
-        for one in document["findings"]
-    ]
+    findings = TypeAdapter(list[Finding]).validate_python(document["findings"])  # NaN is text in JSON
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import plugins
-from ...data import Batch, GradedGroup, PolicyOutput, Prompt, PromptDraw, SampleRow, Sampling, Split
+from ...data import UNSET, Batch, GradedGroup, PolicyOutput, Prompt, PromptDraw, SampleRow, Sampling, Split
 from ...interfaces import Algorithm, Mirror, MirroredRun, Reward, RolloutEngine, Sampler, StepReward, Task
 from ...policy.forward import token_logprobs
 from ...policy.text import TextCodec
@@ -227,7 +227,7 @@ def better_answers_become_likelier(algorithm: Algorithm) -> None:
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
     old = logprobs.detach()
     liked = old if plain.learns_from_rewards else old + torch.tensor([[1.0], [0.0]]) * mask
-    reference = liked if plain.needs_reference else None
+    reference = liked if plain.needs_reference else UNSET
     batch = plain.advantages(Batch(
         tokens, mask, torch.tensor([4, 4]), old, torch.tensor([1.0, 0.0]), 2, greedy_rewards_B=torch.zeros(2),
         old_logprobs_BT=old, ref_logprobs_BT=reference, values_BT=torch.zeros(2, 4),
