@@ -241,9 +241,8 @@ def pushes(s, given):
     """DPO: the derivative of the pair's loss by its margin (times kl_beta) at the sampling policy, signed."""
     gains = [sum(o - r for o, r in zip(*pair, strict=True)) for pair in zip(given["old"], given["ref"], strict=True)]
     result = []
-    for rewards, lead in zip(
-        *(groups_of(rows, given["group_size"]) for rows in (given["rewards"], gains)), strict=True
-    ):
+    pairs = (groups_of(rows, given["group_size"]) for rows in (given["rewards"], gains))
+    for rewards, lead in zip(*pairs, strict=True):
         row = [0.0] * len(rewards)
         if max(rewards) > min(rewards):
             best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))

@@ -60,9 +60,6 @@ def as_csv(frame: pd.DataFrame) -> list[list[str]]:
     return [list(frame.columns), *rows]
 
 
-# Names -----------------------------------------------------------------------------------------------------------
-
-
 def test_these_names_are_public_and_no_others():
     names = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "load_study", "open_result", "report"]
     names += ["run", "train"]
@@ -93,9 +90,6 @@ def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], "Result"]
-
-
-# Studies ---------------------------------------------------------------------------------------------------------
 
 
 def test_settings_mean_what_they_mean_on_the_command_line():
@@ -134,9 +128,6 @@ def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_starte
     write_json(tmp_path / "studies" / "mine" / "study.json", started)
     with pytest.raises(ValueError, match="cuda:77"):  # a setting of that file, checked before anything runs
         cohort.run("mine", runs=tmp_path)
-
-
-# Results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -233,9 +224,6 @@ def test_problems_of_one_family_count_as_one_in_the_intervals_of_an_evaluation()
     assert intervals(each) == intervals(alone)
 
 
-# Page, figures, LaTeX --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result, folder):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
@@ -288,9 +276,6 @@ def test_no_text_of_a_user_is_a_command_of_latex(result):
         r"\textbackslash{}input\{/etc/passwd\} \%\textasciitilde{}\#\_\&$-$1"
     )
     assert latex("[2cm] a") == "{}[2cm] a"  # after the end of a row a bracket would be a length
-
-
-# Progress, notebooks ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

@@ -116,10 +116,8 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     assert fork_run(source, target, spec, parent) == (0, [])
     for step in (1, 2, 3):
         save(source / CHECKPOINTS, step, keep=3, is_last=step == 3)  # the last is without optimisers
-    files = [
-        {"type": "kept", "step": n, "file": f"rollouts/{x}.jsonl", "sha256": x}
-        for n, x in ((2, "a"), (2, "b"), (3, "c"))
-    ]
+    names = ((2, "a"), (2, "b"), (3, "c"))
+    files = [{"type": "kept", "step": n, "file": f"rollouts/{x}.jsonl", "sha256": x} for n, x in names]
     past = [{"type": "metrics", "step": 1, "values": {}}, *files[:2]]
     events = [{"type": "start"}, *past, files[2]]
     (source / EVENTS).write_text("".join(map(event_line, events)))

@@ -175,11 +175,8 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}
     facts = {name: (item["needs_critic"], item["sees_gold"]) for name, item in found.items()}
-    assert (facts["ppo"], facts["grpo"], facts["grpo_self_consistency"]) == (
-        (True, True),
-        (False, True),
-        (False, False),
-    )
+    told = [facts[name] for name in ("ppo", "grpo", "grpo_self_consistency")]
+    assert told == [(True, True), (False, True), (False, False)]
     settings = {item["name"]: item for item in found["ppo"]["settings"]}
     assert (settings["gae_lambda"]["default"], settings["gae_lambda"]["range"]) == (1.0, ">= 0, <= 1")
     assert cohort("list", "algorithms") == 0
@@ -348,9 +345,8 @@ def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort, tmp_path
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = comparison(
-        ["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=["optimizer.learning_rate=0.5", "steps=7"]
-    ).spec
+    settings = ["optimizer.learning_rate=0.5", "steps=7"]
+    study = comparison(["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=settings).spec
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (arm.run_spec(3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -457,9 +453,8 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys):
     assert printed() == []
     clock.now = 30
     more = {"step": 5, "steps": 10, "left": 36.2, "accuracy": 0.25, "tokens_per_second": 1234.5}
-    view.update(
-        dataclasses.replace(status(trial("a", "running", "train", 5, 10, **more), trial("b", "waiting")), left=109.0)
-    )
+    half = status(trial("a", "running", "train", 5, 10, **more), trial("b", "waiting"))
+    view.update(dataclasses.replace(half, left=109.0))
     assert printed() == [
         "0/2 trials done, 1 min 49 s left",
         "  a | seed 0: train 5/10, 36 s left, accuracy 25.0 %, 1,234 tokens/s",

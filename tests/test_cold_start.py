@@ -98,9 +98,7 @@ def test_the_key_changes_with_what_the_result_depends_on_and_is_shared_by_arms()
     spec = make_spec()
     base = cold_start_key(spec)
     other_task = spec.model_copy(update={"task": spec.task.model_copy(update={"max_operands": 4})})
-    assert base not in {
-        cold_start_key(other) for other in (make_spec(learning_rate=1e-3), make_spec(steps=4), other_task)
-    }
+    assert base not in {cold_start_key(one) for one in (make_spec(learning_rate=1e-3), make_spec(steps=4), other_task)}
     assert base == cold_start_key(spec.model_copy(update={"seed": 5, "rollouts_per_step": 64}))
 
 

@@ -151,10 +151,8 @@ def test_a_design_over_components_takes_nothing_else(changes, words):
 
 def test_the_shipped_study_of_dapo_has_five_arms_that_share_all_but_their_part():
     labels = load_study("dapo_parts").arm_labels()
-    assert labels == [
-        "all",
-        *(f"without {part}" for part in ("clip_higher", "token_mean", "overlong", "dynamic_sampling")),
-    ]
+    parts = ("clip_higher", "token_mean", "overlong", "dynamic_sampling")
+    assert labels == ["all", *(f"without {part}" for part in parts)]
     with pytest.raises(SpecError, match="component 'clip_higher' cannot matter"):
         load_study("dapo_parts", ["run.optimizer.num_minibatches=1"])
 

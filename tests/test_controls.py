@@ -40,9 +40,6 @@ def spec_of(**changes: Any) -> RunSpec:
     return parse_run({**BASE, **fixed, **changes}, "test")
 
 
-# The run ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, cache) -> Runs:
     """A step of one run without a control and with each."""
@@ -195,9 +192,6 @@ def test_no_gate_ends_a_control_for_what_it_learns(tmp_path, monkeypatch):
         assert train(spec, tmp_path / control, MemoryLog(), cache=tmp_path).state == state
 
 
-# The study -------------------------------------------------------------------------------------------------------
-
-
 def compared(controls: str | None, algorithms: str = "grpo,dapo", task: str = "arithmetic", **changes: Any) -> Any:
     sets = changes.pop("sets", ())
     names = {"controls": (controls or "").split(",") if controls is not None else (), "settings": sets}
@@ -226,9 +220,6 @@ def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make, words):
     with pytest.raises(ValueError) as caught:
         make()
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-# The report ------------------------------------------------------------------------------------------------------
 
 
 def arm(label: str, accuracy: float, **settings: Any) -> FakeArm:

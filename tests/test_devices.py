@@ -132,9 +132,7 @@ def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(t
     assert len(places[0]) >= 12 and len(places[1]) >= 6, places
     record_property("tried", sum(map(len, places)))
     for name in ("checkpoints/step-00000002", "checkpoints/step-00000003"):
-        one, two = (
-            json.loads((tmp_path / run / name / "state.json").read_text())["files"] for run in ("whole", "killed")
-        )
+        one, two = (json.loads((tmp_path / x / name / "state.json").read_text())["files"] for x in ("whole", "killed"))
         assert one == two
 
 

@@ -150,9 +150,6 @@ def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs
         model_folder(str(directory))
 
 
-# Disk, beforehand -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("algorithm", "changes"), [
     ({"name": "ppo"}, {}),
     ({"name": "ppo"}, {"lora": {"rank": 64}}),

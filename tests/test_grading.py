@@ -221,9 +221,7 @@ def test_partial_credit_is_refused_for_a_task_without_it():
         parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
 
 
-def test_the_engine_sleeps_and_the_learner_annotates_while_completions_are_graded_and_each_phase_is_timed(
-    tmp_path, monkeypatch
-):
+def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_phase_is_timed(tmp_path, monkeypatch):
     told, annotated, clock = [], threading.Event(), [9.0]
 
     class Patient(Arithmetic):

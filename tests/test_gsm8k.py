@@ -44,9 +44,8 @@ def test_a_prompt_is_the_question_in_the_template(tmp_path):
 def test_a_field_of_the_rows_names_the_family_and_a_row_without_it_has_none(tmp_path):
     rows = [{**row, "story": story} for row, story in zip(rows_like(5), [" dogs ", 7, None, "", math.nan], strict=True)]
     file = write(tmp_path / "one.jsonl", *rows, *rows_like(6)[5:])
-    families = {
-        prompt.text: prompt.family for prompt in task(file, template="{question}", family_field="story").prompts("test")
-    }
+    prompts = task(file, template="{question}", family_field="story").prompts("test")
+    families = {prompt.text: prompt.family for prompt in prompts}
     assert [families[row["question"]] for row in rows_like(6)] == ["dogs", "7", "", "", "", ""]
     assert {prompt.family for prompt in task(file).prompts("test")} == {""}
     with pytest.raises(

@@ -94,9 +94,6 @@ def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(t
         assert {name: ours[name] for name in known} == pytest.approx(known, abs=1e-4, rel=2e-5, nan_ok=True), step
 
 
-# Who may be in a group ------------------------------------------------------------------------------------------------
-
-
 def meet(secrets: list[str], store: Any = None) -> list[Group | Exception]:
     """Who met whom, each with its secret; the first is rank 0."""
     store = store or HashStore()

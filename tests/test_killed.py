@@ -39,9 +39,6 @@ from queues import a_queue, at_work, check_as_undisturbed, completions, open_que
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-# Fakes ----------------------------------------------------------------------------------------------------------------
-
-
 def workers_killed(runs: Path, _: Any) -> None:
     killed = set[int]()
 

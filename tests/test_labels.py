@@ -118,9 +118,7 @@ def test_a_screen_of_80_columns_shows_whole_labels(labels, monkeypatch):
     trials = tuple(
         TrialStatus(arm, 0, "running", None, "train", 120, 400, 0.8125, 100.0, 754.0, Path("/none")) for arm in labels
     )
-    rows = [
-        [one.arm, one.seed, one.state, "train", "120/400", "81.2 %", "12 min 34 s", "some reason"] for one in trials
-    ]
+    rows = [[x.arm, x.seed, x.state, "train", "120/400", "81.2 %", "12 min 34 s", "some reason"] for x in trials]
     terminal.show_table("", ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"], rows)
     screen.print(Page().render(StudyStatus("s", "?", trials)))
     assert isinstance(screen.file, io.StringIO)

@@ -110,9 +110,8 @@ def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():
     )
     mask = batch.completion_mask_BT
     given = torch.zeros(mask.shape).double().masked_scatter(mask, sampler[drawn])
-    weight = (
-        torch.zeros(mask.shape).double().masked_scatter(mask, sampler.exp()[drawn] * (torch.arange(rows) < vocabulary))
-    )
+    once = sampler.exp()[drawn] * (torch.arange(rows) < vocabulary)
+    weight = torch.zeros(mask.shape).double().masked_scatter(mask, once)
     own = learner.logprobs(learner.policy, batch)[mask][:vocabulary].detach()
     batch = batch.replace(sampler_logprobs_BT=given, old_logprobs_BT=given, advantages_BT=weight, loss_weight_BT=weight)
     metrics = learner._optimizer_step(batch, first=True)
@@ -200,9 +199,7 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
     assert by_hand.critic is not None
     by_hand.optimizers = {}  # gradients only
     rates = [(by_hand.policy, 1e-3), (by_hand.critic, 4e-3)]
-    adamw = [
-        torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1) for module, rate in rates
-    ]
+    adamw = [torch.optim.AdamW(m.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1) for m, rate in rates]
     for step, scale in enumerate((30.0, 3.0)):  # AdamW forgets the scale of one gradient, not that of the next
         batch, other = (spec.algorithm.advantages(one.annotate(make_batch())) for one in (learner, by_hand))
         scaled = {"advantages_BT": scale * batch.advantages_BT, "returns_BT": scale * batch.returns_BT}

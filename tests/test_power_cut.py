@@ -199,9 +199,7 @@ def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(tmp_path
 
 @pytest.mark.long
 @pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
-def test_real_training_that_loses_power_at_any_write_ends_as_undisturbed_training(
-    tmp_path, monkeypatch, record_property
-):
+def test_real_training_that_loses_power_at_any_write_ends_as_one_undisturbed(tmp_path, monkeypatch, record_property):
     from cohort.harness.run.loop import train
 
     monkeypatch.setenv("COHORT_TRACES", "0")

@@ -43,9 +43,6 @@ def started(study: StudySpec, runs: Path) -> StudySpec:
     return study
 
 
-# One worker -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
 def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(runs):
@@ -114,9 +111,7 @@ def endless_disk(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("endless_disk")
 @pytest.mark.parametrize("name", factories.SHAPES)
-def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_is_refused_where_there_is_none(
-    name, tmp_path, monkeypatch
-):
+def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_there_is_refused(name, tmp_path, monkeypatch):
     study, runs = factories.real_scale(name, tmp_path).spec, tmp_path / "runs"
     start_study(study, runs, command="cmd")
     with pytest.raises(ValueError, match="device must be available, got 'cuda' on a machine without CUDA"):

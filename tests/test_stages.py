@@ -18,9 +18,7 @@ def a_run(*stages, **changes):
 
 
 def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of_any_stage():
-    first, second = (
-        {"name": name, "steps": 1, "sampling": {"max_tokens": most}} for name, most in (("a", 9), ("b", 30))
-    )
+    first, second = ({"name": name, "steps": 1, "sampling": {"max_tokens": n}} for name, n in (("a", 9), ("b", 30)))
     spec = a_run(first, second, engine="vllm")
     assert spec.max_tokens < 30
     prompts = [Prompt("one", "1+1=", "2"), Prompt("two", "100+1=", "101")]

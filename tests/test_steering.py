@@ -441,9 +441,7 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
         assert (ARMS[1] not in [trial.arm for trial in trials]) == (what == "drop")
         assert len(read_study(runs, "sizes").amendments) == (what == "drop")
         assert {trial.held for trial in trials if trial.arm == ARMS[0]} == {what == "stop"}
-        assert [list(clone.steps) for clone in queue.clones()] == {"clone": [[0, 0]], "warm clone": [[3, 0]]}.get(
-            what, []
-        )
+        assert [[*one.steps] for one in queue.clones()] == {"clone": [[0, 0]], "warm clone": [[3, 0]]}.get(what, [])
         for clone in queue.clones():
             folder = queue.plan.directory((clone.label, 0)) / CHECKPOINTS
             assert [one.name for one in folder.glob("*")] == (["step-00000003"] if what == "warm clone" else [])

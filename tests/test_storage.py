@@ -21,9 +21,6 @@ def one_trial() -> StudySpec:
     return a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
 
 
-# On every storage -----------------------------------------------------------------------------------------------------
-
-
 def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path, url):
     queue = a_queue(a_study(), tmp_path, url)
     other = open_queue(a_study(), tmp_path, url)
@@ -134,9 +131,6 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path, url, new_runs):
     with pytest.raises(SpecError, match=words):
         run(a_study(run=fake_trials.run_settings(steps=8)), second, storage=url)
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
-
-
-# Torn files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.attack("A torn progress or lease file")

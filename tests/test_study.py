@@ -140,10 +140,8 @@ def test_a_started_study_may_gain_arms_and_its_record_and_page_say_which_came_la
 @pytest.mark.slow
 def test_a_changed_study_is_refused_with_what_changed_and_the_ways_on(runs):
     run(a_study(seeds=[0]), runs, workers=1)
-    changes = {
-        "factors": {"algorithm.group_size": [2], "steps": [7, 8]},
-        "run": fake_trials.run_settings(max_flops=1e9),
-    }
+    factors = {"algorithm.group_size": [2], "steps": [7, 8]}
+    changes = {"factors": factors, "run": fake_trials.run_settings(max_flops=1e9)}
     with pytest.raises(SpecError) as raised:
         run(a_study(seeds=[0], **changes), runs)
     first, *lines = str(raised.value).split("\n")
@@ -197,9 +195,6 @@ def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
         run(a_study(), runs, workers=1, execute="fake_trials:gone")
 
 
-# Bad input ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "workers", "message"), [
     ({"cold_start": {"steps": 5}}, 1, "no worked solutions; set cold_start.steps to 0"),
     ({}, 0, "workers must be at least 1, got 0"),
@@ -224,9 +219,6 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs):
     with pytest.raises(SpecError, match=r"no study 'size' .*did you mean 'sizes'"):
         study_status("size", runs)
     assert study_status("sizes", runs).counts() == {"waiting": 4}
-
-
-# The queue, without processes -----------------------------------------------------------------------------------------
 
 
 def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path):
@@ -290,9 +282,6 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
         "2 PASSIVE 2,3 1",
         "2 PASSIVE 0,1 1",
     ]  # 8 cores // 4 workers, though 3 were wanted
-
-
-# The shipped studies --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))

@@ -84,9 +84,7 @@ def test_only_the_tokens_of_highest_entropy_carry_gradient_that_of_the_bonus_too
 
 @pytest.mark.parametrize("name", plugins.names("algorithm"))
 def test_every_objective_takes_the_bonus_and_loses_the_gradient_of_tokens_that_do_not_learn(name):
-    plain, paid = (
-        a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": bonus}, **teacher(name)) for bonus in (0.0, 0.3)
-    )
+    plain, paid = (a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": x}, **teacher(name)) for x in (0.0, 0.3))
     given = small_batch(PAID)
     values, gradients = [], []
     for spec in (plain, paid):

@@ -412,9 +412,7 @@ def kept_policy(directory: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy_and_mlflow_loads_it(
-    runs, capsys, caplog, monkeypatch
-):
+def test_a_kept_policy_is_registered_once_with_arm_and_accuracy_and_mlflow_loads_it(runs, capsys, caplog, monkeypatch):
     begin_study(runs, a_study())
     log = log_trial(runs, "group_size=2", 0, "complete", checkpoints={"finished": "weights"})
     register = ["register", str(log.directory), "--name", "sizes", "--runs", str(runs)]

@@ -153,9 +153,6 @@ def log_batch(log: RunLog, first: int, last: int) -> None:
             log.samples([fake_trials.sample(step)])
 
 
-# Addresses ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.attack("Tracking address with a query")
 @pytest.mark.parametrize(("uri", "message"), [
     ("ftp://host/x", "must be http://HOST:PORT of an MLflow server, got 'ftp://host/x'"),
@@ -221,9 +218,7 @@ class WrongServer(BaseHTTPRequestHandler):
 
 @pytest.mark.attack("Tracking server that answers nonsense")
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anything_is_written(
-    answer, tmp_path, monkeypatch
-):
+def test_a_server_that_is_none_of_mlflows_is_refused_before_anything_is_written(answer, tmp_path, monkeypatch):
     handler = type("Handler", (WrongServer,), {"wrong": ANSWERS[answer]})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
         wrong.daemon_threads = True

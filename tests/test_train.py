@@ -171,9 +171,7 @@ def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed)
 
 @pytest.mark.attack("Events that a power cut took")
 @pytest.mark.parametrize(("lost", "step"), [(3, 4), (1, 5)])  # of step 5: its update, its validation, the test
-def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(
-    lost, step, tmp_path, cache, undisturbed
-):
+def test_a_checkpoint_whose_events_were_lost_gives_way_to_the_one_before(lost, step, tmp_path, cache, undisturbed):
     folder, whole, _ = undisturbed("ppo")
     shutil.copytree(folder, tmp_path / "cut")
     log = copy.deepcopy(whole)

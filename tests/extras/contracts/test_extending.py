@@ -35,10 +35,7 @@ def test_a_study_trains_the_algorithm_on_the_task_with_the_reward(runs, tmp_path
     start_study(load_study(str(source / "study.yaml")), runs, command="")
     assert worker_main("study", runs) == 0
     trials = study_status("study", runs).trials
-    assert sorted((trial.arm, trial.state) for trial in trials) == [
-        ("grpo", "complete"),
-        ("median_baseline", "complete"),
-    ]
+    assert sorted((one.arm, one.state) for one in trials) == [("grpo", "complete"), ("median_baseline", "complete")]
     for trial in trials:
         events = [json.loads(line) for line in (trial.directory / "events.jsonl").read_text().splitlines()]
         metrics = [event["values"] for event in events if "reward/states_once" in event.get("values", {})]

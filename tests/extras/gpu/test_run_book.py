@@ -131,10 +131,7 @@ class Fake(Backend):
             raise RuntimeError("a run that failed")
         spec = parse_run(settings, name)
         peak = peak_bytes(estimate_run(spec)[0])
-        facts = {
-            "memory/estimate_bytes": 5 * GIB + peak,
-            "mismatch/at_start": 9 if "wrong parts" in self.faults else 0.1,
-        }
+        facts = {"memory/estimate_bytes": 5 * GIB + peak, "mismatch/at_start": 0.1 + 9 * ("wrong parts" in self.faults)}
         each = {"policy/loss": 1.0, "policy/grad_norm": 1 + 0.1 * (f"{name} differs" in self.faults),
                 "policy/entropy": 1.0, "reward/mean": float("nan"), "seconds/step": 4.0,
                 "memory/peak_bytes": 5 * GIB + peak * (3 if f"{name} is large" in self.faults else 1),

@@ -167,9 +167,6 @@ def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     check_same_run((tmp_path, log), undisturbed[:2])
 
 
-# What is kept and learnt ----------------------------------------------------------------------------------------------
-
-
 def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut():
     rows = [
         {"prompt": prompt, "completion": text, "correct": right, "finish_reason": why}
@@ -210,9 +207,7 @@ def test_a_step_of_fine_tuning_is_one_of_the_cold_start():
     mean = entropy[batch.completion_mask_BT].mean().item()
     found = Learner(spec, learnt).update(batch, 0)
     assert [found["policy/loss"], found["policy/entropy"]] == pytest.approx([float(nats), mean], rel=1e-5)
-    ours, theirs = (
-        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught)
-    )
+    ours, theirs = (torch.cat([p.grad.ravel() for p in m.parameters() if p.grad is not None]) for m in (learnt, taught))
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
@@ -275,9 +270,6 @@ def test_a_limit_of_operations_ends_the_run_in_any_stage(tmp_path, monkeypatch):
     assert (result.state, result.summary["optimizer_steps"]) == ("complete", 1)
     assert [step for step, _ in log.history("test/accuracy")] == [1]
     assert result.summary["flops_train"] == result.summary["flops_sampling"] + result.summary["flops_learning"]
-
-
-# Records and settings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

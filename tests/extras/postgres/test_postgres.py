@@ -85,9 +85,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):
 
 @postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
-def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_before_anything_is_written(
-    server, tmp_path
-):
+def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_before_any_write(server, tmp_path):
     nobody, words = "postgresql://me:wr0ng@127.0.0.1:1/x", r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now"
     refused = server.url().replace(server.password, "wr0ng")
     for url, message in ((nobody, words + ".*`storage`"), (refused, "authentication failed")):

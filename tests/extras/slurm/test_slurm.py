@@ -29,9 +29,6 @@ needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-# SLURM ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cluster(tmp_path, monkeypatch) -> Path:
     """A SLURM of this machine, whose own temporary files are elsewhere."""
@@ -133,9 +130,6 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     (runs / "hold").unlink()
     assert run(study, runs, workers=2, cluster=Slurm()).finished
     check_as_undisturbed(study, runs)
-
-
-# Bad input ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

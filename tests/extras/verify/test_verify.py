@@ -254,13 +254,8 @@ WRONG = [None, True, 1, "x", [1], {"a": 1}, {"a": [1]}, [{"a": 1}], [{"findings"
 def test_evidence_with_values_of_wrong_types_is_refused_in_one_sentence(folder, record_property):
     """A stranger's file, whose sum is right."""
     known = {key: value for key, value in read_json(folder / EVIDENCE).items() if key != "format"}
-    right = [
-        ("answer", "x"),
-        ("versions", {"a": "x"}),
-        ("colors", {"a": "x"}),
-        ("extras", {"a": 1}),
-        ("extras", {"a": [1]}),
-    ]
+    right = [("answer", "x"), *((key, {"a": "x"}) for key in ("versions", "colors"))]
+    right += [("extras", {"a": value}) for value in (1, [1])]
     wrong = [{**known, key: value} for key in known for value in WRONG if (key, value) not in right]
     wrong += [{**known, "more": 1}, *({k: v for k, v in known.items() if k != key} for key in known)]
     for document in wrong:
