@@ -103,17 +103,20 @@ def test_settings_mean_what_they_mean_on_the_command_line():
     assert study.spec.run["steps"] != 20  # unchanged
 
 
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
-    (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
-    (lambda: cohort.run("group_size", workers=0), "the number of workers must be at least 1, got 0"),
-    (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
-    (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
-    (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),
-    (lambda: cohort.open_result("fake", runs="nowhere"), "has no study 'fake'"),
-    (lambda: cohort.open_result(Path("nowhere/fake")), "it has no study.json"),
-    (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
+        (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
+        (lambda: cohort.run("group_size", workers=0), "the number of workers must be at least 1, got 0"),
+        (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
+        (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
+        (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),
+        (lambda: cohort.open_result("fake", runs="nowhere"), "has no study 'fake'"),
+        (lambda: cohort.open_result(Path("nowhere/fake")), "it has no study.json"),
+        (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
+    ],
+)
 def test_bad_input_is_one_sentence_with_a_fix(call, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(words)):

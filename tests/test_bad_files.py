@@ -183,14 +183,17 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
-@pytest.mark.parametrize(("status", "size", "claims", "limit", "kind", "words"), [
-    (1, 1, 0, MAX_CRASHES, ChildProcessError, "ended with status 1"),
-    (-9, 1, 0, MAX_KILLS + 1, ChildProcessError, "was killed by signal 9"),
-    (EXIT_STATUS, 1, 0, 1, DiskFull, "then the same command continues"),
-    (UNFIT, 1, 0, 1, SpecError, "^last words$"),
-    (UNFIT, 9, 0, MAX_CRASHES, SpecError, "^last words$"),
-    (UNFIT, 9, 1, 9, SpecError, "^last words$"),  # some machine was fit: it goes on while there is another
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "size", "claims", "limit", "kind", "words"),
+    [
+        (1, 1, 0, MAX_CRASHES, ChildProcessError, "ended with status 1"),
+        (-9, 1, 0, MAX_KILLS + 1, ChildProcessError, "was killed by signal 9"),
+        (EXIT_STATUS, 1, 0, 1, DiskFull, "then the same command continues"),
+        (UNFIT, 1, 0, 1, SpecError, "^last words$"),
+        (UNFIT, 9, 0, MAX_CRASHES, SpecError, "^last words$"),
+        (UNFIT, 9, 1, 9, SpecError, "^last words$"),  # some machine was fit: it goes on while there is another
+    ],
+)
 def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_study(
     tmp_path, status, size, claims, limit, kind, words
 ):

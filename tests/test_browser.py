@@ -289,13 +289,16 @@ def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site, made):
 
 
 @pytest.mark.attack("A page that names this machine by a foreign name")
-@pytest.mark.parametrize(("host", "origin", "status"), [
-    ("127.0.0.1:{port}", None, 200), ("localhost:{port}", "http://localhost:{port}", 200),
-    ("10.evil.example:{port}", None, 403), ("192.168.evil.example", None, 403), ("evil.example", None, 403),
-    ("localhost", None, 403), ("127.0.0.1:1", None, 403), ("", None, 403),
-    ("127.0.0.1:{port}", "http://10.evil.example:{port}", 403), ("127.0.0.1:{port}", "null", 403),
-    ("127.0.0.1:{port}", "http://localhost:1", 403),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:{port}", None, 200), ("localhost:{port}", "http://localhost:{port}", 200),
+        ("10.evil.example:{port}", None, 403), ("192.168.evil.example", None, 403), ("evil.example", None, 403),
+        ("localhost", None, 403), ("127.0.0.1:1", None, 403), ("", None, 403),
+        ("127.0.0.1:{port}", "http://10.evil.example:{port}", 403), ("127.0.0.1:{port}", "null", 403),
+        ("127.0.0.1:{port}", "http://localhost:1", 403),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/ajax-api/2.0/mlflow/experiments/get?experiment_id=0", "/version"])
 def test_no_route_answers_a_foreign_host_or_origin(site, path, host, origin, status):
     port = int(site.address.rpartition(":")[2])

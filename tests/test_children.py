@@ -34,11 +34,15 @@ def process(children: Children) -> psutil.Process:
 
 
 @pytest.mark.attack("Hostile text in a completion")
-@pytest.mark.parametrize(("limits", "question", "spent"), [
-    ({"cpu_seconds": 0.2}, ("compute", EVER), True),
-    ({"wall_seconds": 0.2}, ("sleep", EVER), False),
-    ({}, ("fill", 2**31), True),
-], ids=["processor", "clock", "memory"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "question", "spent"),
+    [
+        ({"cpu_seconds": 0.2}, ("compute", EVER), True),
+        ({"wall_seconds": 0.2}, ("sleep", EVER), False),
+        ({}, ("fill", 2**31), True),
+    ],
+    ids=["processor", "clock", "memory"],
+)
 def test_the_child_keeps_each_limit_by_itself_and_the_next_one_answers(limits, question, spent):
     # The parent waits for a minute, so it is the kernel that ends the child; only the clock may be a busy machine.
     children = make(**limits)

@@ -44,12 +44,15 @@ def scored(differences: list[float], base: float = 0.5, num_problems: int = 0, *
 NEAR = [0.01, 0.02, 0.02, 0.03]
 
 
-@pytest.mark.parametrize(("predicts", "margin", "verdict"), [
-    ("above", 0.0, "supported"), ("above", 0.005, "supported"), ("above", 0.02, "undecided"),
-    ("above", 0.034, "contradicted"), ("below", 0.0, "contradicted"), ("not_below", 0.0, "supported"),
-    ("equivalent", 0.034, "supported"), ("equivalent", 0.032, "undecided"), ("equivalent", 0.006, "contradicted"),
-    ("equivalent", 0.008, "undecided"), ("not_above", 0.034, "supported"), ("not_above", 0.006, "contradicted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("predicts", "margin", "verdict"),
+    [
+        ("above", 0.0, "supported"), ("above", 0.005, "supported"), ("above", 0.02, "undecided"),
+        ("above", 0.034, "contradicted"), ("below", 0.0, "contradicted"), ("not_below", 0.0, "supported"),
+        ("equivalent", 0.034, "supported"), ("equivalent", 0.032, "undecided"), ("equivalent", 0.006, "contradicted"),
+        ("equivalent", 0.008, "undecided"), ("not_above", 0.034, "supported"), ("not_above", 0.006, "contradicted"),
+    ],
+)  # fmt: skip
 def test_a_verdict_is_on_which_side_of_the_margin_the_interval_lies(predicts, margin, verdict):
     found = scored(NEAR, predicts=predicts, margin=margin)
     assert found.verdict == verdict
@@ -194,11 +197,14 @@ def test_the_first_step_of_a_timing_warms_up_and_is_left_out():
     assert "b - a +1.01 [" in found.measured
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"states": {("b", 1): None, ("b", 2): None}}, "No test is possible with fewer than two seeds."),
-    ({"states": {("b", 2): "running"}}, "No test is possible before all planned seeds have ended."),
-    ({"states": {("b", seed): "invalid" for seed in range(3)}}, "b - a n/a (0 seeds)."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"states": {("b", 1): None, ("b", 2): None}}, "No test is possible with fewer than two seeds."),
+        ({"states": {("b", 2): "running"}}, "No test is possible before all planned seeds have ended."),
+        ({"states": {("b", seed): "invalid" for seed in range(3)}}, "b - a n/a (0 seeds)."),
+    ],
+)
 def test_a_claim_without_a_test_is_not_tested_and_says_why(change, words):
     record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], **change)
     found = checked(record, contrast={"b": 1, "a": -1})
@@ -240,16 +246,22 @@ def sizes(**changes: Any) -> StudySpec:
     return parse_study({**raw, "factors": {"algorithm.group_size": [2, 4]}, **changes}, "toy.yaml")
 
 
-@pytest.mark.parametrize(("claim", "words"), [
-    ({"contrast": {"group_size=8": 1, "group_size=2": -1}}, "a claim must name arms of the study, got 'group_size=8'"),
-    ({"contrast": {"group_size=4": 1, "group_size=2": 1}}, "weights of a contrast must have sum 0"),
-    ({"contrast": []}, "a claim must have one of contrast and order"),
-    ({"predicts": "ordered"}, "predicts: ordered must have 'order'"),
-    ({"predicts": "equivalent"}, "equivalent must have a margin"),
-    ({"ratio": True, "margin": 0.5}, "the margin of a ratio must be a factor of at least 1, got 0.5"),
-    ({"predicts": "equal"}, "predicts"),
-    ({"sentence": ""}, "sentence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (
+            {"contrast": {"group_size=8": 1, "group_size=2": -1}},
+            "a claim must name arms of the study, got 'group_size=8'",
+        ),
+        ({"contrast": {"group_size=4": 1, "group_size=2": 1}}, "weights of a contrast must have sum 0"),
+        ({"contrast": []}, "a claim must have one of contrast and order"),
+        ({"predicts": "ordered"}, "predicts: ordered must have 'order'"),
+        ({"predicts": "equivalent"}, "equivalent must have a margin"),
+        ({"ratio": True, "margin": 0.5}, "the margin of a ratio must be a factor of at least 1, got 0.5"),
+        ({"predicts": "equal"}, "predicts"),
+        ({"sentence": ""}, "sentence"),
+    ],
+)
 def test_a_claim_that_cannot_be_decided_is_refused(claim, words):
     with pytest.raises(SpecError) as caught:
         sizes(claim={**CLAIM, **claim})
@@ -277,11 +289,14 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
         read_folder(tmp_path, {})
 
 
-@pytest.mark.parametrize(("metric", "words"), [
-    ("policy/entrpy", "got 'policy/entrpy'; did you mean 'policy/entropy'?"),
-    ("validation/pass_at_16", "did you mean 'validation/pass_at_4'?"),  # evaluations draw four samples
-    ("length", "did you mean 'completion/length'?"), ("zzz", "'zzz'; others are policy/entropy, seconds/step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("policy/entrpy", "got 'policy/entrpy'; did you mean 'policy/entropy'?"),
+        ("validation/pass_at_16", "did you mean 'validation/pass_at_4'?"),  # evaluations draw four samples
+        ("length", "did you mean 'completion/length'?"), ("zzz", "'zzz'; others are policy/entropy, seconds/step"),
+    ],
+)  # fmt: skip
 def test_a_claim_on_a_metric_that_no_run_logs_is_refused_before_the_start(tmp_path, metric, words):
     study = sizes(claim={**CLAIM, "metric": metric})
     with pytest.raises(SpecError, match="the metric of a claim must be one that runs log") as refused:

@@ -97,21 +97,24 @@ def test_every_command_explains_itself_with_an_example(command, cohort):
     assert f"cohort {' '.join(command)}" in cohort.out.split("Examples")[1]
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
-    ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
-    ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
-    ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
-    (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
-    (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "--algorithms must be distinct names, got"),
-    (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
-    (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
-    (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
-    (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
-    (["report", "nowhere"], "has no study 'nowhere'"),
-    (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
+        ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
+        ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
+        ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
+        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "--algorithms must be distinct names, got"),
+        (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
+        (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
+        (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
+        (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
+        (["report", "nowhere"], "has no study 'nowhere'"),
+        (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
+    ],
+)
 def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(arguments, words, cohort, runs):
     assert cohort(*arguments) == 2
     assert cohort.out == ""
@@ -225,11 +228,14 @@ def test_doctor_finds_this_machine_sound(cohort, runs):
     assert not runs.exists()
 
 
-@pytest.mark.parametrize(("code", "state", "words"), [
-    ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
-    ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
-    ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "state", "words"),
+    [
+        ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
+        ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
+        ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
+    ],
+)
 def test_doctor_says_whether_the_vllm_engine_can_run_here(code, state, words, tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0'")

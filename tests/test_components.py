@@ -114,19 +114,22 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
 
 
 @pytest.mark.parametrize("design", ["leave_one_out", "add_one_in", "ladder"])
-@pytest.mark.parametrize(("components", "run", "words"), [
-    (PARTS, {"optimizer": {}}, f"component 'high' cannot matter: algorithm.clip_epsilon_high {CLIP}"),
-    ({**PARTS, "same": {"steps": 100}}, {}, "component 'same' cannot matter: steps is 100 without the component"),
-    ({**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}}, {},
-     "component 'both' cannot matter: optimizer.weight_decay is 0.0 without the component too"),
-    ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
-    ({"a": {"steps": 5}, "b": {"steps": 6}}, {}, "must not share a setting, got steps in 'a' and in 'b'"),
-    ({"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}}, {},
-     "components must not share a setting"),
-    ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
-    ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),
-    ({}, {}, "must have a section 'components', got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("components", "run", "words"),
+    [
+        (PARTS, {"optimizer": {}}, f"component 'high' cannot matter: algorithm.clip_epsilon_high {CLIP}"),
+        ({**PARTS, "same": {"steps": 100}}, {}, "component 'same' cannot matter: steps is 100 without the component"),
+        ({**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}}, {},
+         "component 'both' cannot matter: optimizer.weight_decay is 0.0 without the component too"),
+        ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
+        ({"a": {"steps": 5}, "b": {"steps": 6}}, {}, "must not share a setting, got steps in 'a' and in 'b'"),
+        ({"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}}, {},
+         "components must not share a setting"),
+        ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
+        ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),
+        ({}, {}, "must have a section 'components', got none"),
+    ],
+)  # fmt: skip
 def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(design, components, run, words):
     if not words:
         assert len(study(design, components, run={**RUN, **run}).design_arms()) == 2
@@ -136,13 +139,16 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"factors": {"steps": [1, 2]}}, "design leave_one_out takes neither factors nor arms"),
-    ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
-    ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in or ladder, got grid"),
-    ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
-    ({"components": {"\0": {"steps": 5}}}, "labels of components must be 1 to 100 printable"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"factors": {"steps": [1, 2]}}, "design leave_one_out takes neither factors nor arms"),
+        ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
+        ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in or ladder, got grid"),
+        ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
+        ({"components": {"\0": {"steps": 5}}}, "labels of components must be 1 to 100 printable"),
+    ],
+)
 def test_a_design_over_components_takes_nothing_else(changes, words):
     with pytest.raises(SpecError) as caught:
         study(**{"design": "leave_one_out", **changes})

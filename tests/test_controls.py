@@ -205,17 +205,20 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
     assert controlled == {**plain, "control": "random"}
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: compared("randm"), "Input should be 'random', 'format_only', 'inverted', 'shuffled_gold' or 'frozen'"),
-    (lambda: compared("random,random"), "`controls` must be distinct names"),
-    (lambda: compared("random", tune=2), "a study that searches must have no control"),
-    (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
-    (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),
-    (lambda: make_study(arms={"r": {"control": "random"}, "plain": {}}), "baseline must not be a control, got 'r'"),
-    (lambda: make_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
-    (lambda: make_study(design="search", search={"space": {"control": {"choices": ["random"]}}, "trials": 1}),
-     "a study that searches must have no control"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: compared("randm"), "Input should be 'random', 'format_only', 'inverted', 'shuffled_gold' or 'frozen'"),
+        (lambda: compared("random,random"), "`controls` must be distinct names"),
+        (lambda: compared("random", tune=2), "a study that searches must have no control"),
+        (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
+        (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),
+        (lambda: make_study(arms={"r": {"control": "random"}, "plain": {}}), "baseline must not be a control, got 'r'"),
+        (lambda: make_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
+        (lambda: make_study(design="search", search={"space": {"control": {"choices": ["random"]}}, "trials": 1}),
+         "a study that searches must have no control"),
+    ],
+)  # fmt: skip
 def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make, words):
     with pytest.raises(ValueError) as caught:
         make()

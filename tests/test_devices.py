@@ -147,10 +147,13 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "tokens"), [
-    (2, [10 + 7 + 5 + 6, 10 + 6 + 4 + 4]),
-    pytest.param(4, [5 + 7 + 3, 5 + 6 + 3, 5 + 5 + 2, 5 + 4 + 1], marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [
+        (2, [10 + 7 + 5 + 6, 10 + 6 + 4 + 4]),
+        pytest.param(4, [5 + 7 + 3, 5 + 6 + 3, 5 + 5 + 2, 5 + 4 + 1], marks=pytest.mark.long),
+    ],
+)
 def test_ranks_read_shared_prompts_once_with_the_gradients_of_one_that_reads_rows_whole(tmp_path, size, tokens):
     for number in (1, size):
         assert ends(*[begun(gradients, rank, number, tmp_path) for rank in range(number)]) == [0] * number

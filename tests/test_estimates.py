@@ -223,11 +223,14 @@ def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["tiny", "nobody/no-such-model-1B"])
-@pytest.mark.parametrize(("there", "path", "message"), [
-    ([], "nowhere", r"nowhere: no such file or folder; give an existing .*; '.*' has notes\.txt$"),
-    (["train.jsonl"], "", r"there is no test split \(no .* called test; '.*' has notes\.txt, train\.jsonl\)"),
-    (["test.jsonl"], "", r"there is no train split \(no .* called train; '.*' has notes\.txt, test\.jsonl\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("there", "path", "message"),
+    [
+        ([], "nowhere", r"nowhere: no such file or folder; give an existing .*; '.*' has notes\.txt$"),
+        (["train.jsonl"], "", r"there is no test split \(no .* called test; '.*' has notes\.txt, train\.jsonl\)"),
+        (["test.jsonl"], "", r"there is no train split \(no .* called train; '.*' has notes\.txt, test\.jsonl\)"),
+    ],
+)
 def test_a_dry_run_and_a_start_refuse_missing_data_and_say_what_is_there(tmp_path, model, there, path, message):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -60,15 +60,18 @@ def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path, monke
     assert found.run == {**shipped.run, "steps": 3}
 
 
-@pytest.mark.parametrize(("files", "words"), [
-    ({"own": {"extends": "nope"}}, "unknown study 'nope'; "),
-    ({"own": {"extends": "nope.yaml"}}, "nope.yaml: no such study file"),
-    ({"own": {"extends": ["a", "b"]}}, r"extends must be one study, a shipped name or a file, got \['a', 'b'\]"),
-    ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}},
-     "own.yaml: extends goes one level, and '.*b.yaml' itself"),
-    ({"own": {"extends": "own.yaml"}}, "extends goes one level"),
-    ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"own": {"extends": "nope"}}, "unknown study 'nope'; "),
+        ({"own": {"extends": "nope.yaml"}}, "nope.yaml: no such study file"),
+        ({"own": {"extends": ["a", "b"]}}, r"extends must be one study, a shipped name or a file, got \['a', 'b'\]"),
+        ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}},
+         "own.yaml: extends goes one level, and '.*b.yaml' itself"),
+        ({"own": {"extends": "own.yaml"}}, "extends goes one level"),
+        ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
+    ],
+)  # fmt: skip
 def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path, files, words):
     for name, content in files.items():
         write(tmp_path, f"{name}.yaml", content)

@@ -39,22 +39,25 @@ OFF = {"mismatch_kl": None, "stuck_groups": None, "weights_changed": None, "answ
 WORST = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0, "train/answered": 0.0}
 
 
-@pytest.mark.parametrize(("settings", "steps", "end", "words"), [
-    ({}, [STUCK, STUCK, {}, STUCK, STUCK], None, ""),  # a gate counts steps in a row only
-    ({}, [STUCK, {}, STUCK, STUCK, STUCK, STUCK], 5,
-     "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5): all completions"),
-    ({}, [{"train/stuck_groups": 0.98}] * 9, None, ""),  # the bound itself is allowed
-    ({}, [{"mismatch/kl": 0.1}], None, ""),
-    ({}, [{}, {"mismatch/kl": 0.35}], 2, "mismatch/kl was above 0.1 for a step (0.35 at step 2)"),
-    ({}, [{"mismatch/kl": float("nan")}], 1, "mismatch/kl was above"),
-    ({}, [{}, FEW_ANSWERS, {"train/answered": 0.2}, FEW_ANSWERS, FEW_ANSWERS], None, ""),
-    ({}, [{}, *3 * [FEW_ANSWERS]], 4, "train/answered was below 0.2 for 3 steps in a row (0.19 at step 4)"),
-    ({}, [{}, *3 * [FEW_ANSWERS]], 4, "(0.8 did at the start) (gates.answered)"),
-    ({}, [{"train/answered": 0.0}] * 9, None, ""),  # it never answered, so there is no collapse
-    ({}, [SAME, SAME, MOVED, SAME, SAME], None, ""),
-    ({}, [SAME, {}, SAME, {}, SAME], 5, "policy/weights_changed"),  # without a gradient a step says nothing
-    (OFF, [{}, *9 * [WORST]], None, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "steps", "end", "words"),
+    [
+        ({}, [STUCK, STUCK, {}, STUCK, STUCK], None, ""),  # a gate counts steps in a row only
+        ({}, [STUCK, {}, STUCK, STUCK, STUCK, STUCK], 5,
+         "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5): all completions"),
+        ({}, [{"train/stuck_groups": 0.98}] * 9, None, ""),  # the bound itself is allowed
+        ({}, [{"mismatch/kl": 0.1}], None, ""),
+        ({}, [{}, {"mismatch/kl": 0.35}], 2, "mismatch/kl was above 0.1 for a step (0.35 at step 2)"),
+        ({}, [{"mismatch/kl": float("nan")}], 1, "mismatch/kl was above"),
+        ({}, [{}, FEW_ANSWERS, {"train/answered": 0.2}, FEW_ANSWERS, FEW_ANSWERS], None, ""),
+        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "train/answered was below 0.2 for 3 steps in a row (0.19 at step 4)"),
+        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "(0.8 did at the start) (gates.answered)"),
+        ({}, [{"train/answered": 0.0}] * 9, None, ""),  # it never answered, so there is no collapse
+        ({}, [SAME, SAME, MOVED, SAME, SAME], None, ""),
+        ({}, [SAME, {}, SAME, {}, SAME], 5, "policy/weights_changed"),  # without a gradient a step says nothing
+        (OFF, [{}, *9 * [WORST]], None, ""),
+    ],
+)  # fmt: skip
 def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, monkeypatch):
     for name in ("stuck_groups", "answered", "weights_changed"):
         monkeypatch.setitem(STEPS, name, 3)

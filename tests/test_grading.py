@@ -274,11 +274,14 @@ class Broken(GRPO):
         return batch.replace(advantages_BT=self.found)
 
 
-@pytest.mark.parametrize(("found", "got"), [
-    (None, "got none"),
-    (torch.zeros(2), r"got shape \[2\]"),
-    (torch.tensor([[0.0, math.nan], [1.0, 0.0]]), "got numbers that are not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        (None, "got none"),
+        (torch.zeros(2), r"got shape \[2\]"),
+        (torch.tensor([[0.0, math.nan], [1.0, 0.0]]), "got numbers that are not finite"),
+    ],
+)
 def test_advantages_of_a_wrong_shape_or_not_finite_are_an_error_that_names_the_class(monkeypatch, found, got):
     monkeypatch.setattr(Broken, "found", found)
     batch = batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2)

@@ -199,26 +199,32 @@ def test_a_split_without_a_usable_row_is_an_error(tmp_path):
 
 
 @pytest.mark.attack("A broken or hostile data file")
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("test.jsonl", json.dumps(ROW).encode() + b'\n{"question": "Why?"\n', "line 2: Expecting"),
-    ("test.jsonl", rb'{"question": "\ud800"}', "surrogates not allowed"),
-    ("test.jsonl", b'{"question": "\xff"}', "can't decode byte"),
-    ("test.json", b"[" * 100_000, "recursion"),
-    ("test.parquet", b"no parquet", "Parquet"),
-    ("test.arrow", b"no arrow", "."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("test.jsonl", json.dumps(ROW).encode() + b'\n{"question": "Why?"\n', "line 2: Expecting"),
+        ("test.jsonl", rb'{"question": "\ud800"}', "surrogates not allowed"),
+        ("test.jsonl", b'{"question": "\xff"}', "can't decode byte"),
+        ("test.json", b"[" * 100_000, "recursion"),
+        ("test.parquet", b"no parquet", "Parquet"),
+        ("test.arrow", b"no arrow", "."),
+    ],
+)
 def test_a_broken_file_is_an_error_that_names_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}: cannot be read as \{Path(name).suffix}: .*{message}"):
         task(tmp_path / name).prompts("test")
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    *((p, r"no such file or folder; give an existing \.jsonl") for p in (
-        "./gsm8k", "/no/such/folder", "~/no_such_folder_here", "gsm8k.jsonl", "a/b/c", "tests/gsm8k"
-    )),
-    ("README.md", r"must be one of \.jsonl, \.json, \.parquet, \.arrow, got '\.md'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *((p, r"no such file or folder; give an existing \.jsonl") for p in (
+            "./gsm8k", "/no/such/folder", "~/no_such_folder_here", "gsm8k.jsonl", "a/b/c", "tests/gsm8k"
+        )),
+        ("README.md", r"must be one of \.jsonl, \.json, \.parquet, \.arrow, got '\.md'"),
+    ],
+)  # fmt: skip
 @pytest.mark.attack("A broken or hostile data file")
 def test_a_path_that_holds_no_data_is_an_error_and_no_hub_id(path, message, monkeypatch):
     monkeypatch.chdir(ROOT)

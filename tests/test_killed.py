@@ -109,14 +109,17 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("disturb", "detail"), [
-    pytest.param(workers_killed, None, marks=pytest.mark.attack("SIGKILL of workers at random moments")),
-    (interrupted, None),
-    *(pytest.param(kernel_ended, number, marks=[
-        pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
-        pytest.mark.long if number == signal.SIGINT else pytest.mark.slow,
-    ]) for number in (signal.SIGKILL, signal.SIGINT)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("disturb", "detail"),
+    [
+        pytest.param(workers_killed, None, marks=pytest.mark.attack("SIGKILL of workers at random moments")),
+        (interrupted, None),
+        *(pytest.param(kernel_ended, number, marks=[
+            pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
+            pytest.mark.long if number == signal.SIGINT else pytest.mark.slow,
+        ]) for number in (signal.SIGKILL, signal.SIGINT)),
+    ],
+)  # fmt: skip
 def test_a_study_that_is_killed_or_interrupted_ends_as_an_undisturbed_one(disturb, detail, runs, capsys):
     (runs / "hold").touch()
     disturb(runs, detail or capsys)

@@ -155,13 +155,16 @@ def test_an_unknown_arm_is_answered_with_the_labels_in_quotes():
         a_study(factors=factors, baseline="group_size=8")
 
 
-@pytest.mark.parametrize(("levels", "label"), [
-    ({"arm": "plain", "algorithm.kl_beta": 0.04}, "plain, kl_beta=0.04"),
-    ({"algorithm.name": "ppo", "task.name": "gsm8k", "steps": 3}, "ppo, gsm8k, steps=3"),
-    ({"algorithm.kl_beta": 0.1234567}, "kl_beta=0.1234567"),  # six digits would not tell it from the next
-    ({"algorithm.kl_beta": 0.1234568}, "kl_beta=0.1234568"),
-    ({"prompt.system": "one\ntwo\u202e"}, "prompt.system=one\\ntwo\\u202e"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("levels", "label"),
+    [
+        ({"arm": "plain", "algorithm.kl_beta": 0.04}, "plain, kl_beta=0.04"),
+        ({"algorithm.name": "ppo", "task.name": "gsm8k", "steps": 3}, "ppo, gsm8k, steps=3"),
+        ({"algorithm.kl_beta": 0.1234567}, "kl_beta=0.1234567"),  # six digits would not tell it from the next
+        ({"algorithm.kl_beta": 0.1234568}, "kl_beta=0.1234568"),
+        ({"prompt.system": "one\ntwo\u202e"}, "prompt.system=one\\ntwo\\u202e"),
+    ],
+)
 def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tell_them_apart(levels, label):
     assert arm_label(levels) == label
     assert arm_label({"optimizer.learning_rate": 0.00012345}, digits=3) == "learning_rate=0.000123"

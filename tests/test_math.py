@@ -35,36 +35,42 @@ def test_other_spellings_are_equal_and_near_misses_different_both_ways(case):
     assert judged(case["gold"], case["different"]) == dict.fromkeys(case["different"], (False, False))
 
 
-@pytest.mark.parametrize(("completion", "answer"), [
-    (r"$\boxed{1}$ and $\boxed{\frac{a}{b}}$", r"1, \frac{a}{b}"),
-    (r"\boxed{ x  +  1 }", "x + 1"),
-    ("so\n#### x+1\nand more", "x+1"),
-    (r"\boxed{3} #### 4", "3"),
-    ("x = 5", None),
-    (r"\boxed{" + "1+" * 300 + "1}", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"$\boxed{1}$ and $\boxed{\frac{a}{b}}$", r"1, \frac{a}{b}"),
+        (r"\boxed{ x  +  1 }", "x + 1"),
+        ("so\n#### x+1\nand more", "x+1"),
+        (r"\boxed{3} #### 4", "3"),
+        ("x = 5", None),
+        (r"\boxed{" + "1+" * 300 + "1}", None),
+    ],
+)
 def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(completion, answer):
     assert Math().extract(completion) == answer
 
 
-@pytest.mark.parametrize(("gold", "completion", "is_right"), [
-    ("1,2", r"$\boxed{2}$ and $\boxed{1}$", True),
-    (r"\{1,2,3\}", r"\{\boxed{1}, \boxed{2}, \boxed{3}\}", True),
-    ("(1,5),(2,3)", r"\boxed{(1,5)}, \boxed{(2,3)}", True),
-    (r"2\pm\sqrt3", r"\boxed{2+\sqrt3} or \boxed{2-\sqrt3}", True),
-    ("1,2", r"\boxed{1}, \boxed{2}, \boxed{3}", False),
-    ("1,2", r"\boxed{1} is wrong, \boxed{2}", False),
-    # No list of candidates is right, wherever the right one stands.
-    ("5", r"\boxed{7} or \boxed{5}", False),
-    ("5", r"\boxed{5} or \boxed{7}", False),
-    ("5", r"\boxed 7 or \boxed 5", False),
-    ("x", r"\boxed{x}, \boxed{x+1}", False),
-    ("x>3", r"\boxed{x>3} or \boxed{x>5}", False),
-    ("x>3", r"\boxed{x>3 or x>5}", False),
-    (r"\text{(B)}", r"\boxed{\text{(A)}} or \boxed{\text{(B)}}", False),
-    ("1234", r"\boxed{1}, \boxed{234}", False),
-    (r"\frac13", r"\boxed{0.333333333333333} or \boxed{\frac14}", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gold", "completion", "is_right"),
+    [
+        ("1,2", r"$\boxed{2}$ and $\boxed{1}$", True),
+        (r"\{1,2,3\}", r"\{\boxed{1}, \boxed{2}, \boxed{3}\}", True),
+        ("(1,5),(2,3)", r"\boxed{(1,5)}, \boxed{(2,3)}", True),
+        (r"2\pm\sqrt3", r"\boxed{2+\sqrt3} or \boxed{2-\sqrt3}", True),
+        ("1,2", r"\boxed{1}, \boxed{2}, \boxed{3}", False),
+        ("1,2", r"\boxed{1} is wrong, \boxed{2}", False),
+        # No list of candidates is right, wherever the right one stands.
+        ("5", r"\boxed{7} or \boxed{5}", False),
+        ("5", r"\boxed{5} or \boxed{7}", False),
+        ("5", r"\boxed 7 or \boxed 5", False),
+        ("x", r"\boxed{x}, \boxed{x+1}", False),
+        ("x>3", r"\boxed{x>3} or \boxed{x>5}", False),
+        ("x>3", r"\boxed{x>3 or x>5}", False),
+        (r"\text{(B)}", r"\boxed{\text{(A)}} or \boxed{\text{(B)}}", False),
+        ("1234", r"\boxed{1}, \boxed{234}", False),
+        (r"\frac13", r"\boxed{0.333333333333333} or \boxed{\frac14}", False),
+    ],
+)
 @pytest.mark.attack("Hedges, lists and abused units for an answer")
 def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, completion, is_right):
     stated = Math().extract(completion)
@@ -110,16 +116,19 @@ def test_levels_filter_every_split():
         task(levels=[4]).prompts("test")
 
 
-@pytest.mark.parametrize(("row", "fields", "message"), [
-    ({"problem": "Why?"}, {}, "field 'answer' or 'solution' is missing"),
-    ({"answer": "4"}, {}, "field 'problem' or 'question' is missing"),
-    ({"problem": "Why?", "solution": "It is 4."}, {}, r"field 'solution' has no \\boxed"),
-    ({"problem": "Why?", "solution": r"\boxed{\frac{1}{2}"}, {}, r"field 'solution' has no \\boxed"),
-    ({"problem": "Why?", "answer": " "}, {}, "field 'answer' is empty"),
-    ({"problem": "Why?", "answer": "1+" * 300}, {}, "the answer must have at most 500 characters, got 600"),
-    ({"problem": "Why?", "answer": "4"}, {"levels": [1]}, "field 'level' is missing"),
-    ({"problem": "Why?", "answer": "4", "level": "hard"}, {"levels": [1]}, "field 'level' must be a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        ({"problem": "Why?"}, {}, "field 'answer' or 'solution' is missing"),
+        ({"answer": "4"}, {}, "field 'problem' or 'question' is missing"),
+        ({"problem": "Why?", "solution": "It is 4."}, {}, r"field 'solution' has no \\boxed"),
+        ({"problem": "Why?", "solution": r"\boxed{\frac{1}{2}"}, {}, r"field 'solution' has no \\boxed"),
+        ({"problem": "Why?", "answer": " "}, {}, "field 'answer' is empty"),
+        ({"problem": "Why?", "answer": "1+" * 300}, {}, "the answer must have at most 500 characters, got 600"),
+        ({"problem": "Why?", "answer": "4"}, {"levels": [1]}, "field 'level' is missing"),
+        ({"problem": "Why?", "answer": "4", "level": "hard"}, {"levels": [1]}, "field 'level' must be a number"),
+    ],
+)
 def test_a_bad_row_names_its_field(row, fields, message):
     with pytest.raises(BadRow, match=message):
         Math(**fields).parse_row(row)
@@ -172,14 +181,17 @@ def test_tags_are_level_and_subject_in_both_schemas():
 SOLVED = {"problem": "Add $1/2$ and $1/4$.", "solution": r"It is $\boxed{\frac{3}{4}}$."}
 
 
-@pytest.mark.parametrize(("answer_format", "row", "solution"), [
-    ("boxed", SOLVED, r"It is $\boxed{\frac{3}{4}}$."),
-    ("hash", SOLVED, "It is $\\boxed{\\frac{3}{4}}$.\n#### \\frac{3}{4}"),
-    ("think_answer", SOLVED, "<think>\nIt is $\\boxed{\\frac{3}{4}}$.\n</think>\n<answer>\\frac{3}{4}</answer>"),
-    ("boxed", {"problem": "What is half of $3/2$?", "answer": r"\frac{3}{4}", "level": 1}, None),
-    ("boxed", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n\\boxed{0.75}"),
-    ("hash", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n#### 3/4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer_format", "row", "solution"),
+    [
+        ("boxed", SOLVED, r"It is $\boxed{\frac{3}{4}}$."),
+        ("hash", SOLVED, "It is $\\boxed{\\frac{3}{4}}$.\n#### \\frac{3}{4}"),
+        ("think_answer", SOLVED, "<think>\nIt is $\\boxed{\\frac{3}{4}}$.\n</think>\n<answer>\\frac{3}{4}</answer>"),
+        ("boxed", {"problem": "What is half of $3/2$?", "answer": r"\frac{3}{4}", "level": 1}, None),
+        ("boxed", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n\\boxed{0.75}"),
+        ("hash", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n#### 3/4"),
+    ],
+)
 def test_a_worked_solution_states_the_answer_as_written_where_the_format_wants_it(answer_format, row, solution):
     problem = Math(answer_format=answer_format).parse_row(row)
     assert problem.solution == solution

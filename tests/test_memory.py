@@ -65,17 +65,20 @@ CRITIC = TINY + 64 + 1  # a backbone and a head; the tied head belongs to the em
 ADAPTER = 30_720
 
 
-@pytest.mark.parametrize(("algorithm", "changes", "expected"), [
-    # The weights, and rearranged copies of them; autocast makes none.
-    ("grpo", {}, {"policy": 8 * TINY, "reference": 4 * TINY, "gradients": 4 * TINY, "optimizer": 8 * TINY}),
-    ("grpo", {"autocast": True}, {"policy": 4 * TINY}),
-    ("grpo", {"dtype": "bfloat16"}, {"policy": 2 * TINY, "optimizer": 4 * TINY}),
-    ("ppo", {}, {"critic": 8 * CRITIC, "gradients": 4 * (TINY + CRITIC), "optimizer": 8 * (TINY + CRITIC)}),
-    ("ppo", {"autocast": True}, {"critic": 4 * CRITIC}),
-    ({"name": "grpo", "kl_beta": 0}, {}, {"reference": 0}),
-    ("grpo", {"lora": {"rank": 8}}, {"reference": 0, "gradients": 4 * ADAPTER, "policy": 4 * (TINY + ADAPTER)}),
-    ("grpo", {"engine": "vllm"}, {"engine": 4 * TINY + 2**30, "kv_cache": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "expected"),
+    [
+        # The weights, and rearranged copies of them; autocast makes none.
+        ("grpo", {}, {"policy": 8 * TINY, "reference": 4 * TINY, "gradients": 4 * TINY, "optimizer": 8 * TINY}),
+        ("grpo", {"autocast": True}, {"policy": 4 * TINY}),
+        ("grpo", {"dtype": "bfloat16"}, {"policy": 2 * TINY, "optimizer": 4 * TINY}),
+        ("ppo", {}, {"critic": 8 * CRITIC, "gradients": 4 * (TINY + CRITIC), "optimizer": 8 * (TINY + CRITIC)}),
+        ("ppo", {"autocast": True}, {"critic": 4 * CRITIC}),
+        ({"name": "grpo", "kl_beta": 0}, {}, {"reference": 0}),
+        ("grpo", {"lora": {"rank": 8}}, {"reference": 0, "gradients": 4 * ADAPTER, "policy": 4 * (TINY + ADAPTER)}),
+        ("grpo", {"engine": "vllm"}, {"engine": 4 * TINY + 2**30, "kv_cache": 0}),
+    ],
+)  # fmt: skip
 def test_weights_gradients_and_moments_of_the_tiny_model_are_counted_by_hand(algorithm, changes, expected):
     assert tiny_model(0).num_parameters() == TINY
     found = parts(algorithm, **changes)

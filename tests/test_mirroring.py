@@ -190,12 +190,15 @@ with mirrored(runs, runs / "train/run"):
         pass
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ("keep", "did you mean 'keeps'"),
-    ("mlflow,", "unknown mirror ''"),
-    ("mlflow,none", "unknown mirror 'none'"),
-    ("missing", "mirror missing needs no_such_package; pip install"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("keep", "did you mean 'keeps'"),
+        ("mlflow,", "unknown mirror ''"),
+        ("mlflow,none", "unknown mirror 'none'"),
+        ("missing", "mirror missing needs no_such_package; pip install"),
+    ],
+)
 def test_a_mirror_that_cannot_be_used_is_refused(given, words, monkeypatch):
     monkeypatch.setenv(MIRROR, given)
     with pytest.raises(ValueError, match=words):

@@ -47,12 +47,15 @@ def test_a_saved_folder_passes_the_check_and_loads_back(folder):
     assert load_tokenizer(str(folder)).eos_token_id == tiny_tokenizer().eos_token_id
 
 
-@pytest.mark.parametrize(("missing", "message"), [
-    ("tokenizer", "has no tokenizer"),
-    ("config.json", r"has no config\.json"),
-    ("model.safetensors", "no .*safetensors"),
-    (None, "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("tokenizer", "has no tokenizer"),
+        ("config.json", r"has no config\.json"),
+        ("model.safetensors", "no .*safetensors"),
+        (None, "cannot be read"),
+    ],
+)
 @pytest.mark.attack("A torn or incomplete model folder")
 def test_a_folder_with_a_part_missing_or_torn_is_named_with_the_fix(folder, missing, message):
     weights = folder / "model.safetensors"

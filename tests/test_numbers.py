@@ -102,69 +102,78 @@ def test_a_value_has_one_spelling_and_it_reads_back(value, spelling):
     assert number(spelling) == value
 
 
-@pytest.mark.parametrize(("completion", "content"), [
-    (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-    (r"\boxed{\boxed{5}}", "5"),
-    (r"\boxed{5} and \boxed{6", "5"),
-    (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-    (r"\boxed{a\\{b}}", r"a\\{b}"),
-    (r"\boxed {7}", "7"),
-    (r"$\boxed 7$ is it", "7"),
-    (r"\fbox{7}", "7"),
-    (r"} { \boxed{7} {", "7"),
-    (r"\boxed{}", ""),
-    (r"\boxed", None),
-    ("no box {7}", None),
-    (r"\boxed{7", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "content"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{a\\{b}}", r"a\\{b}"),
+        (r"\boxed {7}", "7"),
+        (r"$\boxed 7$ is it", "7"),
+        (r"\fbox{7}", "7"),
+        (r"} { \boxed{7} {", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed", None),
+        ("no box {7}", None),
+        (r"\boxed{7", None),
+    ],
+)
 def test_the_last_balanced_box_counts(completion, content):
     assert last_boxed(completion) == content
 
 
-@pytest.mark.parametrize(("completion", "content"), [
-    (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"),
-    (r"\boxed{5} or \boxed{7}", "5, 7"),
-    (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1, 2, 3"),
-    (r"\[\boxed{x=1}\quad\text{or}\quad\boxed{x=2}\]", "x=1, x=2"),
-    (r"\(\boxed{1}\);\,\(\fbox{2}\)", "1, 2"),
-    ("$\\boxed{5}$\n$\\boxed{7}$", "5, 7"),
-    (r"\boxed 5 or \boxed 7", "5 or, 7"),
-    (r"\boxed{\boxed{5} or \boxed{7}}", "5, 7"),
-    (r"\boxed{\boxed{5}} or \boxed{7}", "5, 7"),
-    # The same text twice is one answer.
-    (r"\boxed{5}, \boxed{5}", "5"),
-    (r"\boxed{5} \boxed{7} \boxed{5}", "5, 7"),
-    # Another word, an end of a sentence or a blank line ends a statement.
-    (r"\boxed{5}. \boxed{7}", "7"),
-    ("\\boxed{5}\n\n\\boxed{7}", "7"),
-    (r"\boxed{5}, no, \boxed{7}", "7"),
-    (r"\boxed{5} organ \boxed{7}", "7"),
-    (r"x=\boxed{5}, y=\boxed{7}", "7"),
-    (r"\boxed{5} and" + " " * 90 + r"\boxed{7}", "7"),
-    (r"\boxed{4} is wrong: \boxed{5} and \boxed{6}", "5, 6"),
-    (r"\boxed{} and \boxed{5}", "5"),
-    (r"\boxed{5} and \boxed{}", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "content"),
+    [
+        (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"),
+        (r"\boxed{5} or \boxed{7}", "5, 7"),
+        (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1, 2, 3"),
+        (r"\[\boxed{x=1}\quad\text{or}\quad\boxed{x=2}\]", "x=1, x=2"),
+        (r"\(\boxed{1}\);\,\(\fbox{2}\)", "1, 2"),
+        ("$\\boxed{5}$\n$\\boxed{7}$", "5, 7"),
+        (r"\boxed 5 or \boxed 7", "5 or, 7"),
+        (r"\boxed{\boxed{5} or \boxed{7}}", "5, 7"),
+        (r"\boxed{\boxed{5}} or \boxed{7}", "5, 7"),
+        # The same text twice is one answer.
+        (r"\boxed{5}, \boxed{5}", "5"),
+        (r"\boxed{5} \boxed{7} \boxed{5}", "5, 7"),
+        # Another word, an end of a sentence or a blank line ends a statement.
+        (r"\boxed{5}. \boxed{7}", "7"),
+        ("\\boxed{5}\n\n\\boxed{7}", "7"),
+        (r"\boxed{5}, no, \boxed{7}", "7"),
+        (r"\boxed{5} organ \boxed{7}", "7"),
+        (r"x=\boxed{5}, y=\boxed{7}", "7"),
+        (r"\boxed{5} and" + " " * 90 + r"\boxed{7}", "7"),
+        (r"\boxed{4} is wrong: \boxed{5} and \boxed{6}", "5, 6"),
+        (r"\boxed{} and \boxed{5}", "5"),
+        (r"\boxed{5} and \boxed{}", ""),
+    ],
+)
 def test_boxes_that_stand_together_are_one_list(completion, content):
     assert last_boxed(completion) == content
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("0.333333333333333", Fraction(1, 3)),
-    ("0.666666666666667", Fraction(2, 3)),
-    ("0.666666666666666", Fraction(2, 3)),
-    ("$33.33333333333333", Fraction(100, 3)),
-    ("-0.0833333333333333", Fraction(-1, 12)),
-    ("0.00100100100100100100", Fraction(1, 999)),
-    # One wrong digit, 14 digits, 11 places, or the digits of no small fraction: as written.
-    ("0.333333333333334", Fraction(333333333333334, 10**15)),
-    ("0.33333333333333", Fraction(33333333333333, 10**14)),
-    ("33333.33333333333", Fraction(3333333333333333, 10**11)),
-    ("0.123456789012345", Fraction(123456789012345, 10**15)),
-    ("3.14159265358979323846", Fraction(314159265358979323846, 10**20)),
-    ("6.9999999999999999", Fraction(69999999999999999, 10**16)),
-    ("0.1250000000000001", Fraction(1250000000000001, 10**16)),
-    ("0.000999000999000999000999", Fraction(999000999000999000999, 10**24)),  # 1/1001
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.333333333333333", Fraction(1, 3)),
+        ("0.666666666666667", Fraction(2, 3)),
+        ("0.666666666666666", Fraction(2, 3)),
+        ("$33.33333333333333", Fraction(100, 3)),
+        ("-0.0833333333333333", Fraction(-1, 12)),
+        ("0.00100100100100100100", Fraction(1, 999)),
+        # One wrong digit, 14 digits, 11 places, or the digits of no small fraction: as written.
+        ("0.333333333333334", Fraction(333333333333334, 10**15)),
+        ("0.33333333333333", Fraction(33333333333333, 10**14)),
+        ("33333.33333333333", Fraction(3333333333333333, 10**11)),
+        ("0.123456789012345", Fraction(123456789012345, 10**15)),
+        ("3.14159265358979323846", Fraction(314159265358979323846, 10**20)),
+        ("6.9999999999999999", Fraction(69999999999999999, 10**16)),
+        ("0.1250000000000001", Fraction(1250000000000001, 10**16)),
+        ("0.000999000999000999000999", Fraction(999000999000999000999, 10**24)),  # 1/1001
+    ],
+)
 def test_a_long_decimal_is_the_fraction_whose_digits_it_writes_out(text, value):
     assert number(text) == number(text, prose=False) == value

@@ -224,26 +224,32 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
     assert gradient[:, 1].tolist() == pytest.approx([-1.0, 1.0] if gap < 0 else [0.0, 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize(("name", "settings", "words"), [
-    ("dapo", {"ratio_bound": 1.2}, "algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"),
-    ("reinforce_plus_plus", {"group_size": 1, "baseline": "group"},
-     "group_size must be at least 2 with algorithm.baseline=group, got 1"),
-    ("grpo", {"kl_in": "reward", "kl_importance_weighted": True},
-     "kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("dapo", {"ratio_bound": 1.2}, "algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"),
+        ("reinforce_plus_plus", {"group_size": 1, "baseline": "group"},
+         "group_size must be at least 2 with algorithm.baseline=group, got 1"),
+        ("grpo", {"kl_in": "reward", "kl_importance_weighted": True},
+         "kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"),
+    ],
+)  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(name, settings, words):
     with pytest.raises(ValueError, match=words):
         plugins.load("algorithm", name)(**settings)
     assert GRPO(ratio_bound=1.2).ratio_bound == 1.2  # at the upper clip itself
 
 
-@pytest.mark.parametrize(("rewards", "expected"), [
-    # the mean is 0 but for rounding: the largest counts as the only one that is right, so A = (r - 0) / (1 / 6)
-    ([1.0] + [-0.2] * 5, [6.0] + [-1.2] * 5),
-    ([1.0] + [-0.225] * 4, [4.9] + [-1.225] * 4),  # mean 0.02 below 1 / 5: (1 - 0.02) * 5
-    ([5.6e-17, -0.5, -1.0], [0.0] * 3),  # nothing is right but for the rounding of 0.1 + 0.2 - 0.3
-    ([1e-8, 0.0], [1.0, -1.0]),  # rewards over their mean have no scale
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        # the mean is 0 but for rounding: the largest counts as the only one that is right, so A = (r - 0) / (1 / 6)
+        ([1.0] + [-0.2] * 5, [6.0] + [-1.2] * 5),
+        ([1.0] + [-0.225] * 4, [4.9] + [-1.225] * 4),  # mean 0.02 below 1 / 5: (1 - 0.02) * 5
+        ([5.6e-17, -0.5, -1.0], [0.0] * 3),  # nothing is right but for the rounding of 0.1 + 0.2 - 0.3
+        ([1e-8, 0.0], [1.0, -1.0]),  # rewards over their mean have no scale
+    ],
+)
 def test_maxrl_divides_by_the_mean_and_never_by_its_rounding(rewards, expected):
     advantages = MaxRL().advantages(batch_of([[1]] * len(rewards), rewards, len(rewards))).advantages_BT
     assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)

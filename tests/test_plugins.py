@@ -65,13 +65,16 @@ def test_listing_names_imports_no_plugin():
     assert [name for name in loaded.split() if name.startswith("cohort.algorithms.")] == []
 
 
-@pytest.mark.parametrize(("kind", "name", "hint"), [
-    ("algorithm", "grpoo", "did you mean 'grpo'? "),
-    ("task", "arithmatic", "did you mean 'arithmetic'? "),
-    ("reward", "acuracy", "did you mean 'accuracy'? "),
-    ("engine", "transformer", "did you mean 'transformers'? "),
-    *(("algorithm", name, "") for name in ("_functional", "__init__", "../tasks/arithmetic", "os", "", "zzzzzz")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("algorithm", "grpoo", "did you mean 'grpo'? "),
+        ("task", "arithmatic", "did you mean 'arithmetic'? "),
+        ("reward", "acuracy", "did you mean 'accuracy'? "),
+        ("engine", "transformer", "did you mean 'transformers'? "),
+        *(("algorithm", name, "") for name in ("_functional", "__init__", "../tasks/arithmetic", "os", "", "zzzzzz")),
+    ],
+)
 def test_what_is_no_plugin_is_refused_with_the_nearest_name_if_it_resembles_one(kind, name, hint):
     with pytest.raises(ValueError, match=rf"^unknown {kind} '{re.escape(name)}'; {re.escape(hint)}available: "):
         plugins.load(kind, name)
@@ -184,14 +187,17 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path, monkeyp
         plugins.load("algorithm", "twice")
 
 
-@pytest.mark.parametrize(("source", "class_name", "complaint"), [
-    (THIRD_PARTY.format(name="other"), "Elsewhere", r"must declare name: Literal\['wrong'\] .*, got 'other'$"),
-    ("class Elsewhere: pass", "Elsewhere", "must be a class that inherits from .*interfaces.Algorithm$"),
-    ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
-    ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
-    ("x = 1\n1 / 0", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 2\): ZeroDivisionError"),
-    ("def f(:", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 1\): SyntaxError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "class_name", "complaint"),
+    [
+        (THIRD_PARTY.format(name="other"), "Elsewhere", r"must declare name: Literal\['wrong'\] .*, got 'other'$"),
+        ("class Elsewhere: pass", "Elsewhere", "must be a class that inherits from .*interfaces.Algorithm$"),
+        ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
+        ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
+        ("x = 1\n1 / 0", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 2\): ZeroDivisionError"),
+        ("def f(:", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 1\): SyntaxError"),
+    ],
+)
 def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(tmp_path, monkeypatch, source, class_name, complaint):
     install(tmp_path, monkeypatch, "wrong", source, class_name)
     monkeypatch.delitem(sys.modules, "plugin_wrong", raising=False)

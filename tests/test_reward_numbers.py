@@ -112,12 +112,17 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
-    ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
-    ({"rewards.accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}},
-     "must be below 1 with corrected, or the verifier says nothing; got 1; lower one or"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
+        ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
+        (
+            {"rewards.accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}},
+            "must be below 1 with corrected, or the verifier says nothing; got 1; lower one or",
+        ),
+    ],
+)
 def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**changes)
@@ -226,15 +231,20 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"rewards": {"acuracy": 1}}, "did you mean 'accuracy'"),
-    ({"rewards": {"accuracy": "much"}}, "rewards.accuracy must be a weight or a mapping of settings, got 'much'"),
-    ({"rewards": ["accuracy"]}, "rewards must be a mapping"),
-    ({"rewards": {"accuracy": 0}}, "rewards must have a weight other than 0"),
-    ({"rewards": {"overlong": {"bufer_fraction": 1}}}, "did you mean 'buffer_fraction'"),
-    ({"algorithm": "grpo_self_consistency", "rewards": {"accuracy": 0.5}},
-     "rewards.accuracy sees gold answers, and grpo_self_consistency must not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": {"acuracy": 1}}, "did you mean 'accuracy'"),
+        ({"rewards": {"accuracy": "much"}}, "rewards.accuracy must be a weight or a mapping of settings, got 'much'"),
+        ({"rewards": ["accuracy"]}, "rewards must be a mapping"),
+        ({"rewards": {"accuracy": 0}}, "rewards must have a weight other than 0"),
+        ({"rewards": {"overlong": {"bufer_fraction": 1}}}, "did you mean 'buffer_fraction'"),
+        (
+            {"algorithm": "grpo_self_consistency", "rewards": {"accuracy": 0.5}},
+            "rewards.accuracy sees gold answers, and grpo_self_consistency must not",
+        ),
+    ],
+)
 def test_rewards_that_cannot_be_paid_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         run(**changes)

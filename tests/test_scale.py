@@ -59,13 +59,16 @@ def test_a_gpu_brings_autocast_and_vllm_where_it_is_installed(gpu):
     assert scale_settings(MODEL, [], trains=False) == ["autocast=true", 'engine.name="vllm"']
 
 
-@pytest.mark.parametrize(("given", "kept"), [
-    (["engine.name=transformers", "engine.max_batch_rows=32"], (True, "transformers")),
-    (["sampling.stop=[x]"], (True, "transformers")),  # which vLLM cannot do here
-    (["engine=transformers", "autocast=false"], (False, "transformers")),
-    (["dtype=bfloat16"], (False, "vllm")),
-    (["device=cpu"], (False, "transformers")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["engine.name=transformers", "engine.max_batch_rows=32"], (True, "transformers")),
+        (["sampling.stop=[x]"], (True, "transformers")),  # which vLLM cannot do here
+        (["engine=transformers", "autocast=false"], (False, "transformers")),
+        (["dtype=bfloat16"], (False, "vllm")),
+        (["device=cpu"], (False, "transformers")),
+    ],
+)
 def test_what_is_set_wins_on_a_gpu_too(given, kept, gpu):
     spec = runs_of([*given, *scale_settings(MODEL, given)])[0]
     assert (spec.autocast, spec.engine.name) == kept

@@ -163,16 +163,19 @@ def test_large_weights_are_what_they_are_up_to_exp_20():
     assert weights == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)], rel=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"kl": {"schedule": "adaptive"}}, "kl.target belongs to kl.schedule=adaptive, got None"),
-    ({"kl": {"target": 0.1}}, "kl.target belongs to kl.schedule=adaptive, got 0.1 with constant"),
-    ({"kl": {"schedule": "cosine"}, "algorithm": {"name": "grpo", "kl_beta": 0}}, "kl.schedule must be constant"),
-    ({"kl": {"refresh_reference_every": 5}, "lora": {}}, "kl.refresh_reference_every must be 0 with lora"),
-    ({"kl": {"schedule": "cosine"}, "algorithm": "online_dpo"},
-     "kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"),
-    ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
-     "mismatch.correction must be none for online_dpo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl": {"schedule": "adaptive"}}, "kl.target belongs to kl.schedule=adaptive, got None"),
+        ({"kl": {"target": 0.1}}, "kl.target belongs to kl.schedule=adaptive, got 0.1 with constant"),
+        ({"kl": {"schedule": "cosine"}, "algorithm": {"name": "grpo", "kl_beta": 0}}, "kl.schedule must be constant"),
+        ({"kl": {"refresh_reference_every": 5}, "lora": {}}, "kl.refresh_reference_every must be 0 with lora"),
+        ({"kl": {"schedule": "cosine"}, "algorithm": "online_dpo"},
+         "kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"),
+        ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
+         "mismatch.correction must be none for online_dpo"),
+    ],
+)  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         run(**changes)

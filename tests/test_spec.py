@@ -130,13 +130,16 @@ def test_a_run_loads_from_yaml_with_overrides_or_from_overrides_alone(tmp_path):
     assert load_run(None, ["task=arithmetic", "algorithm=ppo"]).algorithm.name == "ppo"
 
 
-@pytest.mark.parametrize(("item", "words"), [
-    ("steps", "a setting must be path=value, got 'steps'"),
-    (" =3", "a setting must be path=value, got ' =3'"),
-    ("steps=[1", "steps: the value is not valid YAML"),
-    ("steps.x=1", "'steps.x': 'steps' is 3, which has no keys"),
-    ("algorithm.kl_bta=1", "unknown key 'kl_bta'; did you mean 'kl_beta'?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("steps", "a setting must be path=value, got 'steps'"),
+        (" =3", "a setting must be path=value, got ' =3'"),
+        ("steps=[1", "steps: the value is not valid YAML"),
+        ("steps.x=1", "'steps.x': 'steps' is 3, which has no keys"),
+        ("algorithm.kl_bta=1", "unknown key 'kl_bta'; did you mean 'kl_beta'?"),
+    ],
+)
 def test_an_override_that_sets_nothing_is_refused(item, words):
     assert words in error_of(load_run, None, [item], {**RUN, "steps": 3})
 
@@ -188,12 +191,15 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
     assert message == "'factors.a.b': 'factors' is 3, which has no keys"
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (None, "cannot be read: No such file or directory"),
-    ("a: [1", "not valid YAML"),
-    ("- 1\n- 2\n", "must be a mapping, got list"),
-    ("", "must be a mapping, got an empty file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2\n", "must be a mapping, got list"),
+        ("", "must be a mapping, got an empty file"),
+    ],
+)
 def test_an_unreadable_file_is_named(tmp_path, content, words):
     file = tmp_path / "run.yaml"
     if content is not None:
@@ -225,34 +231,45 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
     assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.positive_weight": None}
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"seeds": [0, 0]}, "seeds must be distinct, got [0, 0]"),
-    ({"seeds": []}, "seeds"),
-    ({"factors": {"seed": [0, 1]}}, "'seed' cannot be a factor, because seeds are replicates"),
-    ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
-    ({"factors": {"steps": [1, 2, 1]}}, "factor 'steps' names a level twice: [1, 2, 1]"),
-    ({"factors": {"sampling": [{"top_p": 1}]}}, "levels of factor 'sampling' must be plain values"),
-    ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
-    ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
-    ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
-    ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'ladder', 'search' or 'compare'"),
-    ({"qestion": "?"}, "did you mean 'question'?"),
-    ({"question": ""}, "question"),
-    ({"name": "../up"}, "name"),
-    # 0.04 is the default
-    ({"arms": {"one": {"algorithm.kl_beta": 0.04}, "two": {"algorithm.name": "grpo"}}},
-     "study 'toy': arms 'one' and 'two' are the same; remove one"),
-    ({"factors": {"algorithm": {"group_size": [4, 8]}}},
-     "factors must be named by their full path, got 'algorithm' with nested settings; write "
-     "'algorithm.group_size: [4, 8]'"),
-    ({"seeds": 3}, "toy.yaml: seeds must be a list of seeds, got 3; write seeds: [0, 1, 2]"),
-    ({"factors": {"steps": {"low": 2, "high": 9}}},
-     "levels of factor 'steps' must be a list, got the range {'low': 2, 'high': 9}; list its levels, or search: "
-     "design: search, search: {space: {steps: {'low': 2, 'high': 9}}}"),
-    ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write [4]"),
-    ({"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
-     "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": [0, 0]}, "seeds must be distinct, got [0, 0]"),
+        ({"seeds": []}, "seeds"),
+        ({"factors": {"seed": [0, 1]}}, "'seed' cannot be a factor, because seeds are replicates"),
+        ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
+        ({"factors": {"steps": [1, 2, 1]}}, "factor 'steps' names a level twice: [1, 2, 1]"),
+        ({"factors": {"sampling": [{"top_p": 1}]}}, "levels of factor 'sampling' must be plain values"),
+        ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
+        ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
+        ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
+        ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'ladder', 'search' or 'compare'"),
+        ({"qestion": "?"}, "did you mean 'question'?"),
+        ({"question": ""}, "question"),
+        ({"name": "../up"}, "name"),
+        # 0.04 is the default
+        (
+            {"arms": {"one": {"algorithm.kl_beta": 0.04}, "two": {"algorithm.name": "grpo"}}},
+            "study 'toy': arms 'one' and 'two' are the same; remove one",
+        ),
+        (
+            {"factors": {"algorithm": {"group_size": [4, 8]}}},
+            "factors must be named by their full path, got 'algorithm' with nested settings; write "
+            "'algorithm.group_size: [4, 8]'",
+        ),
+        ({"seeds": 3}, "toy.yaml: seeds must be a list of seeds, got 3; write seeds: [0, 1, 2]"),
+        (
+            {"factors": {"steps": {"low": 2, "high": 9}}},
+            "levels of factor 'steps' must be a list, got the range {'low': 2, 'high': 9}; list its levels, or search: "
+            "design: search, search: {space: {steps: {'low': 2, 'high': 9}}}",
+        ),
+        ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write [4]"),
+        (
+            {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
+            "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'",
+        ),
+    ],
+)
 def test_a_study_that_cannot_be_run_is_refused(changes, words):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
 
@@ -262,16 +279,21 @@ INERT = f"{CLIP} has an effect only if a batch gets several updates or is older 
 BATCHES = {"optimizer.num_minibatches": [1, 4]}
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
-    ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
-    ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
-    ({"factors": {CLIP: [0.2, 0.3], "steps": [5, 6]}}, f"factor '{CLIP}' cannot matter: {INERT}"),
-    ({"arms": {"a": {CLIP: 0.2}, "b": {CLIP: 0.3}}, "factors": {"steps": [5, 6]}}, "factor 'arm' cannot matter"),
-    ({"arms": {"a": {KL: "k2"}, "b": {KL: "k3"}}, "run": {**RUN, "algorithm": {"name": "grpo", "kl_beta": 0}}},
-     f"arms 'a' and 'b' cannot differ: {KL} has an effect only with an algorithm.kl_beta above 0"),
-    ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
+        ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
+        ({"factors": {CLIP: [0.2, 0.3], "steps": [5, 6]}}, f"factor '{CLIP}' cannot matter: {INERT}"),
+        ({"arms": {"a": {CLIP: 0.2}, "b": {CLIP: 0.3}}, "factors": {"steps": [5, 6]}}, "factor 'arm' cannot matter"),
+        (
+            {"arms": {"a": {KL: "k2"}, "b": {KL: "k3"}}, "run": {**RUN, "algorithm": {"name": "grpo", "kl_beta": 0}}},
+            f"arms 'a' and 'b' cannot differ: {KL} has an effect only with an algorithm.kl_beta above 0",
+        ),
+        ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
+    ],
+)  # fmt: skip
 def test_an_arm_that_cannot_differ_from_another_is_refused(changes, words):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
 
@@ -384,13 +406,18 @@ def test_a_file_of_hostile_yaml_ends_in_one_sentence(what, tmp_path):
 
 
 @pytest.mark.attack("YAML or JSON that is huge when read")
-@pytest.mark.parametrize(("item", "words"), [
-    ("model=" + "[" * 3000, "model: the value is not valid YAML: line 1: must be nested at most 50 deep"),
-    ("a." * 3000 + "b=1", "a path must have at most 50 keys, got 3001: 'a.a."),
-    (f"seed={MAX_INTEGER + 1}",
-     "from -2^53 to 2^53 (9007199254740992), because doubles round others, got 9007199254740993"),
-    (f"seed=-{MAX_INTEGER + 1}", "got -9007199254740993; use a smaller one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("model=" + "[" * 3000, "model: the value is not valid YAML: line 1: must be nested at most 50 deep"),
+        ("a." * 3000 + "b=1", "a path must have at most 50 keys, got 3001: 'a.a."),
+        (
+            f"seed={MAX_INTEGER + 1}",
+            "from -2^53 to 2^53 (9007199254740992), because doubles round others, got 9007199254740993",
+        ),
+        (f"seed=-{MAX_INTEGER + 1}", "got -9007199254740993; use a smaller one"),
+    ],
+)
 def test_a_hostile_override_ends_in_one_sentence(item, words):
     assert words in error_of(lambda: with_overrides(RUN, parse_overrides([item])))
 

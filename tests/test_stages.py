@@ -49,28 +49,34 @@ def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_o
     assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
 
 
-@pytest.mark.parametrize(("stages", "message"), [
-    ([{"steps": 3}], "stages must have distinct words as names, got $"),
-    ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
-    ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
-    ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train.*, got 'sft'"),
-    ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
-    ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
-    ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
-    ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
-    ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"steps": 3}], "stages must have distinct words as names, got $"),
+        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
+        ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
+        ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train.*, got 'sft'"),
+        ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
+        ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
+        ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
+        ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
+        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
+    ],
+)
 def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, message):
     with pytest.raises(SpecError, match=message):
         parse_run({**FEW, "steps": 1, "stages": stages}, "f.yaml")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
-    ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
-    ({"devices": 2}, "devices must be left out with stages"),
-    ({"staleness": 1}, "staleness must be left out with stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
+        ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
+        ({"devices": 2}, "devices must be left out with stages"),
+        ({"staleness": 1}, "staleness must be left out with stages"),
+    ],
+)
 def test_runs_that_cannot_have_stages_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         a_run({"name": "a", "steps": 1}, {"name": "b", "steps": 2}, **changes)

@@ -113,11 +113,14 @@ def test_a_correction_weighs_stale_rollouts_and_the_ratio_starts_at_the_policy_o
     assert all(value == pytest.approx(1, abs=1e-4) for _, value in log.history("policy/ratio_max"))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which keeps separate weights, got 2"),
-    ({"engine": "scripted"}, "staleness must be 0 with engine=scripted"),
-    ({"devices": 2}, "staleness must be 0 with several devices, got 2; set devices=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which keeps separate weights, got 2"),
+        ({"engine": "scripted"}, "staleness must be 0 with engine=scripted"),
+        ({"devices": 2}, "staleness must be 0 with several devices, got 2; set devices=1"),
+    ],
+)
 def test_staleness_that_cannot_work_is_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         make_spec(staleness=2, **changes)

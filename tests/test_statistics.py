@@ -64,16 +64,19 @@ def test_a_negative_variance_component_counts_as_zero():
     assert ours.crossed_variance(random).of_mean(5, 64) == close(interval.error**2)
 
 
-@pytest.mark.parametrize(("families", "expected"), [
-    ("abcd", [[0], [1], [2], [3]]),
-    ("aabb", [[0, 1], [2, 3]]),  # half is not more than half
-    ("aabbcc", [[0, 1], [2, 3], [4, 5]]),
-    ("abcbca", [[0, 5], [1, 3], [2, 4]]),
-    ("aaabbcd", [[0, 1, 2], [3, 4, 5], [6]]),  # b and c fill a block of 3, and d is left
-    ("aabc", [[0, 1], [2, 3]]),
-    ("aaab", [[0, 1, 2, 3]]),  # a has more than half
-    ("", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        ("abcd", [[0], [1], [2], [3]]),
+        ("aabb", [[0, 1], [2, 3]]),  # half is not more than half
+        ("aabbcc", [[0, 1], [2, 3], [4, 5]]),
+        ("abcbca", [[0, 5], [1, 3], [2, 4]]),
+        ("aaabbcd", [[0, 1, 2], [3, 4, 5], [6]]),  # b and c fill a block of 3, and d is left
+        ("aabc", [[0, 1], [2, 3]]),
+        ("aaab", [[0, 1, 2, 3]]),  # a has more than half
+        ("", []),
+    ],
+)
 def test_blocks_hold_whole_families_and_none_is_larger_than_the_largest(families, expected):
     assert ours.blocks(families) == expected
 

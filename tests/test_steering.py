@@ -467,21 +467,29 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tm
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arm", "changes", "warm", "message"), [
-    ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: 'group_size=2' and"),
-    (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
-    (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
-    (ARMS[0], {}, False, "a setting that has an effect, and this one would repeat 'group_size=2'; change another"),
-    (ARMS[0], {}, True, "this one would repeat 'group_size=2'"),
-    (ARMS[0], {"algorithm.group_size": 4}, False, "this one would repeat 'group_size=4'"),
-    (ARMS[0], {"mismatch.bound": 3.0}, False, r"'group_size=2' \(mismatch.bound has an effect only with a mismatch"),
-    (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
-    (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
-    (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
-    (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave `warm` out"),
-    (ARMS[0], CHANGED, True, r"has none for seed 0; those of a trial that has ended are deleted"),
-    (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arm", "changes", "warm", "message"),
+    [
+        ("group_size=3", {}, False, r"ARM must be .*, got 'group_size=3'; did you mean .*it has: 'group_size=2' and"),
+        (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
+        (ARMS[0], {"optimizer.learning_rate": -1}, False, "learning_rate: Input should be greater than 0, got -1"),
+        (ARMS[0], {}, False, "a setting that has an effect, and this one would repeat 'group_size=2'; change another"),
+        (ARMS[0], {}, True, "this one would repeat 'group_size=2'"),
+        (ARMS[0], {"algorithm.group_size": 4}, False, "this one would repeat 'group_size=4'"),
+        (
+            ARMS[0],
+            {"mismatch.bound": 3.0},
+            False,
+            r"'group_size=2' \(mismatch.bound has an effect only with a mismatch",
+        ),
+        (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
+        (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
+        (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
+        (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave `warm` out"),
+        (ARMS[0], CHANGED, True, r"has none for seed 0; those of a trial that has ended are deleted"),
+        (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
+    ],
+)
 def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(tmp_path, arm, changes, warm, message):
     queue = a_queue(a_study(), tmp_path)
     queue.finish(claimed(queue), DONE)

@@ -42,11 +42,14 @@ def limit_addresses() -> None:
 
 
 @pytest.mark.attack("A process in which no command can run")
-@pytest.mark.parametrize(("change", "optimize", "words"), [
-    (None, "2", "PYTHONOPTIMIZE must be below 2, got 2"),
-    (remove_folder, "", "the working folder does not exist any more"),
-    (limit_addresses, "", "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "optimize", "words"),
+    [
+        (None, "2", "PYTHONOPTIMIZE must be below 2, got 2"),
+        (remove_folder, "", "the working folder does not exist any more"),
+        (limit_addresses, "", "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
+    ],
+)
 def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(change, optimize, words, tmp_path):
     here = os.fspath(Path(__file__).resolve().parents[1])
     (folder := tmp_path / "here").mkdir()

@@ -54,13 +54,16 @@ def test_a_test_keeps_the_limit_and_the_sampling_of_its_run():
     assert other.task.max_completion_tokens > spec.max_tokens
 
 
-@pytest.mark.parametrize(("tests", "words"), [
-    (["arithmetic", LONGER], "must name each task once, got 'arithmetic' twice; remove one"),
-    (3, "must be a list of tasks, got 3"),
-    (["nope"], "unknown task 'nope'; available: a"),
-    ([{"path": "x"}], "task must be a name or a mapping with a 'name'"),
-    ([{"name": "math500", "pth": "x"}], "pth"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (["arithmetic", LONGER], "must name each task once, got 'arithmetic' twice; remove one"),
+        (3, "must be a list of tasks, got 3"),
+        (["nope"], "unknown task 'nope'; available: a"),
+        ([{"path": "x"}], "task must be a name or a mapping with a 'name'"),
+        ([{"name": "math500", "pth": "x"}], "pth"),
+    ],
+)
 def test_tests_that_are_none_are_refused(tests, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**{"evaluation.tests": tests})

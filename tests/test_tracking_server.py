@@ -154,18 +154,21 @@ def log_batch(log: RunLog, first: int, last: int) -> None:
 
 
 @pytest.mark.attack("Tracking address with a query")
-@pytest.mark.parametrize(("uri", "message"), [
-    ("ftp://host/x", "must be http://HOST:PORT of an MLflow server, got 'ftp://host/x'"),
-    ("postgresql://me@host/db", "got 'postgresql://me@host/db'"),
-    ("runs/mlflow.db", "got 'runs/mlflow.db'"),
-    ("http://:5000", "got 'http://:5000'"),
-    ("http://host:port", "got 'http://...'"),
-    ("http://host?nonsense=1", r"nothing but host, port and path, got .*; leave out what follows its '\?'"),
-    ("http://host#s3cret", "nothing but host, port and path"),
-    ("http://host/?password=s3cret", "nothing but host, port and path"),
-    ("http://me:s3cret@host", r"got 'http://me:\*\*\*@host'; .* in MLFLOW_TRACKING_USERNAME and MLFLOW_TR"),
-    ("http://127.0.0.1:9", r"server that can be used, but http://127.0.0.1:9 cannot \(.*refused\)\); start it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("ftp://host/x", "must be http://HOST:PORT of an MLflow server, got 'ftp://host/x'"),
+        ("postgresql://me@host/db", "got 'postgresql://me@host/db'"),
+        ("runs/mlflow.db", "got 'runs/mlflow.db'"),
+        ("http://:5000", "got 'http://:5000'"),
+        ("http://host:port", "got 'http://...'"),
+        ("http://host?nonsense=1", r"nothing but host, port and path, got .*; leave out what follows its '\?'"),
+        ("http://host#s3cret", "nothing but host, port and path"),
+        ("http://host/?password=s3cret", "nothing but host, port and path"),
+        ("http://me:s3cret@host", r"got 'http://me:\*\*\*@host'; .* in MLFLOW_TRACKING_USERNAME and MLFLOW_TR"),
+        ("http://127.0.0.1:9", r"server that can be used, but http://127.0.0.1:9 cannot \(.*refused\)\); start it"),
+    ],
+)
 def test_an_address_that_is_no_store_is_refused_before_anything_runs(uri, message, tmp_path, monkeypatch):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
     with pytest.raises(ValueError, match=message) as caught:

@@ -40,16 +40,19 @@ def test_an_equation_that_is_none_or_disagrees_with_the_answer_demonstrates_noth
     assert problem({"Equation": equation}).solution is None
 
 
-@pytest.mark.parametrize(("equation", "steps", "value"), [
-    ("( 8.0 - 2.0 )", ["8 - 2 = 6"], 6),
-    ("( ( 8.0 + 2.5 ) * 3.0 )", ["8 + 2.5 = 10.5", "10.5 * 3 = 31.5"], Fraction(63, 2)),
-    ("2+3*4", ["3 * 4 = 12", "2 + 12 = 14"], 14),
-    ("9-2-3", ["9 - 2 = 7", "7 - 3 = 4"], 4),
-    ("9-(2-3)", ["2 - 3 = -1", "9 - -1 = 10"], 10),
-    ("( 8.0 / 3.0 ) * 3.0", ["8 / 3 = 8/3", "8/3 * 3 = 8"], 8),
-    ("0.1+0.2", ["0.1 + 0.2 = 0.3"], Fraction(3, 10)),
-    ("((5))", [], 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "steps", "value"),
+    [
+        ("( 8.0 - 2.0 )", ["8 - 2 = 6"], 6),
+        ("( ( 8.0 + 2.5 ) * 3.0 )", ["8 + 2.5 = 10.5", "10.5 * 3 = 31.5"], Fraction(63, 2)),
+        ("2+3*4", ["3 * 4 = 12", "2 + 12 = 14"], 14),
+        ("9-2-3", ["9 - 2 = 7", "7 - 3 = 4"], 4),
+        ("9-(2-3)", ["2 - 3 = -1", "9 - -1 = 10"], 10),
+        ("( 8.0 / 3.0 ) * 3.0", ["8 / 3 = 8/3", "8/3 * 3 = 8"], 8),
+        ("0.1+0.2", ["0.1 + 0.2 = 0.3"], Fraction(3, 10)),
+        ("((5))", [], 5),
+    ],
+)
 def test_an_equation_is_worked_out_exactly_one_operation_at_a_time(equation, steps, value):
     assert _worked(equation) == (steps, value)
 
@@ -63,14 +66,17 @@ def test_what_is_no_equation_has_no_value(equation):
     assert _worked(equation) == ([], None)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"Body": None}, "field 'Body' or 'question_concat' is missing"),
-    ({"Question": None}, "field 'Question' is missing"),
-    ({"Body": " "}, "field 'Body' is empty"),
-    ({"Answer": None}, "field 'Answer' is missing"),
-    ({"Answer": "six"}, "field 'Answer' must be a number, got 'six'"),
-    ({"Answer": "nan"}, "field 'Answer' must be a number, got 'nan'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"Body": None}, "field 'Body' or 'question_concat' is missing"),
+        ({"Question": None}, "field 'Question' is missing"),
+        ({"Body": " "}, "field 'Body' is empty"),
+        ({"Answer": None}, "field 'Answer' is missing"),
+        ({"Answer": "six"}, "field 'Answer' must be a number, got 'six'"),
+        ({"Answer": "nan"}, "field 'Answer' must be a number, got 'nan'"),
+    ],
+)
 def test_a_bad_row_names_its_field(changes, message):
     with pytest.raises(BadRow, match=message):
         problem(changes)

@@ -71,35 +71,41 @@ def test_gold_is_a_plain_number_however_it_is_written(golden, gold):
     assert CMATH().parse_row({**ROW, "golden": golden}).answer == gold
 
 
-@pytest.mark.parametrize(("completion", "gold"), [
-    ("\u6bcf\u76d2\u5341\u4e8c\u652f\u3002\n#### \u4e5d\u5341\u516d\u652f", "96"),
-    ("#### \uff19\uff16\u3002", "96"),
-    ("#### \u7b54\u6848\uff1a96\u652f", "96"),
-    (r"\boxed{96\text{\u652f}}".replace(r"\u652f", "\u652f"), "96"),
-    ("<think>\u4e58\u6cd5</think><answer>96 \u652f</answer>", "96"),
-    ("#### 3\u4e07\u5143", "30000"),
-    ("#### 450\u5343\u7c73", "450"),
-    ("#### 3.5\u5343\u514b", "3.5"),
-    ("#### \u4e8c\u5341\u5343\u7c73", "20"),
-    ("#### \u8d1f5", "-5"),
-    ("#### \u4e94\u5206\u4e4b\u4e09", "0.6"),
-    ("#### \u767e\u5206\u4e4b\u4e8c\u5341", "20"),
-    ("#### \u4e09\u70b9\u4e94", "3.5"),
-    ("#### \u8d1f\u4e94", "-5"),
-    ("#### 3\u53c81/2", "3.5"),
-    ("#### 5\u5343", "5000"),
-    ("#### \u4e8c\u5343\u4e09\u767e\u4e94\u5341", "2350"),
-    ("#### 5\u5206\u4e4b3\u5343\u7c73", "0.6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("\u6bcf\u76d2\u5341\u4e8c\u652f\u3002\n#### \u4e5d\u5341\u516d\u652f", "96"),
+        ("#### \uff19\uff16\u3002", "96"),
+        ("#### \u7b54\u6848\uff1a96\u652f", "96"),
+        (r"\boxed{96\text{\u652f}}".replace(r"\u652f", "\u652f"), "96"),
+        ("<think>\u4e58\u6cd5</think><answer>96 \u652f</answer>", "96"),
+        ("#### 3\u4e07\u5143", "30000"),
+        ("#### 450\u5343\u7c73", "450"),
+        ("#### 3.5\u5343\u514b", "3.5"),
+        ("#### \u4e8c\u5341\u5343\u7c73", "20"),
+        ("#### \u8d1f5", "-5"),
+        ("#### \u4e94\u5206\u4e4b\u4e09", "0.6"),
+        ("#### \u767e\u5206\u4e4b\u4e8c\u5341", "20"),
+        ("#### \u4e09\u70b9\u4e94", "3.5"),
+        ("#### \u8d1f\u4e94", "-5"),
+        ("#### 3\u53c81/2", "3.5"),
+        ("#### 5\u5343", "5000"),
+        ("#### \u4e8c\u5343\u4e09\u767e\u4e94\u5341", "2350"),
+        ("#### 5\u5206\u4e4b3\u5343\u7c73", "0.6"),
+    ],
+)
 def test_answers_with_chinese_numerals_units_signs_and_fractions_are_read(completion, gold):
     assert CMATH().extract(completion) == gold
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"question": None}, "field 'question' is missing"),
-    ({"golden": None}, "field 'golden' is missing"),
-    ({"golden": "\u5f88\u591a"}, "field 'golden' must be a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"question": None}, "field 'question' is missing"),
+        ({"golden": None}, "field 'golden' is missing"),
+        ({"golden": "\u5f88\u591a"}, "field 'golden' must be a number"),
+    ],
+)
 def test_a_bad_row_names_its_field(changes, message):
     with pytest.raises(BadRow, match=message):
         CMATH().parse_row({**ROW, **changes})

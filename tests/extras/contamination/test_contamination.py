@@ -204,12 +204,15 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort, ru
     assert probes_of("task", task="gsm8k") == []
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (["--reference", "test"], "--reference must be other problems than those probed, got 'test' for both"),
-    (["--reference", "fresh.jsonl"], "--reference must be one of train, validation, test for task 'arithmetic'"),
-    (["--split", "dev"], "--split must be one of train, validation, test, got 'dev'"),
-    (["--task", "arithmetics"], "arithmetic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--reference", "test"], "--reference must be other problems than those probed, got 'test' for both"),
+        (["--reference", "fresh.jsonl"], "--reference must be one of train, validation, test for task 'arithmetic'"),
+        (["--split", "dev"], "--split must be one of train, validation, test, got 'dev'"),
+        (["--task", "arithmetics"], "arithmetic"),
+    ],
+)
 def test_bad_input_is_one_sentence_and_writes_nothing(changes, message, cohort, tmp_path):
     runs = tmp_path / "new"
     assert cohort(*PROBE, "--runs", str(runs), *changes) == 2

@@ -270,18 +270,21 @@ def test_no_name_of_an_import_leaves_the_runs_folder(name, tmp_path):
         cohort.import_scores(table(), name, runs=tmp_path)
 
 
-@pytest.mark.parametrize(("name", "content", "words"), [
-    ("x.txt", b"1", "scores must be a file (.csv, .jsonl, .parquet, .eval, .json) or a folder"),
-    ("x.csv", b"arm,seed,problem\na,0,p\n", "x.csv' has no score 'score'; choose one with `score`: "),
-    ("x.csv", b"\xff\xfe", "holds no scores (UnicodeDecodeError"),
-    ("x.csv", b"arm,seed\n" + b"a" * 200_000, "holds no scores (Error: field larger than field limit"),
-    ("x.jsonl", b"[" * 100_000, "holds no scores ("),
-    ("x.jsonl", b"3\n", "holds no scores (AttributeError"),
-    ("x.jsonl", b'{"score": ' + b"9" * 5000 + b"}", "holds no scores (ValueError: Exceeds the limit"),
-    ("x.parquet", b"PAR1", "holds no scores (ArrowInvalid"),
-    ("x.json", b'{"samples": 3, "eval": 4}', "holds no scores (TypeError"),
-    ("x.eval", b"PK", "holds no scores (BadZipFile"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.txt", b"1", "scores must be a file (.csv, .jsonl, .parquet, .eval, .json) or a folder"),
+        ("x.csv", b"arm,seed,problem\na,0,p\n", "x.csv' has no score 'score'; choose one with `score`: "),
+        ("x.csv", b"\xff\xfe", "holds no scores (UnicodeDecodeError"),
+        ("x.csv", b"arm,seed\n" + b"a" * 200_000, "holds no scores (Error: field larger than field limit"),
+        ("x.jsonl", b"[" * 100_000, "holds no scores ("),
+        ("x.jsonl", b"3\n", "holds no scores (AttributeError"),
+        ("x.jsonl", b'{"score": ' + b"9" * 5000 + b"}", "holds no scores (ValueError: Exceeds the limit"),
+        ("x.parquet", b"PAR1", "holds no scores (ArrowInvalid"),
+        ("x.json", b'{"samples": 3, "eval": 4}', "holds no scores (TypeError"),
+        ("x.eval", b"PK", "holds no scores (BadZipFile"),
+    ],
+)
 @pytest.mark.attack("Files of scores that are none")
 def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
@@ -348,17 +351,23 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
     assert best_checkpoint(analysed(short)) == ""
 
 
-@pytest.mark.parametrize(("change", "question", "words"), [
-    ({}, "compared", "They were fixed before the first run."),
-    ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the first run, as"),
-    ({}, "settings", "Nothing was tuned in this study"),
-    ({"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}}, "settings",
-     "'ppo' (2) and 'grpo' (1)"),
-    ({}, "compute", "on hardware that is not recorded"),
-    ({}, "budgets", "All arms draw 128 rollouts per step"),
-    ({}, "test used", "scored once, at the end of each run"),
-    ({}, "left out", "Left out: no run."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "question", "words"),
+    [
+        ({}, "compared", "They were fixed before the first run."),
+        ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the first run, as"),
+        ({}, "settings", "Nothing was tuned in this study"),
+        (
+            {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},
+            "settings",
+            "'ppo' (2) and 'grpo' (1)",
+        ),
+        ({}, "compute", "on hardware that is not recorded"),
+        ({}, "budgets", "All arms draw 128 rollouts per step"),
+        ({}, "test used", "scored once, at the end of each run"),
+        ({}, "left out", "Left out: no run."),
+    ],
+)
 def test_what_a_reviewer_asks_is_answered_from_the_record(change, question, words):
     record = dataclasses.replace(fake_study(seeds=range(3)), **change)
     (answer,) = [text for asked, text in methods(analysed(record)) if question in asked]

@@ -65,13 +65,16 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path, monkeypatch)
     ]
 
 
-@pytest.mark.parametrize(("where", "words"), [
-    ("{hook}/silent", "COHORT_NOTIFY did not accept all notices"),
-    ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
-    ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
-    ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
-    ("false s3cret", "did not reach what COHORT_NOTIFY names (1)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("{hook}/silent", "COHORT_NOTIFY did not accept all notices"),
+        ("{hook}/moved", "did not reach what COHORT_NOTIFY names (HTTPError)"),
+        ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
+        ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
+        ("false s3cret", "did not reach what COHORT_NOTIFY names (1)"),
+    ],
+)
 @pytest.mark.attack("A webhook or command of notices that fails")
 def test_a_notice_that_fails_costs_a_warning_without_the_address(where, words, hook, monkeypatch, caplog):
     monkeypatch.setattr(notices, "NOTICE_SECONDS", 60.0)

@@ -329,14 +329,17 @@ def test_a_teacher_needs_an_engine_over_the_policys_own_weights():
         a_run({**FIT, "rejection": {"teacher": "m"}}, engine="vllm")
 
 
-@pytest.mark.parametrize(("stage", "changes", "message"), [
-    ({"kl": {}}, {}, "stage 'distil': kl belongs to stages of kind train, got kind rejection_sampling"),
-    ({"kind": "train"}, {}, "unknown key 'rejection'"),
-    ({"rejection": {"kep": 2}}, {}, "unknown key 'kep'; did you mean 'keep'"),
-    ({"rejection": {"keep": 0}}, {}, "keep.*got 0"),
-    ({}, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
-    ({}, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold answers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "changes", "message"),
+    [
+        ({"kl": {}}, {}, "stage 'distil': kl belongs to stages of kind train, got kind rejection_sampling"),
+        ({"kind": "train"}, {}, "unknown key 'rejection'"),
+        ({"rejection": {"kep": 2}}, {}, "unknown key 'kep'; did you mean 'keep'"),
+        ({"rejection": {"keep": 0}}, {}, "keep.*got 0"),
+        ({}, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
+        ({}, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold answers"),
+    ],
+)
 def test_stages_that_cannot_sample_are_refused(stage, changes, message):
     with pytest.raises(SpecError, match=message):
         a_run({"name": "a", "steps": 1}, {**FIT, **stage}, **changes)

@@ -55,13 +55,16 @@ def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_n
     assert read_ranked([rollouts / "rollouts" / "step-000001.jsonl"], "format")[0][0].ranks == {"y": 0.0, "n": 1.0}
 
 
-@pytest.mark.parametrize(("content", "by", "message"), [
-    ("", "reward", "has no rollouts|must hold a prompt"),
-    ("not json\n", "reward", r"line 1: must be a JSON object"),
-    ("{}\n", "reward", "line 1: field 'prompt_id' is missing"),
-    (line("a", "y", 1.0), "nothing", "--by must be one of reward, correct, format, got 'nothing'"),
-    (line("a", "y", 1.0), "reward", "whose completions differ in 'reward', got 1 prompts without"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "by", "message"),
+    [
+        ("", "reward", "has no rollouts|must hold a prompt"),
+        ("not json\n", "reward", r"line 1: must be a JSON object"),
+        ("{}\n", "reward", "line 1: field 'prompt_id' is missing"),
+        (line("a", "y", 1.0), "nothing", "--by must be one of reward, correct, format, got 'nothing'"),
+        (line("a", "y", 1.0), "reward", "whose completions differ in 'reward', got 1 prompts without"),
+    ],
+)
 def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, monkeypatch, content, by, message):
     monkeypatch.setattr(bradley_terry, "load_classifier", lambda *_: pytest.fail("a model was loaded"))
     file = tmp_path / "x.jsonl"

@@ -225,20 +225,23 @@ JUDGED = {"accuracy": 0, "reward_model": {"path": "stage:judge"}}
 PAID = {"name": "paid", "steps": 1, "rewards": JUDGED}
 
 
-@pytest.mark.parametrize(("stages", "changes", "message"), [
-    ([PAID, *STAGES], {}, r"stage 'paid': rewards must read an earlier .* \(there is none\), got 'judge'; add it"),
-    ([*STAGES, {**PAID, "rewards": {"reward_model": {"path": "stage:jury"}}}], {}, r"\(judge\), got 'jury'"),
-    (STAGES, {"rewards": JUDGED}, r"stage 'explore': rewards must read .*got 'judge'"),
-    (STAGES, {"checkpoints": {"rollouts_every": 0}}, "stage 'judge' must have rollouts.*rollouts_every=0; set it"),
-    ([*STAGES, {"name": "b", "kind": "reward_model"}], {}, "stage 'b' must have rollouts to fit"),
-    ([{**STAGES[0], "steps": 3}, STAGES[1], {"name": "b", "steps": 2}, {"name": "c", "kind": "reward_model"}],
-     {"checkpoints": {"rollouts_every": 9}}, "stage 'c' must have rollouts.*rollouts_every=9"),
-    ([STAGES[0], {**STAGES[1], "steps": 2}], {}, "stage 'judge': steps belongs to stages of kind train"),
-    ([STAGES[0], {**STAGES[1], "fit": {"replay": 2}}], {}, "replay.*got 2"),
-    ([{**STAGES[0], "fit": {}}], {}, "unknown key 'fit'"),
-    (STAGES, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
-    (STAGES, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "changes", "message"),
+    [
+        ([PAID, *STAGES], {}, r"stage 'paid': rewards must read an earlier .* \(there is none\), got 'judge'; add it"),
+        ([*STAGES, {**PAID, "rewards": {"reward_model": {"path": "stage:jury"}}}], {}, r"\(judge\), got 'jury'"),
+        (STAGES, {"rewards": JUDGED}, r"stage 'explore': rewards must read .*got 'judge'"),
+        (STAGES, {"checkpoints": {"rollouts_every": 0}}, "stage 'judge' must have rollouts.*rollouts_every=0; set it"),
+        ([*STAGES, {"name": "b", "kind": "reward_model"}], {}, "stage 'b' must have rollouts to fit"),
+        ([{**STAGES[0], "steps": 3}, STAGES[1], {"name": "b", "steps": 2}, {"name": "c", "kind": "reward_model"}],
+         {"checkpoints": {"rollouts_every": 9}}, "stage 'c' must have rollouts.*rollouts_every=9"),
+        ([STAGES[0], {**STAGES[1], "steps": 2}], {}, "stage 'judge': steps belongs to stages of kind train"),
+        ([STAGES[0], {**STAGES[1], "fit": {"replay": 2}}], {}, "replay.*got 2"),
+        ([{**STAGES[0], "fit": {}}], {}, "unknown key 'fit'"),
+        (STAGES, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
+        (STAGES, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold"),
+    ],
+)  # fmt: skip
 def test_fits_that_cannot_be_are_refused_with_the_rule(stages, changes, message):
     with pytest.raises(SpecError, match=message):
         a_run(*stages, **changes)

@@ -97,13 +97,16 @@ def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path):
     assert spread_of(a_study(run={**study.run, "rollouts_per_step": 32}), tmp_path) is None
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["quickstart", "--hours", "0"], "--hours must be a number above 0, got 0"),
-    (["quickstart", "--flops", "nan"], "--flops must be a number above 0, got nan"),
-    (["quickstart", "--hours", "1", "--power", "0.02"], "can be given, got --hours and --power; leave one out"),
-    (["quickstart", "--power", "0.02"], "--power needs the spread over seeds"),
-    (["search_quickstart", "--hours", "1"], "--hours must be left out for a study that searches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quickstart", "--hours", "0"], "--hours must be a number above 0, got 0"),
+        (["quickstart", "--flops", "nan"], "--flops must be a number above 0, got nan"),
+        (["quickstart", "--hours", "1", "--power", "0.02"], "can be given, got --hours and --power; leave one out"),
+        (["quickstart", "--power", "0.02"], "--power needs the spread over seeds"),
+        (["search_quickstart", "--hours", "1"], "--hours must be left out for a study that searches"),
+    ],
+)
 @pytest.mark.attack("Bad questions to the planner")
 def test_a_bad_question_is_refused_in_one_sentence_and_nothing_is_written(arguments, words, tmp_path):
     result = CliRunner().invoke(app, ["study", "plan", *arguments, "--runs", str(tmp_path / "runs")])

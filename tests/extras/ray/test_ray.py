@@ -87,15 +87,18 @@ RTX = {"CPU": 16, "GPU": 1}
 HEAD = {"CPU": 64}
 
 
-@pytest.mark.parametrize(("cluster", "devices", "nodes", "cores", "gpus"), [
-    (Cluster(), 1, [HEAD, RTX], 8, 1),
-    (Cluster(), 4, [HEAD, {"CPU": 128, "GPU": 8}], 32, 4),
-    (Cluster(), 1, [RTX, {"CPU": 12, "GPU": 4}], 3, 1),  # all of its GPUs can work
-    (Cluster(num_gpus=0.5), 1, [RTX], 4, 0.5),
-    (Cluster(2), 4, [{"CPU": 128, "GPU": 8}], 8, 4),
-    (Cluster(num_gpus=0), 2, [RTX], 2, 0),
-    (Cluster(), 2, [HEAD], 2, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cluster", "devices", "nodes", "cores", "gpus"),
+    [
+        (Cluster(), 1, [HEAD, RTX], 8, 1),
+        (Cluster(), 4, [HEAD, {"CPU": 128, "GPU": 8}], 32, 4),
+        (Cluster(), 1, [RTX, {"CPU": 12, "GPU": 4}], 3, 1),  # all of its GPUs can work
+        (Cluster(num_gpus=0.5), 1, [RTX], 4, 0.5),
+        (Cluster(2), 4, [{"CPU": 128, "GPU": 8}], 8, 4),
+        (Cluster(num_gpus=0), 2, [RTX], 2, 0),
+        (Cluster(), 2, [HEAD], 2, 0),
+    ],
+)
 def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device_without(
     cluster, devices, nodes, cores, gpus
 ):

@@ -95,19 +95,27 @@ def test_a_split_leaves_out_the_problems_of_test_and_one_without_others_left_is_
 
 
 @needs_gym
-@pytest.mark.parametrize(("settings", "sentence"), [
-    ({"dataset": "countdwon"}, r"unknown task\.dataset 'countdwon'; did you mean 'countdown'"),
-    ({"dataset": "composite"}, r"unknown task\.dataset 'composite'"),
-    ({"settings": {"min_terms": 9, "max_terms": 2}}, "it says: max_terms must be >= min_terms; its settings are min_"),
-    ({"settings": {"seed": 3}}, "multiple values for keyword argument 'seed'; its settings are min_terms"),
-    ({"settings": {"terms": 9}}, "unexpected keyword argument 'terms'; its settings are min_terms"),
-    ({"settings": {"min_terms": "many"}}, "task.settings must let the generator 'chain_sum' make problems"),
-    ({"dataset": "countdown", "settings": {"max_value": 1, "min_target": 900}},
-     "it says: Failed to generate valid expression after 100 attempts"),
-    ({"template": "{problem}"}, r"must name parts of a problem of 'chain_sum', got \{problem\}; it has question"),
-    ({"dataset": "n_queens"}, r"n_queens uses eval, .* its own answers are more than plain arithmetic, such as"),
-    ({"dataset": "simple_integration"}, "simple_integration uses parse_expr, which may evaluate an answer as code"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dataset": "countdwon"}, r"unknown task\.dataset 'countdwon'; did you mean 'countdown'"),
+        ({"dataset": "composite"}, r"unknown task\.dataset 'composite'"),
+        (
+            {"settings": {"min_terms": 9, "max_terms": 2}},
+            "it says: max_terms must be >= min_terms; its settings are min_",
+        ),
+        ({"settings": {"seed": 3}}, "multiple values for keyword argument 'seed'; its settings are min_terms"),
+        ({"settings": {"terms": 9}}, "unexpected keyword argument 'terms'; its settings are min_terms"),
+        ({"settings": {"min_terms": "many"}}, "task.settings must let the generator 'chain_sum' make problems"),
+        (
+            {"dataset": "countdown", "settings": {"max_value": 1, "min_target": 900}},
+            "it says: Failed to generate valid expression after 100 attempts",
+        ),
+        ({"template": "{problem}"}, r"must name parts of a problem of 'chain_sum', got \{problem\}; it has question"),
+        ({"dataset": "n_queens"}, r"n_queens uses eval, .* its own answers are more than plain arithmetic, such as"),
+        ({"dataset": "simple_integration"}, "simple_integration uses parse_expr, which may evaluate an answer as code"),
+    ],
+)
 def test_a_generator_that_makes_no_problems_is_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence) as raised:
         ReasoningGym(**settings).prompts("test")

@@ -79,16 +79,19 @@ def test_labels_are_read_in_every_usual_spelling(tmp_path):
     assert labels == [True, True, True, True, False, False, None, False]
 
 
-@pytest.mark.parametrize(("row", "grader", "message"), [
-    ("nonsense", "strict", "line 1: not valid JSON"),
-    ("[" * 100_000 + "]" * 100_000, "strict", "line 1: not valid JSON: maximum recursion"),
-    ("[1]", "strict", r"line 1: Input should be .*, got \[1\]"),
-    ({"completion": "x"}, "strict", "line 1: gold: is required"),
-    ({"gold": "1", "completion": ["x"]}, "strict", r"line 1: completion: .* valid string.*, got \['x'\]"),
-    ({"gold": "1", "completion": "x", "label": "maybe"}, "strict", "line 1: label: .* boolean.*, got 'maybe'"),
-    ("", "strict", "has no rows"),
-    ("", "loose", r"`grader` must be one of strict, lenient.* or all, got 'loose'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "grader", "message"),
+    [
+        ("nonsense", "strict", "line 1: not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "strict", "line 1: not valid JSON: maximum recursion"),
+        ("[1]", "strict", r"line 1: Input should be .*, got \[1\]"),
+        ({"completion": "x"}, "strict", "line 1: gold: is required"),
+        ({"gold": "1", "completion": ["x"]}, "strict", r"line 1: completion: .* valid string.*, got \['x'\]"),
+        ({"gold": "1", "completion": "x", "label": "maybe"}, "strict", "line 1: label: .* boolean.*, got 'maybe'"),
+        ("", "strict", "has no rows"),
+        ("", "loose", r"`grader` must be one of strict, lenient.* or all, got 'loose'"),
+    ],
+)
 def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grader, message):
     with pytest.raises(ValueError, match=message):
         grade("gsm8k", write(tmp_path, row), grader=grader)
@@ -112,41 +115,47 @@ def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     assert not judge("the answer is 2*(3+6)", "18", "")[1]
 
 
-@pytest.mark.parametrize(("completion", "number"), [
-    ("The answer is 18.", "18"),
-    ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
-    ("Answer: 18\nI checked it 3 times.", "18"),
-    ("**Final answer:** 18", "18"),
-    ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
-    ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
-    ("The answer is 3 million", "3000000"),
-    (r"the answer is $\frac{1}{2}$", "0.5"),
-    ("The answer is:\n-5", "-5"),
-    ("The answer is plain. 20 - 2 = 18 clips", "18"),
-    ("So 4 bags = 18 clips, 2 of them torn", "18"),
-    ("It is 5 or 6", "6"),
-    ("10-3", "3"),
-    ("it fell to -3", "-3"),
-    ("costs $1,200.50.", "1200.5"),
-    ("about 3/4 of it", "0.75"),
-    ("\u7b54\u6848\u662f18\u5143", "18"),
-    ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
-    ("none", None),
-    ("5" + " " * TAIL_CHARS, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("The answer is 18.", "18"),
+        ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
+        ("Answer: 18\nI checked it 3 times.", "18"),
+        ("**Final answer:** 18", "18"),
+        ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
+        ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
+        ("The answer is 3 million", "3000000"),
+        (r"the answer is $\frac{1}{2}$", "0.5"),
+        ("The answer is:\n-5", "-5"),
+        ("The answer is plain. 20 - 2 = 18 clips", "18"),
+        ("So 4 bags = 18 clips, 2 of them torn", "18"),
+        ("It is 5 or 6", "6"),
+        ("10-3", "3"),
+        ("it fell to -3", "-3"),
+        ("costs $1,200.50.", "1200.5"),
+        ("about 3/4 of it", "0.75"),
+        ("\u7b54\u6848\u662f18\u5143", "18"),
+        ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
+        ("none", None),
+        ("5" + " " * TAIL_CHARS, None),
+    ],
+)
 def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
     assert first_readable(unmarked_number(completion), _numbers.canonical) == number
 
 
-@pytest.mark.parametrize(("completion", "texts"), [
-    (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
-    (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
-    ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
-    ("The answer is 3.5.", ["3.5", "3.5"]),
-    (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
-    ("It costs $5 and then $6", ["6"]),
-    ("nothing", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "texts"),
+    [
+        (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
+        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
+        ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
+        ("The answer is 3.5.", ["3.5", "3.5"]),
+        (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
+        ("It costs $5 and then $6", ["6"]),
+        ("nothing", []),
+    ],
+)
 def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
     found = [text.removeprefix("$") for text in unmarked_latex(completion)]
     assert found == texts

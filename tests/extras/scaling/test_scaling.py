@@ -90,13 +90,16 @@ def test_unidentified_curves_are_refused_in_98_percent_of_studies(name):
     assert simulate(UNIDENTIFIED[name], 300)[0] >= 98
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    ("one seed", "single seed"),
-    ("6 evaluations", "too few for four parameters"),
-    ("falls", "does not rise"),
-    ("straight line", "has not bent"),
-    ("late", "last quarter of training"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("one seed", "single seed"),
+        ("6 evaluations", "too few for four parameters"),
+        ("falls", "does not rise"),
+        ("straight line", "has not bent"),
+        ("late", "last quarter of training"),
+    ],
+)
 def test_a_refusal_names_its_reason(name, reason):
     design = {**UNIDENTIFIED, "late": Design(middle=0.85, spread=0.002, noise=0.001)}[name]
     found = fit_curve("a", range(design.seeds), *draw(design, np.random.default_rng(0)))

@@ -144,11 +144,14 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
 
 
 @needs_submitit
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--launcher", "slurm partition=nowhere", "--workers", "2"], "invalid partition specified: nowhere"),
-    (["--launcher", "slurm"], "needs --workers, the number of jobs"),
-    ([*SLURM, "--workers", "0"], "leave one of them out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--launcher", "slurm partition=nowhere", "--workers", "2"], "invalid partition specified: nowhere"),
+        (["--launcher", "slurm"], "needs --workers, the number of jobs"),
+        ([*SLURM, "--workers", "0"], "leave one of them out"),
+    ],
+)
 def test_bad_options_of_slurm_are_one_sentence_before_anything_is_written(runs, cluster, arguments, words):
     refused(runs, arguments, words)
 
@@ -193,13 +196,16 @@ def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path, 
     assert set(study_status("gsm8k_qwen", runs).counts()) == {"waiting"}
 
 
-@pytest.mark.parametrize(("device", "given", "asked"), [
-    ("auto", [], {"cpus-per-task": "16", "gpus-per-node": "2"}),
-    ("auto", ["cpus-per-gpu=6"], {"cpus-per-gpu": "6", "gpus-per-node": "2"}),
-    ("auto", ["gpus-per-node=a100:1"], {"cpus-per-task": "8", "gpus-per-node": "a100:1"}),
-    ("auto", ["gpus-per-node=0"], {}),
-    ("cpu", [], {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "given", "asked"),
+    [
+        ("auto", [], {"cpus-per-task": "16", "gpus-per-node": "2"}),
+        ("auto", ["cpus-per-gpu=6"], {"cpus-per-gpu": "6", "gpus-per-node": "2"}),
+        ("auto", ["gpus-per-node=a100:1"], {"cpus-per-task": "8", "gpus-per-node": "a100:1"}),
+        ("auto", ["gpus-per-node=0"], {}),
+        ("cpu", [], {}),
+    ],
+)
 def test_a_job_of_slurm_asks_for_8_cores_for_each_gpu(device, given, asked):
     study = Study("", (), factories.make_study(**{"run.devices": 2, "run.device": device}))
     what = launcher(" ".join(["slurm", *given]), study)

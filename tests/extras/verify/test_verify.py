@@ -295,14 +295,17 @@ def test_a_trial_whose_folder_is_gone_is_named(folder):
 
 
 @pytest.mark.attack("A study that cannot be verified")
-@pytest.mark.parametrize(("break_it", "words"), [
-    (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
-    (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
-    (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
-    (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
-    (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
-    (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
+        (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
+        (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
+        (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
+        (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
+    ],
+)
 def test_a_folder_that_cannot_be_verified_is_one_sentence(folder, break_it, words, tmp_path):
     break_it(folder)
     with pytest.raises(ValueError, match=re.escape(words)):
