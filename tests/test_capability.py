@@ -268,6 +268,7 @@ def test_the_curves_of_one_policy_have_every_k_with_its_interval():
     assert curves_of_counts([0, 1, 2], 4) == {}
 
 
+@pytest.mark.slow
 def test_few_samples_or_unequal_ones_make_no_curves(tmp_path):
     assert found_in(fake_study()) is None
     record = capability_study(num_problems=30, num_samples=32, with_start=False)

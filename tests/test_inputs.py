@@ -147,6 +147,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_of_other_data(data, tmp_path):
     assert train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path).state == "complete"
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
 def test_a_run_that_has_ended_is_not_shown_as_the_result_of_other_data(data, runs):
     assert train_once(a_run(data, steps=1), runs, "one").state == "complete"

@@ -69,6 +69,7 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp
     assert done.asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.attack("A kill in the middle of an evaluation")
 def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path, record_property):
     spec = make_spec(num_samples=2)

@@ -44,6 +44,7 @@ def fetched(address: str, run_id: str | None, name: str) -> bytes:
         return answer.read()
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Awkward characters in the path of the runs folder")
 def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(tmp_path, new_runs, record_property):
     here = tmp_path / "here"

@@ -234,6 +234,7 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path, runs):
     assert start.startswith("Ann has")  # the words of the problem, not its template
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_probed_text_and_names_are_harmless_on_the_page(tmp_path):
     example = {"start": HOSTILE, "held_back": HOSTILE, "continuation": HOSTILE}

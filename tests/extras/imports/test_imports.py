@@ -326,6 +326,7 @@ def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name
     assert "model unknown" in page
 
 
+@pytest.mark.slow
 def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_graded(tmp_path):
     result = cohort.import_scores(table(), "mine", runs=tmp_path)
     record = record_of(result)

@@ -27,6 +27,7 @@ def regrade(tmp_path, cases, **options):
     return grade("gsm8k", write(tmp_path, *rows), **options)
 
 
+@pytest.mark.slow
 def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagreements_are_listed(tmp_path):
     cases = [
         ("18", "so she has #### 18", True),
