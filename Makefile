@@ -33,7 +33,7 @@ $(BIN)/.gym: $(BIN)/.installed
 quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
 
-# The tests of at most two seconds, and slower ones that alone guard what they guard. Three processes for two cores,
+# The tests of at most 1.5 seconds of processor, and slower ones that alone guard what they guard. Three processes for two cores,
 # because many tests wait.
 test: $(BIN)/.gym
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist worksteal

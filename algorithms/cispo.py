@@ -4,7 +4,7 @@ Clipped Importance-Sampling Policy Optimization: MiniMax 2025 (MiniMax-M1, arXiv
 stop-gradient weight times GRPO's advantage, mean over all tokens) and eq. 5 (the weight: the token's ratio, clipped).
 The clip limits the weight and does not drop the token, as PPO's does, so rare but decisive tokens still teach after the
 first update. No KL and no lower bound, as in the paper. Departures: a weight is cut at 5 (the paper tunes the bound and
-gives no value); the mean is over the tokens of a minibatch, not of a group; GRPO's.
+gives no value); the mean is over the tokens of a minibatch, not of a group; as in GRPO.
 """
 
 from typing import Literal

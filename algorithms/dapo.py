@@ -6,7 +6,7 @@ tokens, so that a token of a long answer counts as much as any other), section 2
 overlong answers: the reward `overlong`, paid by default). Departures: dynamic sampling (eq. 11) and the filter of cut
 completions (section 3.4) are settings of the run, `dynamic_sampling` and `overlong: mask`, off by default, so a group
 of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch; accuracy is 1 / 0,
-not 1 / -1, so the penalty weighs 0.5, not 1, and the two act as in the paper once they are standardised; GRPO's.
+not 1 / -1, so the penalty weighs 0.5, not 1, and the two act as in the paper once they are standardised; as in GRPO.
 """
 
 from typing import Literal

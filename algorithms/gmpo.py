@@ -4,7 +4,7 @@ Geometric-mean policy optimization: Zhao et al. 2025 (GMPO, arXiv:2507.20673): t
 advantage times the geometric mean of its tokens' ratios, each clipped before, in log space and on the side that PPO
 clips (sign of the advantage), to e^-0.4 .. e^0.4; then the mean over completions. GSPO clips that mean instead. Written
 token by token: a token carries the row's mean ratio and the gradient of its own log-prob, 0 where it is clipped. Value
-and gradient are the paper's if all tokens of a row share one advantage. Departures: GRPO's; no KL by default.
+and gradient are the paper's if all tokens of a row share one advantage. Departures: as in GRPO; no KL by default.
 """
 
 from typing import Literal

@@ -4,7 +4,7 @@ Group Sequence Policy Optimization: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 
 sequence, mean over completions), eq. 6 (GRPO's advantage), eq. 7 (the ratio: geometric mean of the token ratios). It
 has the paper's GSPO-token form (section 4.3): each token carries its sequence's ratio and the gradient of its own
 log-prob, which is eq. 5 in value, clip and gradient if all tokens of a row share one advantage. No KL by default, as in
-eq. 5. Departures: GRPO's.
+eq. 5. Departures: as in GRPO.
 """
 
 from typing import Literal

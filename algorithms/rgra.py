@@ -3,7 +3,8 @@
 REINFORCE with group relative advantage: Carrino et al. 2026 (RGRA, arXiv:2603.18756): GRPO's standardised advantage
 times the log-prob of each token, mean over a completion's tokens, then over completions, less beta times the KL to the
 reference (k3, in the loss), as GRPO has it. On policy its gradient is GRPO's; from the second update of a batch on
-nothing corrects for the policy having moved. Departures: GRPO's (verl's `gpg`, arXiv:2504.02546: mean over all tokens).
+nothing corrects for the policy having moved. Departures: as in GRPO. (verl's `gpg`, arXiv:2504.02546, has a mean over
+all tokens.)
 """
 
 from typing import Literal

@@ -4,7 +4,7 @@ Soft adaptive policy optimization: Gao et al. 2025 (SAPO, arXiv:2511.20347): in 
 r passes a gate 4 / tau * sigmoid(tau * (r - 1)). Its slope is 1 at r = 1 and falls off on both sides, faster for
 tokens with an advantage of 0 or less (tau 1.05 against 1), because those spread probability over many other tokens.
 Mean over a row's tokens, then over rows, and GRPO's advantage, as in the paper, verl and TRL. At r = 1 the gate is
-2 / tau, not 1: a constant in the loss. Departures: GRPO's; no KL by default.
+2 / tau, not 1: a constant in the loss. Departures: as in GRPO; no KL by default.
 """
 
 from typing import Literal

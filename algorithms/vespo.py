@@ -4,7 +4,7 @@ Variational sequence-level soft policy optimization: 2026 (VESPO, arXiv:2602.106
 the advantage times a weight of the whole completion, w^k exp(lambda (1 - w)) with its ratio w (the product of its token
 ratios). The weight is 1 at w = 1, carries no gradient and goes to 0 on both sides, faster above for negative advantages
 (k = 3, lambda = 2 against 2 and 3). Constants, the mean over all tokens and GRPO's advantage are as in TRL
-(`loss_type="vespo"`). Departures: TRL limits each token's log-ratio to 20; GRPO's; no KL by default.
+(`loss_type="vespo"`). Departures: TRL limits each token's log-ratio to 20; as in GRPO; no KL by default.
 """
 
 from typing import Literal

@@ -71,9 +71,8 @@ def _p(one: list[float], other: list[float], way: Literal["greater", "less"], rn
     if min(len(one), len(other)) < 2:
         return math.nan
     test = stats.permutation_test(
-        (one, other), _difference, vectorized=True,
-        n_resamples=RESAMPLES, batch=1000, alternative=way, rng=rng,
-    )  # fmt: skip
+        (one, other), _difference, vectorized=True, n_resamples=RESAMPLES, batch=1000, alternative=way, rng=rng
+    )
     return float(test.pvalue)
 
 
@@ -100,7 +99,7 @@ def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))
-        means = [f"{mean:.3f} ({count:.0f})" if count else "n/a" for mean, count in sides]
+        means = [f"{mean:.3f} ({count})" if count else "n/a" for mean, count in sides]
         ps = [p_value(one.p), p_value(one.p_adjusted)]
         rows.append([MEANINGS.get(one.probe, one.probe), *means, *ps, "yes" if one.is_flagged else "no"])
     exact = [f"{100 * document[key]:.1f} %" for key in ("exact", "exact_reference")]

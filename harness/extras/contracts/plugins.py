@@ -147,7 +147,7 @@ def weighted(algorithm: Algorithm, batch: Batch) -> Batch:
     return batch.replace(loss_weight_BT=algorithm.loss_weights(batch.completion_mask_BT))
 
 
-@_rule("algorithm reward task sampler", "keep fields frozen, let Section refuse others, give each a description")
+@_rule("algorithm reward task sampler stage", "keep fields frozen, let Section refuse others, give each a description")
 def settings_are_told(plugin: Any) -> None:
     """Settings survive JSON, are described, and refuse unknown keys."""
     cls = type(plugin)
