@@ -141,6 +141,7 @@ def test_trials_are_the_reports_results_to_the_last_digit(result, folder):
     assert result.trials["test_accuracy"].isna().sum() == 1  # of the invalid trial
 
 
+@pytest.mark.slow
 def test_the_comparison_is_the_reports_table_to_the_last_digit(result, folder):
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
     (table,) = re.findall(r"data:text/csv;charset=utf-8;base64,([\w+/=]+)", page)

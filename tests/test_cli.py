@@ -149,6 +149,7 @@ def test_a_traceback_is_shown_on_request(cohort, monkeypatch):
         app.main([*TRAIN, *sets("stepps=3")])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_plugin_that_raises_is_named_without_a_traceback(tmp_path, cohort, monkeypatch):
     source = "from cohort.harness.interfaces import Reward\nclass Boom(Reward):\n    def score(self, group):\n"

@@ -83,6 +83,7 @@ def test_a_baseline_that_is_neither_an_arm_nor_a_level_is_refused():
         parse_study({**LEVELS, "baseline": "kl_beta=0.2"}, "toy.yaml")
 
 
+@pytest.mark.slow
 def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path):
     ladder = study("ladder")
     folder = tmp_path / "study"

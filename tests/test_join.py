@@ -74,6 +74,7 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
     assert "Claims are judged in the report of their study: b." in str(notes(analysed(join([study("a"), claiming]))))
 
 
+@pytest.mark.slow
 def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path):
     joined = join([study("a"), study("b")])
     rows = list(csv.DictReader(results_csv(joined).splitlines()))

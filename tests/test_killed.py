@@ -113,7 +113,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
     ("disturb", "detail"),
     [
         pytest.param(workers_killed, None, marks=pytest.mark.attack("SIGKILL of workers at random moments")),
-        (interrupted, None),
+        pytest.param(interrupted, None, marks=pytest.mark.slow),
         *(pytest.param(kernel_ended, number, marks=[
             pytest.mark.attack("Ctrl-C and a killed kernel through the Python API"),
             pytest.mark.long if number == signal.SIGINT else pytest.mark.slow,

@@ -397,6 +397,7 @@ def test_two_vllms_on_one_gpu_are_refused(monkeypatch):
             check_memory(spec)
 
 
+@pytest.mark.slow
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     monkeypatch.setattr("cohort.harness.study.preflight.usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr("cohort.harness.study.launchers.local.usable_gpus", lambda: ("0", "1"))

@@ -642,6 +642,7 @@ def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms():
     assert analysed(fake_study(arms[:3], (0, 1), num_steps=10)).grid is None
 
 
+@pytest.mark.slow
 def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest():
     arms = factor_grid({"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]})
     two = analysed(fake_study(arms, num_steps=10))
@@ -730,6 +731,7 @@ def test_every_trial_without_a_result_has_a_state_and_a_reason():
     }
 
 
+@pytest.mark.slow
 def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path):
     analysis = analysed(searched())
     text = answer(analysis)
@@ -808,6 +810,7 @@ def test_an_arm_that_is_detectably_above_is_named_although_another_has_the_highe
     assert "No arm is detectably above" not in text
 
 
+@pytest.mark.slow
 def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval(tmp_path):
     record = with_scores({"a": [0.5, 0.6, 0.5, 0.6], "b": [1.0] * 4}, metric="test/greedy_accuracy")
     more = {"a": {"test/pass_at_4": [(10, 0.9)], "test/maj_at_4": [(10, 0.99)]}, "b": {}}
@@ -886,6 +889,7 @@ def test_numbers_read_as_a_reader_expects():
     assert (wording.plural(1, "seed"), wording.plural(2, "seed")) == ("1 seed", "2 seeds")
 
 
+@pytest.mark.slow
 def test_counts_of_one_have_no_plural(tmp_path):
     files = write_report(fake_study(two_arms(0.4, 0.7), seeds=[0], num_steps=1), tmp_path, formats=())
     many = r"(?<![\d.\[-])\b1 (?:points|seeds|steps|trials|arms|groups|samples|more arms)"

@@ -63,7 +63,7 @@ def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTr
     return optuna.load_study(study_name=name, storage=queue.storage.optuna).trials
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("gp", marks=pytest.mark.slow)])
 def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(tmp_path, sampler):
     queue = a_queue(a_search(sampler=sampler), tmp_path)
     claimed = drive(queue)

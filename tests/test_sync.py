@@ -149,6 +149,7 @@ def test_a_missed_sync_is_noticed_beside_a_float32_learner_and_one_in_step_is_no
     planted(precision, size, missed=False)
 
 
+@pytest.mark.slow
 def test_an_update_below_notice_is_noticed_when_several_have_been_missed():
     planted("bfloat16", 1e-7)
     with pytest.raises(InvalidRun, match="stale weights: the update moved"):

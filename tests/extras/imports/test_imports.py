@@ -311,6 +311,7 @@ def test_nothing_is_unpacked_that_is_too_large(tmp_path, monkeypatch):
         cohort.import_scores(tmp_path / "x.csv", "bad", runs=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.attack("Markup in the names of imported arms, problems and families")
 def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name(tmp_path):
     evil = "<script>alert(1)</script>"

@@ -38,6 +38,7 @@ def database(server) -> str:
     return server.new_database()
 
 
+@pytest.mark.slow
 @postgres_server.needed
 def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_path, database, monkeypatch):
     from cohort.harness.extras.postgres import storage as postgres

@@ -177,6 +177,7 @@ def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
         assert task.equivalent(lenient(task, completion), gold)
 
 
+@pytest.mark.slow
 def test_stored_completions_are_graded_again(capsys, tmp_path):
     cohort = Shell(capsys)
     file = tmp_path / "cases.jsonl"

@@ -63,6 +63,7 @@ def test_a_midpoint_counts_as_late_by_the_mean_of_what_seeds_have_spent():
         assert isinstance(found, str) == is_late and (not is_late or "last quarter of training" in found)
 
 
+@pytest.mark.slow
 def test_ceilings_and_midpoints_of_identified_curves_are_enclosed():
     refused, ceiling, middle = simulate(IDENTIFIED["5 seeds"], 16)
     assert refused == 0

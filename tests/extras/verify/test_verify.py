@@ -33,7 +33,7 @@ from test_memory import cohort
 
 from cohort import open_result
 
-pytestmark = pytest.mark.every_figure  # a command of its own draws them too
+pytestmark = [pytest.mark.every_figure, pytest.mark.slow]  # a command draws them all; its study takes 16 s
 
 
 def a_study() -> StudySpec:
