@@ -121,7 +121,7 @@ def test_a_head_in_chunks_gives_what_it_gives_at_once_and_keeps_no_logits_when_i
     once, *parts = found
     for part in parts:
         assert all((part[i] - once[i]).abs().max() <= 3e-6 for i in (0, 1))
-        rounding = 5e-3 if autocast else 2e-6  # of a gradient in bfloat16
+        rounding = 5e-3 if autocast else 2e-5  # of a gradient: bfloat16 or float32, whose sums differ by processor
         assert all((x - y).norm() <= rounding * y.norm() for x, y in zip(part[2], once[2], strict=True))
     assert [has_logits for *_, has_logits in found] == [True, True, False]
 

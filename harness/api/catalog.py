@@ -9,14 +9,9 @@ from pydantic.fields import FieldInfo
 
 from .. import plugins
 from ..data import Split
-from ..run.grading import problem_rows
 from ..settings import paths
 from ..settings.errors import SpecError, did_you_mean
-from ..settings.load import load_run
-from ..settings.run import RunSpec
-from ..settings.study import StudySpec
-from .runs import checked_split
-from .settings import Settings, as_texts
+from .settings import Settings, as_texts, checked_split
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -41,6 +36,9 @@ def describe_plugins(kind: str, name: str | None = None, facts: Sequence[str] = 
 
 def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
     """The settings, with default and range, of a run, of one of its sections, or (`study`) of a study file."""
+    from ..settings.run import RunSpec
+    from ..settings.study import StudySpec
+
     fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
     if section not in (None, "study"):
         known = list(dict.fromkeys(["study", *(path.partition(".")[0] for path, _ in fields)]))
@@ -61,6 +59,9 @@ def describe_task(
 ) -> dict[str, Any]:
     """Settings of a task, sizes of its splits (or why one is missing), the first problems of `split`, and a worked
     solution; each text as `model` reads it, if one is named."""
+    from ..run.grading import problem_rows
+    from ..settings.load import load_run
+
     part = checked_split(split)
     spec = load_run(None, as_texts(settings), {"task": name, "algorithm": "grpo"})
     task = spec.task

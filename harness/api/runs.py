@@ -6,19 +6,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from ..base.machine import in_group
 from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
-from ..data import Split
 from ..mirror.models import register_policy
 from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
 from ..settings.run import RunSpec
-from .settings import Settings, as_texts, runs_folder, scale_settings
+from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings
 
 if TYPE_CHECKING:
     from ..run.build import RunResult
@@ -155,9 +154,3 @@ def checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
     return name
-
-
-def checked_split(split: str) -> Split:
-    if split not in get_args(Split):
-        raise SpecError(f"`split` must be one of {', '.join(get_args(Split))}, got '{split}'")
-    return cast("Split", split)

@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic_core import to_jsonable_python
 
 from ..console import terminal
+from ..data import Split
 from ..settings.errors import SpecError
 from ..settings.raw import parse_overrides, with_overrides
 from ..settings.run import get_path
@@ -22,6 +23,12 @@ REPORTING = "reading the results and drawing the figures"
 
 def runs_folder(folder: str | Path | None) -> Path:
     return Path(folder or os.environ.get("COHORT_RUNS") or "runs")
+
+
+def checked_split(split: str) -> Split:
+    if split not in get_args(Split):
+        raise SpecError(f"`split` must be one of {', '.join(get_args(Split))}, got '{split}'")
+    return cast("Split", split)
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:

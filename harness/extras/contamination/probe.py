@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...api.runs import checked_name, checked_split, evaluated_spec
-from ...api.settings import Settings, as_texts, runs_folder
+from ...api.runs import checked_name, evaluated_spec
+from ...api.settings import Settings, as_texts, checked_split, runs_folder
 from ...base.files import write_json
 from ...base.inputs import digest
 from ...base.streams import generator
