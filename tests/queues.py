@@ -1,6 +1,7 @@
 """Studies of fakes and their queues: starts, kills, and what must be left at the end."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -54,6 +55,13 @@ def claimed(queue: Queue) -> ClaimedTrial:
     return claim
 
 
+def python(code: str, *words: object, path: object = None, **options: Any) -> Any:
+    """A python that has run this code with these arguments; `path` is its PYTHONPATH."""
+    environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+
+
 def gone() -> int:
     """The id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -97,6 +105,17 @@ def run(
 def at_work(status: StudyStatus) -> int:
     """The number of trials that run and have done a step; with the file `hold` they then wait."""
     return sum(trial.state == "running" and trial.done >= 1 for trial in status.trials)
+
+
+def once_at_work(act: Callable[[], object], least: int = 1) -> Callable[[StudyStatus], None]:
+    """Does `act` the first time that so many trials are at work."""
+    left = [act]
+
+    def look(status: StudyStatus) -> None:
+        if left and at_work(status) >= least:
+            left.pop()()
+
+    return look
 
 
 def executions(runs: Path) -> list[str]:

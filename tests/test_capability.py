@@ -37,7 +37,7 @@ def capability_study(num_problems: int, num_samples: int, with_start: bool = Tru
     rng = np.random.default_rng(5)
     chances, lost = rng.beta(0.4, 1.2, num_problems), rng.random(num_problems) < 0.25
     after = {"sharp": sharpened(chances, lost), "mild": 1 - (1 - chances) ** 2}
-    record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in after], num_problems=2, num_steps=20)
+    record = fake_study(list(map(FakeArm, after)), num_problems=2, num_steps=20)
 
     def fractions(chances_N: np.ndarray) -> dict[str, float]:
         return {f"problem-{i}": n / num_samples for i, n in enumerate(rng.binomial(num_samples, chances_N).tolist())}

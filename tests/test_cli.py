@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from io import StringIO
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -61,27 +60,6 @@ def runs(tmp_path, monkeypatch) -> Path:
 def store(runs, new_runs):
     """An empty store in the runs folder; making one takes seconds, and two tests here do."""
     new_runs(runs)
-
-
-class Shell:
-    """Runs `cohort` in this process and keeps what it printed."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            app.main(arguments)
-        self.out, self.err = self._capsys.readouterr()
-        return int(ended.value.code or 0)
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def cohort(capsys) -> Shell:
-    return Shell(capsys)
 
 
 def cohort_process(*arguments: str) -> subprocess.Popen[str]:

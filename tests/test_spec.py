@@ -197,7 +197,6 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
         (None, "cannot be read: No such file or directory"),
         ("a: [1", "not valid YAML"),
         ("- 1\n- 2\n", "must be a mapping, got list"),
-        ("", "must be a mapping, got an empty file"),
     ],
 )
 def test_an_unreadable_file_is_named(tmp_path, content, words):
@@ -229,6 +228,11 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
     parsed = parse_study(study(factors=factors, design="one_at_a_time"), "toy.yaml")
     assert [arm.label for arm in parsed.design_arms()] == ["base", "ppo", "positive_weight=0.5"]
     assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.positive_weight": None}
+
+
+CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
+INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
+BATCHES = {"optimizer.num_minibatches": [1, 4]}
 
 
 @pytest.mark.parametrize(
@@ -268,20 +272,7 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
             {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
             "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'",
         ),
-    ],
-)
-def test_a_study_that_cannot_be_run_is_refused(changes, words):
-    assert words in error_of(parse_study, study(**changes), "toy.yaml")
-
-
-CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
-INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
-BATCHES = {"optimizer.num_minibatches": [1, 4]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # arms that cannot differ
         ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
         ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
         ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
@@ -293,8 +284,8 @@ BATCHES = {"optimizer.num_minibatches": [1, 4]}
         ),
         ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
     ],
-)  # fmt: skip
-def test_an_arm_that_cannot_differ_from_another_is_refused(changes, words):
+)
+def test_a_study_that_cannot_be_run_is_refused(changes, words):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
 
 

@@ -275,9 +275,8 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
             assert drop_arm("sizes", runs, clones[0])
             assert drop_arm("sizes", runs, ARMS[1])
             assert not drop_arm("sizes", runs, ARMS[1])
-            with pytest.raises(
-                SpecError, match=r"'group_size=2' has: its results count; stop it instead: cohort study"
-            ):
+            words = r"'group_size=2' has: its results count; stop it instead: cohort study"
+            with pytest.raises(SpecError, match=words):
                 drop_arm("sizes", runs, ARMS[0])
             with pytest.raises(SpecError, match="ARM must be an arm of study 'sizes', got 'group_size=4'; "):
                 stop_arm("sizes", runs, ARMS[1])

@@ -123,9 +123,8 @@ def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm
     assert engine.llm.settings["distributed_executor_backend"] == "external_launcher"
     assert (engine.llm.environment["RANK"], engine.llm.environment["LOCAL_RANK"]) == ("3", "0")
     assert "RANK" not in os.environ
-    with pytest.raises(
-        ValueError, match=r"engine.batch_invariant must be the same .* got True where vLLM began without"
-    ):
+    words = r"engine.batch_invariant must be the same .* got True where vLLM began without"
+    with pytest.raises(ValueError, match=words):
         start(tiny_model(0), batch_invariant=True)
     assert "distributed_executor_backend" not in start(tiny_model(0)).llm.settings  # each rank has its own
 

@@ -30,7 +30,6 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-THEIR_FLOOR = 1e-6
 GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9)
 Loss = Callable[..., tuple[Tensor, Any]]
 
@@ -68,7 +67,7 @@ def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **se
     return on_tokens(case, function(scores(case, kl_beta), mask, index=case.index, **settings)[0])
 
 
-def reinforce(case: Case, gamma: float = 1.0) -> Numbers:
+def reinforce(case: Case, gamma: float) -> Numbers:
     function = verl.compute_reinforce_plus_plus_outcome_advantage
     return on_tokens(case, function(scores(case, 0.05), case.mask.double(), config=AlgoConfig(gamma=gamma))[0])
 
@@ -92,11 +91,6 @@ def without_baseline_at_the_end(case: Case) -> Numbers:
     return Numbers(whole.where(alone & case.mask, our_advantages(OptimalTokenBaseline(), case).value))
 
 
-def lead_over_deviation(case: Case) -> Numbers:
-    std = case.batch.rewards_PG.std(dim=1).repeat_interleave(case.batch.group_size)[:, None]
-    return Numbers(our_advantages(PassAtK(), case).value / (std + THEIR_FLOOR))
-
-
 def bessel(raw: Callable[[Case], Tensor]) -> Callable[[Case], Numbers]:
     """Our formula with n - 1 instead of n tokens under the variance."""
 
@@ -115,7 +109,7 @@ def plain_gae(case: Case) -> Tensor:
     return case.completion((batch.returns_BT - batch.values_BT) * batch.completion_mask_BT)
 
 
-def plain_to_go(case: Case, gamma: float = 1.0) -> Tensor:
+def plain_to_go(case: Case, gamma: float) -> Tensor:
     return case.completion(to_go(token_rewards(case.batch, 0.05), gamma))
 
 
@@ -139,8 +133,6 @@ def advantage_rows() -> list[Row]:
         Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
             partial(our_advantages, GRPO(kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
             partial(outcome, grpo_like, kl_beta=0.05, epsilon=1e-4)),
-        Row("reinforce_plus_plus: advantage", "compute_reinforce_plus_plus_outcome_advantage", more_than_one_token,
-            partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05)), reinforce, n_minus_1, bessel(plain_to_go)),
         Row("reinforce_plus_plus: advantage, gamma 0.9", "compute_reinforce_plus_plus_outcome_advantage",
             more_than_one_token, partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05, gamma=0.9)),
             partial(reinforce, gamma=0.9), n_minus_1, bessel(partial(plain_to_go, gamma=0.9))),
@@ -156,9 +148,6 @@ def advantage_rows() -> list[Row]:
         Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
             partial(our_advantages, PassAtK()),
             partial(outcome, passk, config=AlgoConfig(norm_adv_by_std_in_grpo=False))),
-        Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage", cases, partial(our_advantages, PassAtK()),
-            partial(outcome, passk, config=AlgoConfig()),
-            "by default they divide by the group's deviation, the paper does not", lead_over_deviation),
         Row("remax: advantage", "compute_remax_outcome_advantage", cases, partial(our_advantages, ReMax()), remax),
     ]  # fmt: skip
 
@@ -202,11 +191,6 @@ def nothing_dual_clipped() -> list[Case]:
     return [case for case in cases() if (case.logprobs_BT - case.batch.old_logprobs_BT).max() < 1.09]
 
 
-def dual_clipped(algorithm: Algorithm, case: Case) -> Numbers:
-    """Our loss with verl's dual clip."""
-    return our_loss(algorithm.model_copy(update={"ratio_bound": 3.0}), case)
-
-
 def proper() -> list[Case]:
     """Batches in which no probability is above 1, which matters where it is not just a ratio."""
     return [Case(case.batch, case.logprobs_BT.clamp(max=-0.01), case.values_BT) for case in cases()]
@@ -240,7 +224,6 @@ def on_policy() -> list[Case]:
 def loss_rows() -> list[Row]:
     vanilla, row_mean = verl.compute_policy_loss_vanilla, "seq-mean-token-mean"
     ppo, grpo = PPO(kl_beta=0.05), GRPO(kl_beta=0.1)
-    dual = "dual clip: A < 0 and ratio > 3 count -3 A and have no gradient there; the paper has no such bound"
 
     def pair(
         objective: str,
@@ -264,7 +247,6 @@ def loss_rows() -> list[Row]:
     valued = "their value is weight * A * log-prob, ours (as the paper's) weight * A; the gradient is the same"
     return [
         pair("ppo: loss, no ratio above 3", vanilla, ppo, "token-mean", nothing_dual_clipped),
-        explained(pair("ppo: loss", vanilla, ppo, "token-mean"), dual, partial(dual_clipped, ppo)),
         Row("ppo: critic's loss", "compute_value_loss(token-mean)", cases,
             partial(our_critic_loss, ppo), partial(critic_loss, ppo)),
         *(pair(f"grpo: loss, KL by {k}", vanilla, grpo.model_copy(update={"kl_estimator": k}), row_mean,

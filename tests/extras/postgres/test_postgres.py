@@ -11,7 +11,6 @@ import postgres_server
 import psutil
 import pytest
 from cohort.harness.base.files import write_json
-from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
@@ -107,16 +106,14 @@ def test_a_reason_that_postgresql_refuses_is_recorded_there(server, tmp_path):
 
 
 @pytest.mark.attack("A password in a URL that is refused")
-def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, capsys, record_property):
+def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, cohort, record_property):
     refused = [url for url in URLS if "@b:" in url or ":@" in url or not url.startswith("postgresql")]
     for url in refused:
         with pytest.raises(SpecError, match=r"`storage` must be a URL as postgresql://.*%40") as caught:
             open_storage(tmp_path, "sizes", url)
         assert SECRET not in str(caught.value)
-        with pytest.raises(SystemExit, match="2"):
-            app.main(["report", "sizes", "--tracking-uri", url])
-        out, err = capsys.readouterr()
-        assert SECRET not in out + err
+        assert cohort("report", "sizes", "--tracking-uri", url) == 2
+        assert SECRET not in cohort.out + cohort.err
     record_property("tried", 2 * len(refused))
 
 

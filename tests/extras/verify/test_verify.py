@@ -29,7 +29,6 @@ from fake_study import fake_study
 from fake_trials import begin_study
 from filelock import FileLock
 from test_claims_page import SCRIPT
-from test_memory import cohort
 
 from cohort import open_result
 
@@ -105,10 +104,10 @@ def alter_digit(file: Path, place: int) -> None:
 # What follows ----------------------------------------------------------------------------------------------------
 
 
-def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(folder, capsys):
+def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(folder, cohort):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    assert cohort("verify", str(folder), "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    assert cohort("verify", folder, "--json") == 0
+    document = cohort.json()
     assert (document["verified"], document["mismatches"], document["lacks"]) == (True, [], [])
     # 2 trials: validation twice (8 problems), two tests at the start and the end (12), 4 samples and a greedy one each;
     # 8 rollouts kept; for the reader 8 rollouts of the last step and 16 of each evaluation but other tests and starts
