@@ -17,8 +17,7 @@ from cohort.harness.run.build import prepare
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import begin_grading, grade, sample_rows
 from cohort.harness.run.step import rollout_metrics, train_step
-from cohort.harness.settings.errors import SpecError
-from cohort.harness.settings.run import Evaluation, parse_run
+from cohort.harness.settings.run import Evaluation
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fakes import MemoryLog, batch_of
@@ -213,12 +212,6 @@ def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():
     assert Accuracy(partial=True).score(graded) == [1.0, 0.5, 0.0]
     with pytest.raises(AssertionError):
         Accuracy(partial=True).score(graded.blind())
-
-
-def test_partial_credit_is_refused_for_a_task_without_it():
-    run = {"task": "arithmetic", "algorithm": "grpo"}
-    with pytest.raises(SpecError, match=r"rewards\.accuracy\.partial must be false for arithmetic, .* got true"):
-        parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
 
 
 def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_phase_is_timed(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
-from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
@@ -110,22 +109,6 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     assert Accuracy(false_negative=1.0).score(group) == [0.0] * 3
     rates = inverted.metrics(graded_group([0, 0], (True, True)), [0.0, 0.0])
     assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
-        ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
-        (
-            {"rewards.accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}},
-            "must be below 1 with corrected, or the verifier says nothing; got 1; lower one or",
-        ),
-    ],
-)
-def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
-    with pytest.raises(SpecError, match=words):
-        make_spec(**changes)
 
 
 def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
@@ -229,25 +212,6 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
     rewards = run(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
     assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 0.5}
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rewards": {"acuracy": 1}}, "did you mean 'accuracy'"),
-        ({"rewards": {"accuracy": "much"}}, "rewards.accuracy must be a weight or a mapping of settings, got 'much'"),
-        ({"rewards": ["accuracy"]}, "rewards must be a mapping"),
-        ({"rewards": {"accuracy": 0}}, "rewards must have a weight other than 0"),
-        ({"rewards": {"overlong": {"bufer_fraction": 1}}}, "did you mean 'buffer_fraction'"),
-        (
-            {"algorithm": "grpo_self_consistency", "rewards": {"accuracy": 0.5}},
-            "rewards.accuracy sees gold answers, and grpo_self_consistency must not",
-        ),
-    ],
-)
-def test_rewards_that_cannot_be_paid_are_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        run(**changes)
 
 
 BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", None, np.float16(1), 1j, [1.0])
