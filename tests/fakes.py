@@ -169,6 +169,14 @@ def check_same_run(one, other):
     assert_same_weights(final_weights(one[0]), final_weights(other[0]))
 
 
+def changed(policy, change):
+    """The policy, whose parameters are now what `change` makes of each."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(change(parameter))
+    return policy
+
+
 def rollout_rows(directory, step):
     """What a run has kept of its rollouts of a step."""
     lines = (directory / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()

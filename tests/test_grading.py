@@ -2,15 +2,13 @@
 
 import math
 import threading
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pytest
 import torch
 from cohort.algorithms.grpo import GRPO
 from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
-from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
 from cohort.harness.run.build import prepare
@@ -26,20 +24,8 @@ asked: list[tuple[str, str]] = []
 read: list[str] = []
 
 
-class FractionTask(Task):
+class FractionTask(Arithmetic):
     """Answers are what follows `=`; equality is that of fractions. It notes what it is asked."""
-
-    name: Literal["fractions"] = "fractions"
-
-    @property
-    def max_completion_tokens(self) -> int:
-        return 8
-
-    def prompts(self, split) -> Sequence[Prompt]:
-        return []
-
-    def demonstrations(self):
-        return []
 
     def extract(self, completion: str) -> str | None:
         read.append(completion)

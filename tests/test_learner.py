@@ -17,7 +17,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, explained_variance, left_out, packed
 from cohort.harness.run.rollout import older_weights
 from cohort.harness.settings.run import CriticStart
-from fakes import assert_same_weights, batch_of
+from fakes import assert_same_weights, batch_of, changed
 
 # PPO with a value head on the policy's trunk.
 SHARED = {"name": "ppo", "group_size": 2, "critic": "shared", "value_loss_weight": 1.0}
@@ -452,9 +452,7 @@ def test_a_divergence_an_entropy_bonus_and_a_value_error_are_signals():
     ):
         learner = Learner(make_spec({"group_size": 2, **algorithm}), tiny_model(0))
         if learner.reference is not None:
-            with torch.no_grad():
-                for parameter in learner.reference.parameters():
-                    parameter.mul_(1.02)
+            changed(learner.reference, lambda weights: 1.02 * weights)
         found = learner.update(learner.spec.algorithm.advantages(learner.annotate(apart)), 0)
         assert (found["policy/no_signal"] == 0) == seen, algorithm
         assert found.get("critic/no_signal") == critic, algorithm

@@ -104,6 +104,12 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["prompt.template_arguments need a chat template, got "]),
     ({"prompt": {"format": "plain", "template_arguments": {"enable_thinking": False}}},
      ["prompt.template_arguments need a chat template, got "]),
+    ({"algorithm": {"name": "dapo", "ratio_bound": 1.2}},
+     ["algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"]),
+    ({"algorithm": {"name": "reinforce_plus_plus", "group_size": 1, "baseline": "group"}},
+     ["group_size must be at least 2 with algorithm.baseline=group, got 1"]),
+    ({"algorithm": {"name": "grpo", "kl_in": "reward", "kl_importance_weighted": True}},
+     ["kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"]),
     # Rewards.
     ({"rewards": {"acuracy": 1}}, ["did you mean 'accuracy'"]),
     ({"rewards": {"accuracy": "much"}}, ["rewards.accuracy must be a weight or a mapping of settings, got 'much'"]),

@@ -13,7 +13,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.guards import sync
 from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.step import train_step
-from fakes import tiny_codec
+from fakes import changed, tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 
@@ -158,9 +158,7 @@ def test_a_spot_check_goes_on_until_the_learner_has_moved_far_enough_and_keeps_t
     groups = sampled(engine)
     first = spot_check(engine, policy, groups)
     assert spot_check(engine, policy, groups, first) is first
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(1e-3)
+    changed(policy, lambda weights: weights + 1e-3)
     second = spot_check(engine, policy, groups, first)
     assert second is not first
     assert second.usual == first.usual == pytest.approx(0.05, abs=1e-5)

@@ -18,7 +18,7 @@ from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import LoRA, parse_run
-from fakes import MemoryLog, StopAfter, tiny_codec
+from fakes import MemoryLog, StopAfter, changed, tiny_codec
 from pretend_cuda import pretend_cuda
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
@@ -177,10 +177,8 @@ def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(
 
 
 def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_nothing(llm, monkeypatch):
-    policy, newer = tiny_model(0), tiny_model(0)
-    with torch.no_grad():
-        for parameter in newer.parameters():
-            parameter.mul_(1 + 2**-7)  # a unit in the last place of bfloat16: no score tells
+    # by a unit in the last place of bfloat16: no score tells
+    policy, newer = tiny_model(0), changed(tiny_model(0), lambda weights: weights * (1 + 2**-7))
     engine, load = start(policy, dtype="bfloat16"), llm.collective_rpc
     for kept in (own := engine.llm.model.state_dict()):
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
 from cohort.algorithms._functional import to_go, token_rewards
@@ -23,7 +22,6 @@ from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
-from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
@@ -55,11 +53,11 @@ def scores(case: Case, kl_beta: float) -> Tensor:
     return verl.compute_rewards(case.row_rewards_BT, old, ref, kl_beta)
 
 
-def gae(case: Case, *, whitened: bool) -> Numbers:
+def gae(case: Case) -> Numbers:
     values = case.completion(case.batch.values_BT)
     rewards, mask = scores(case, GAE.kl_beta), case.mask.double()
-    advantages, returns = verl.compute_gae_advantage_return(rewards, values, mask, GAE.gamma, GAE.gae_lambda)
-    return on_tokens(case, advantages if whitened else returns - values)
+    _, returns = verl.compute_gae_advantage_return(rewards, values, mask, GAE.gamma, GAE.gae_lambda)
+    return on_tokens(case, returns - values)
 
 
 def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **settings: Any) -> Numbers:
@@ -127,9 +125,7 @@ def advantage_rows() -> list[Row]:
     n_minus_1 = "they whiten with n - 1 tokens under the variance, we with n"
     return [
         Row("ppo: GAE, k1 in the reward", "compute_gae_advantage_return", cases,
-            lambda case: Numbers(plain_gae(case)), partial(gae, whitened=False)),
-        Row("ppo: GAE, whitened", "compute_gae_advantage_return", more_than_one_token,
-            partial(our_advantages, GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
+            lambda case: Numbers(plain_gae(case)), gae),
         Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
             partial(our_advantages, GRPO(kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
             partial(outcome, grpo_like, kl_beta=0.05, epsilon=1e-4)),
@@ -203,20 +199,6 @@ def log_prob_valued(algorithm: DPPO, case: Case) -> Numbers:
     return Numbers((gradient * case.completion(case.logprobs_BT)).sum(), gradient)
 
 
-def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
-    """Our loss, with the tokens chosen by the log-probs that have moved, whatever the sign of their covariance."""
-    batch, mask = prepared(algorithm, case), case.batch.completion_mask_BT
-    credit, logprobs = batch.advantages_BT[mask], case.logprobs_BT[mask]
-    covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
-    held = torch.zeros_like(covariance, dtype=torch.bool)
-    held[covariance.topk(max(1, int(len(held) * algorithm.covariance_share))).indices] = True
-    batch = batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held))
-    leaf = case.logprobs_BT.clone().requires_grad_()
-    total, _ = algorithm.loss(batch, PolicyOutput(leaf, torch.zeros_like(leaf)))
-    total.backward()
-    return Numbers(total.detach(), case.completion(leaf.grad))
-
-
 def on_policy() -> list[Case]:
     return list(cases(moved=0.0))
 
@@ -263,9 +245,7 @@ def loss_rows() -> list[Row]:
         explained(pair("dppo: loss, KL", verl.compute_policy_loss_dppo_kl, dppo_kl, "seq-mean-token-sum-norm", proper,
                        low=0.05, high=0.05, scale=40), valued, partial(log_prob_valued, dppo_kl)),
         pair("kl_cov: loss, on policy", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", on_policy, **cov),
-        explained(pair("kl_cov: loss", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", **cov),
-                  "they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's",
-                  partial(held_by_the_moved, kl_cov)),
+        # off policy they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's
         pair("reinforce_plus_plus: loss, no ratio above 3", vanilla, ReinforcePlusPlus(kl_beta=0.05), "token-mean",
              nothing_dual_clipped),
     ]  # fmt: skip
