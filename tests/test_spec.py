@@ -131,6 +131,25 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"evaluation": {"tests": ["nope"]}}, ["unknown task 'nope'; available: a"]),
     ({"evaluation": {"tests": [{"path": "x"}]}}, ["task must be a name or a mapping with a 'name'"]),
     ({"evaluation": {"tests": [{"name": "math500", "pth": "x"}]}}, ["pth"]),
+    # Stages, and runs that cannot have any.
+    *(({"steps": 1, "stages": stages}, words) for stages, words in (
+        ([{"steps": 3}], ["stages must have distinct words as names, got "]),
+        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], ["must have distinct words as names, got a, a"]),
+        ([{"name": "../a", "steps": 3}], ["must have distinct words as names, got ../a"]),
+        ([{"name": "a", "kind": "sft"}], ["stage 'a': kind must be one of train", ", got 'sft'"]),
+        ([{"name": "a", "steps": 0}], ["stage 'a': steps must be at least 1, got 0"]),
+        ([{"name": "a"}], ["stage 'a': steps must be at least 1, got none"]),
+        ([{"name": "a", "steps": 1, "stps": 1}], ["unknown key 'stps'; did you mean 'steps'"]),
+        ([{"name": "a", "steps": 1, "task": "countdown"}], ["stage 'a': task belongs to the whole run; set it there"]),
+        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], ["stage 'a': algorithm.group_size must divide"]),
+    )),
+    *(({"stages": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}], "steps": 3, **change}, words)
+      for change, words in (
+        ({"steps": 9}, ["steps must be at most those of the stages, 3, got 9; leave it out"]),
+        ({"lora": {}}, ["lora must be left out with stages, which train all weights in one process, got rank=16"]),
+        ({"devices": 2}, ["devices must be left out with stages"]),
+        ({"staleness": 1}, ["staleness must be left out with stages"]),
+    )),
     # Samplers of prompts.
     ({"sampler": "success_bnad"}, ["unknown sampler 'success_bnad'", "did you mean 'success_band'?"]),
     ({"sampler": {"name": "success_band", "lowest": -1}}, ["sampler.lowest", "greater than or equal to 0", "got -1"]),

@@ -45,30 +45,6 @@ def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_o
     assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([{"steps": 3}], "stages must have distinct words as names, got $"),
-        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], "must have distinct words as names, got a, a"),
-        ([{"name": "../a", "steps": 3}], r"must have distinct words as names, got \.\./a"),
-        ([{"name": "a", "kind": "sft"}], "stage 'a': kind must be one of train.*, got 'sft'"),
-        ([{"name": "a", "steps": 0}], "stage 'a': steps must be at least 1, got 0"),
-        ([{"name": "a"}], "stage 'a': steps must be at least 1, got none"),
-        ([{"name": "a", "steps": 1, "stps": 1}], "unknown key 'stps'; did you mean 'steps'"),
-        ([{"name": "a", "steps": 1, "task": "countdown"}], "stage 'a': task belongs to the whole run; set it there"),
-        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], "stage 'a': algorithm.group_size must divide"),
-        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
-        ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
-        ({"devices": 2}, "devices must be left out with stages"),
-        ({"staleness": 1}, "staleness must be left out with stages"),
-    ],
-)
-def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(given, message):
-    two = {"stages": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}]}
-    with pytest.raises(SpecError, match=message):
-        make_spec(**{**FEW, "steps": 1, **(two | given if isinstance(given, dict) else {"stages": given})})
-
-
 def test_a_path_names_a_stage_that_is_there():
     with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
         with_overrides({"stages": [{"name": "a", "steps": 2}]}, {"stages.shine.steps": 2})

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import subprocess
 import sys
-import time
 
 import fake_trials
 import postgres_server
@@ -18,7 +17,7 @@ from cohort.harness.study.queue import Outcome, open_storage
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from fake_trials import a_study
-from queues import DONE, a_queue, check_once_each, claimed, open_queue, run
+from queues import DONE, a_queue, check_once_each, claimed, open_queue, run, wait_for
 from test_hostile_text import HOSTILE
 from test_killed import mixed, values
 from test_passwords import SECRET, URLS
@@ -74,9 +73,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):
             queue.status()
         own.start()
         south = open_queue(one_trial(), tmp_path / "south", own.url())  # another host: it has no folder of the trial
-        deadline = time.monotonic() + 240
-        while south.status().trials[0].done != 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: south.status().trials[0].done == 3)
         (trial,) = south.status().trials
         assert (trial.state, trial.phase, trial.done) == ("running", "train", 3)
         queue.finish(claim, DONE)
