@@ -27,11 +27,13 @@ DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "gene
                metrics={METRIC: 0.5})  # fmt: skip
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
+def wait_for(find: Callable[[], Any], what: str = "it", seconds: float = 240) -> Any:
+    """What `find` returns as soon as it is true; AssertionError naming `what` where it stays false."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
+    while not (found := find()):
+        assert time.monotonic() < deadline, f"{what} did not appear within {seconds:.0f} s"
         time.sleep(0.05)
+    return found
 
 
 def open_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:

@@ -20,6 +20,7 @@ from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, StopAfter, changed, tiny_codec
 from pretend_cuda import pretend_cuda
+from test_vllm_engine import start
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)
@@ -30,10 +31,6 @@ BFLOAT16 = {"name": "vllm", "dtype": "bfloat16"}
 def llm(monkeypatch, tmp_path):
     monkeypatch.setattr(VLLMEngine, "_last", None)
     return fake_vllm.install(monkeypatch, tmp_path / "vllm")
-
-
-def start(policy, **settings):
-    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_codec())
 
 
 def run_spec(**changes):
