@@ -266,24 +266,17 @@ def test_the_value_that_a_reward_must_not_give_is_told(values, told):
 def test_dense_rewards_are_added_by_their_weights_and_one_without_weight_is_only_measured():
     class Steps(StepReward):
         value: float
+        end: int = 2
 
         def steps(self, group):
             assert group.correct is None  # it does not see gold
-            return [[(2, self.value)], []]
+            return [[(self.end, self.value)], []]
 
-    rewards = {"a": Steps(value=1, weight=2.0), "b": Steps(value=3), "c": Steps(value=5, weight=0)}
+    # a step may end before the first character
+    rewards = {"a": Steps(value=1, weight=2.0), "b": Steps(value=3, end=0), "c": Steps(value=5, weight=0)}
     (found,) = score(rewards, [graded_group([0, 1], [True, False])])
-    assert found.steps == [[(2, 2.0), (2, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
+    assert found.steps == [[(2, 2.0), (0, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
     assert found.parts == {"a": [1, 0], "b": [3, 0], "c": [5, 0]}
-
-
-def test_a_step_may_end_before_the_first_character():
-    class Steps(StepReward):
-        def steps(self, group):
-            return [[], [(0, 1.0)]]
-
-    (found,) = score({"dense": Steps()}, [graded_group([0, 1], [True, False])])
-    assert found.steps == [[], [(0, 1.0)]]
 
 
 @pytest.mark.attack("A reward that gives no finite number")
