@@ -21,7 +21,7 @@ from .prose import wording
 from .statistics import ALPHA
 from .trials import score, share_at
 
-Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
+ClaimVerdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = Mapping[str, float]
 
 
@@ -38,7 +38,7 @@ class JudgedClaim:
     registered: str
     predicted: str
     measured: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     p_adjusted: float
     metric: str
     is_ratio: bool
@@ -82,7 +82,7 @@ def check_claims(analysis: Analysis) -> list[JudgedClaim]:
     return claims
 
 
-def _verdict(ps: tuple[float, float], p: float) -> Verdict:
+def _verdict(ps: tuple[float, float], p: float) -> ClaimVerdict:
     if math.isnan(p):
         return "not tested"
     return "undecided" if p >= ALPHA else "supported" if ps[0] <= ps[1] else "contradicted"

@@ -29,7 +29,7 @@ from ..settings.run import Optimizer
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
-from ..study.launchers.local import Place
+from ..study.launchers.local import Launcher
 from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
@@ -197,7 +197,7 @@ def run_to_report(
     workers: int | None = None,
     *,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> Ended:
     """Run a study, show its progress, and write its report.
 
@@ -294,7 +294,7 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(words: str, study: Study) -> Place | None:
+def launcher(words: str, study: Study) -> Launcher | None:
     """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
     NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]

@@ -17,7 +17,7 @@ from . import options
 from .commands import command
 
 if TYPE_CHECKING:
-    from ..study.launchers.local import Place
+    from ..study.launchers.local import Launcher
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -309,7 +309,7 @@ def _run(
     as_json: bool,
     dry_run: bool,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> None:
     """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
     if dry_run:

@@ -45,7 +45,7 @@ def train(
     """
     inputs = run_inputs([spec], cache)
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
-    ranks.check_same(directory, checkpoints=found, inputs=inputs)
+    ranks.check_alike(directory, checkpoints=found, inputs=inputs)
     log.about(inputs=dict(inputs))
     run: Run | None = None
     with expecting(inputs):

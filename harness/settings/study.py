@@ -63,7 +63,7 @@ class SearchPlan:
     final_seeds: tuple[int, ...] = ()
 
 
-class Comparison(Section):
+class CompareDesign(Section):
     """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override the run's settings."""
 
     algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of name and settings")
@@ -112,7 +112,7 @@ class StudySpec(Section):
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
-    compare: Comparison | None = None
+    compare: CompareDesign | None = None
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(
         default=None, description="label of the arm to compare with, or a level; by default the first"
@@ -394,7 +394,7 @@ class StudySpec(Section):
             labels, reason = groups[0]
             raise SpecError(f"study '{self.name}': arms '{labels[0]}' and '{labels[1]}' cannot differ: {reason}")
 
-    def _compared(self, compare: Comparison) -> list[Arm]:
+    def _compared(self, compare: CompareDesign) -> list[Arm]:
         """Every algorithm on every task of a comparison; labels leave out what all arms have in common."""
         several = {"algorithm": len(compare.algorithms) > 1, "task": len(compare.tasks) > 1}
         arms = []

@@ -50,10 +50,10 @@ def work(
     pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.running(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
-        return watch(pool, queue, on_status, leaves=True), stop.signals
+        return supervise(pool, queue, on_status, leaves=True), stop.signals
 
 
-def watch(
+def supervise(
     pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None, *, leaves: bool = False
 ) -> StudyStatus:
     """Keep the workers running and the caller informed until nothing is left to do; returns the study's progress.

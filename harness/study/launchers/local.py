@@ -45,7 +45,7 @@ def last_words(log_file: Path) -> str:
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
 
 
-class Place(ABC):
+class Launcher(ABC):
     """Where the workers of a study run, if not on this machine."""
 
     pool: ClassVar[type["Pool"]]
