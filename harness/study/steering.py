@@ -37,7 +37,7 @@ def steer(
     verb: str, study: str, runs: Path, arm: str, *, sets: Sequence[str] = (), warm: bool = False,
     storage: str | None = None,
 ) -> str:  # fmt: skip
-    """What a request did, in words; asked again it does nothing more. ValueError for one that cannot be.
+    """The effect of a request, in words; a repeated request does nothing more. ValueError for an impossible one.
 
     `sets` (PATH=VALUE) and `warm` are of a clone.
     """
