@@ -486,7 +486,7 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tm
         (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
         (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
         (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave `warm` out"),
-        (ARMS[0], CHANGED, True, r"has none for seed 0; those of a trial that has ended are deleted"),
+        (ARMS[0], CHANGED, True, r"has none for seed 0; a trial that has ended keeps none"),
         (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
     ],
 )

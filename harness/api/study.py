@@ -1,7 +1,7 @@
 """Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
-COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and those of extras.
+COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and the variables of extras.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def compare(
 ) -> Result:
     """The result of the study that `cohort compare` runs.
 
-    `settings` are those of `comparison`: seeds, tune, controls, settings, name.
+    `settings` go to `comparison`: seeds, tune, controls, settings, name.
     """
     return run(comparison(algorithms, tasks, model, **settings), workers=workers, runs=runs)
 

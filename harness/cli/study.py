@@ -166,7 +166,7 @@ def study_status(
 ) -> None:
     """Show the progress of each trial of a study, its cost so far and the time left.
 
-    Exit code 0 only if all trials are complete, except those of stopped arms.
+    Exit code 0 only if all trials are complete; trials of stopped arms do not count.
     """
     status = api.study_status(study, runs, storage)
     spent = api.cost(status)

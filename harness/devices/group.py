@@ -90,7 +90,7 @@ class RankGroup:
             self._say(f"hello-{self.rank}", {"nonce": nonce, "host": socket.gethostname(), "versions": ours})
             if self._store.check(["welcome"]):
                 if (told := self._heard("welcome")) is None:
-                    return "", f"{SECRET} must be the same on all hosts, that of the first process differs from this"
+                    return "", f"{SECRET} must be the same on all hosts, got one here that the first process has not"
                 if nonce in told["to"]:
                     return told["attempt"], told["refusal"]
             time.sleep(POLL_SECONDS)
@@ -334,7 +334,7 @@ def loopback() -> str:
 def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:
     """The reason that a process may not be in the group of this one, or None if it may."""
     if hello is None:
-        return f"{SECRET} must be the same on all hosts, that of another process differs from that of the first"
+        return f"{SECRET} must be the same on all hosts, got another value in one process than in the first"
     theirs = hello["versions"]
     if other := next((name for name in ours | theirs if ours.get(name) != theirs.get(name)), None):
         return (

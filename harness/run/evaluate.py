@@ -2,7 +2,7 @@
 maj@k.
 
 Problems are sampled and graded in parts, and a part's completions are dropped afterwards, so that memory never holds
-more than a few thousand completions, or those of a single problem.
+more than a few thousand completions, or one problem's completions if they are more.
 """
 
 import json

@@ -129,7 +129,7 @@ class EvaluationSettings(Section):
         default=1,
         ge=1,
         description="evaluations, up to the last one, that measure the test problems too; arms are compared by their "
-        "mean, which is the accuracy over the end of training and not that of the last policy alone",
+        "mean, which is the accuracy over the end of training and not the last policy's alone",
     )
     tests: tuple[SerializeAsAny[Task], ...] = Field(
         default=(),

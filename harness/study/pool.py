@@ -36,7 +36,7 @@ def work(
     """Run trials of a started study, one after another, until none is left to take or a signal asks to stop; returns
     the study's progress and the signals that came.
 
-    ValueError for a study that was not started. The other arguments are those of `run_study`.
+    ValueError for a study that was not started. `run_study` explains the other arguments.
     """
     runs = Path(runs).resolve()
     if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it

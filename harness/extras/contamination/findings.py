@@ -34,8 +34,8 @@ Scores = Mapping[str, Sequence[float]]  # test -> the score of each problem; NaN
 class ProbeResult:
     """The result of one test of a probe: mean scores, numbers of problems with a score, and p-values.
 
-    The alternative of `p` and `p_adjusted` is that the model knows the probed problems better; that of `p_reverse`,
-    which is uncorrected, is that it knows the reference better. NaN without problems, p-values without two of each set.
+    The alternative of `p` and `p_adjusted` is that the model knows the probed problems better. `p_reverse`, which is
+    uncorrected, tests whether it knows the reference better. NaN without problems, p-values without two of each set.
     """
 
     probe: str
@@ -94,7 +94,7 @@ def verdict(findings: Sequence[ProbeResult], probed: str, reference: str) -> str
 
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
-    probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
+    probed, reference = f"the {document['split']} problems", f"the problems of {document['reference']}"
     findings = TypeAdapter(list[ProbeResult]).validate_python(document["findings"])  # NaN is text in JSON
     rows = []
     for one in findings:

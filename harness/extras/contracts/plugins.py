@@ -200,7 +200,7 @@ def advantages_are_finite(algorithm: Algorithm) -> None:
 
 @_rule("algorithm", "make loss and metrics sums over tokens, weighted by loss_weight_BT")
 def parts_add_up(algorithm: Algorithm) -> None:
-    """Loss and metrics of the parts of a batch add up to those of the whole."""
+    """Loss and metrics of the parts of a batch add up to the whole batch's loss and metrics."""
     batch = weighted(algorithm, algorithm.advantages(make_batch(PAID)))
     moved = (batch.sampler_logprobs_BT - 0.05) * batch.completion_mask_BT
     whole, metrics = algorithm.loss(batch, PolicyOutput(moved, -moved, 0.5 * moved))

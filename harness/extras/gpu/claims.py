@@ -117,7 +117,7 @@ def starts(backend: Backend, seconds: float) -> list[Number]:
 
 
 def agrees(backend: Backend, **settings: Any) -> list[Number]:
-    """The engine's log-probs are those of the model's own forward pass, with these settings."""
+    """The engine's log-probs agree with the model's own forward pass, with these settings."""
     spec, found = backend.spec(**settings), []
     engine, policy, prompts = _engine(backend, spec)
     own = "bfloat16" if spec.autocast else precision(policy)

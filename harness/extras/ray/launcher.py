@@ -115,9 +115,9 @@ class RayPool(Pool):
 
 @dataclass(frozen=True)
 class Cluster(Launcher):
-    """What each worker asks for: `num_gpus`, by default one for each device of its trials if the cluster has GPUs, and
-    `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
-    cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
+    """The resources of each worker: `num_gpus`, by default one for each device of its trials if the cluster has GPUs,
+    and `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
+    cluster is at RAY_ADDRESS, or else one on this machine while the study runs."""
 
     pool = RayPool
     num_cpus: float | None = None

@@ -58,7 +58,7 @@ class CellMismatch:
 
 @dataclass
 class Findings:
-    """Mismatches by cell, missing evidence, and in `numbers` how many values were compared with what."""
+    """Mismatches by cell, missing evidence, and in `numbers` the count of values compared, by what they came from."""
 
     mismatches: list[CellMismatch] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
@@ -298,7 +298,7 @@ def _group_size(spec: Mapping[str, Any], step: int) -> int:
 def _check_kept(
     directory: Path, task: Task, tests: Tests, history: RunHistory, spec: Mapping[str, Any], scope: Scope
 ) -> None:
-    """Compare kept files with their hashes, and what the run (settings: `spec`) logged of them with what they say."""
+    """Compare kept files with their hashes, and the values that the run (settings: `spec`) logged with the files."""
     evaluations = {
         completions_file(area, step): (area, step)
         for area in tests
@@ -333,7 +333,7 @@ def _check_kept(
 def _check_evaluation(
     rows: Sequence[Mapping[str, Any]], area: str, step: int, tests: Tests, history: RunHistory, scope: Scope
 ) -> None:
-    """Compare the metrics of an evaluation, and the score of every test problem, with those of its completions."""
+    """Compare an evaluation's metrics, and the score of every test problem, with values from its completions."""
     split, task = tests[area]
     result = evaluate_again(task, rows, split)
     scope.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)

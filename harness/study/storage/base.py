@@ -141,4 +141,4 @@ class Storage(ABC):
     def write_document(self, document: Mapping[str, Any]) -> None: ...
 
     def remove(self, names: Collection[str]) -> None:  # noqa: B027
-        """Delete what lies outside of the study's folder; `names` are those of its studies of Optuna."""
+        """Delete what lies outside of the study's folder; `names` are the names of its Optuna studies."""
