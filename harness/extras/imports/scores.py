@@ -73,13 +73,8 @@ def import_scores(
 ) -> Result:
     """The result of a new study, RUNS/studies/NAME, of scores that something else measured.
 
-        scores    a frame with a row for each score, or a file or folder as `cohort import` takes. Columns: `arm`,
-                  `seed`, `problem`, `score` (0 to 1), and if known `sample` (number of one of several completions),
-                  `step` (of training), `tokens` (generated until then), `family` (of related problems)
-        baseline  the arm to compare with, by default the first
-        score     the name of the score, where there are several
-
-    The same scores again change nothing. ValueError with rule, value and fix for all others.
+    `scores` is a frame with the columns of a table, or a file or folder, as `cohort import` takes it; the other
+    arguments are its options. The same scores again change nothing. ValueError with rule, value and fix for all others.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
         raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")

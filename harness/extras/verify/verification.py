@@ -121,7 +121,7 @@ BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflo
 
 
 def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyRecord, Findings]:
-    """Recompute every number of the report of a study, of the runs folder or in any folder; changes nothing."""
+    """The record of a study, and what `cohort verify` finds of it."""
     own = runs_folder(runs) / "studies" / study
     place = own if own.is_dir() else Path(study)
     if not place.is_dir():
