@@ -42,13 +42,13 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     for record in records:
         if record.search is not None and "tuning" not in record.search:  # its arms were selected by their results
             raise ValueError(
-                f"studies must list their arms to be compared: those of '{record.name}' were found by its search; run "
+                f"studies must list their arms to be compared: a search found the arms of '{record.name}'; run "
                 "the setting that it chose in a study that lists it, with other seeds"
             )
         if record.spec.get("design") == "imported":  # nothing says how it was measured
             raise ValueError(
                 f"studies must be measured here to be compared, got the imported '{record.name}'; import its scores "
-                "and those of the others (Result.problems) as one study"
+                "and the others' scores (Result.problems) as one study"
             )
         if record.metric != first.metric:
             raise ValueError(
@@ -95,7 +95,7 @@ def _label(record: StudyRecord, arm: str) -> str:
 
 
 def _tuning(records: Sequence[StudyRecord]) -> dict[str, Any] | None:
-    """What the searches found that tuned arms of these studies; None without any."""
+    """The findings of the searches that tuned arms of these studies; None without any."""
     found = {
         _label(record, arm): {
             **search,
@@ -130,7 +130,7 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
 
 
 def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
-    """Settings that differ between the base runs; those that a study varies itself are left out."""
+    """Settings that differ between the base runs, without the settings that a study varies itself."""
     varied = {path for record in records for trial in record.trials for path in trial.factors}
     values: dict[str, dict[str, dict[str, None]]] = {}  # setting -> study -> its values
     for record in records:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..harness.base.inputs import REVISION, Sources, Unreachable, digest, digested, expected, verify
+from ..harness.base.inputs import REVISION, Sources, Unreachable, check_expected, digest, digested, expected
 from ..harness.data import Demonstration, Prompt, Split
 from ._answers import QuestionTask
 
@@ -190,7 +190,7 @@ def _read(task: DatasetTask, split: SourceSplit) -> Sequence[Problem]:
 
 @lru_cache(maxsize=8)
 def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Problem]:
-    """What `_read` gives; `version` stands for the content of the sources: the expected, or else the present one."""
+    """The result of `_read`; `version` stands for the content of the sources: the expected, or else the present one."""
     path, _ = task.source(split)
     problems: list[Problem] = []
     rows = list(_find(task, split)[1]())
@@ -206,7 +206,7 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
             is_known = family is not None and family == family  # not NaN, which tables have for nothing
             problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
     sources = _sources(task, split)
-    verify(sources)
+    check_expected(sources)
     if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:
@@ -286,7 +286,7 @@ def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> Missing
 
 
 def _listing(folder: Path) -> str:
-    """What a folder holds, as the end of a clause; empty if there is no such folder."""
+    """The content of a folder, as the end of a clause; empty if there is no such folder."""
     names = sorted(f"{file.name}{'/' * file.is_dir()}" for file in folder.iterdir()) if folder.is_dir() else []
     shown = ", ".join([*names[:8], *[f"{len(names) - 8} more"] * (len(names) > 8)])
     return f"; '{folder}' has {shown or 'nothing'}" if folder.is_dir() else ""

@@ -145,7 +145,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     )),
     *(({"stages": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}], "steps": 3, **change}, words)
       for change, words in (
-        ({"steps": 9}, ["steps must be at most those of the stages, 3, got 9; leave it out"]),
+        ({"steps": 9}, ["steps must be at most the sum over the stages, 3, got 9; leave it out"]),
         ({"lora": {}}, ["lora must be left out with stages, which train all weights in one process, got rank=16"]),
         ({"devices": 2}, ["devices must be left out with stages"]),
         ({"staleness": 1}, ["staleness must be left out with stages"]),

@@ -1,7 +1,7 @@
 """Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
-COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and those of extras.
+COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and the variables of extras.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..settings.run import Optimizer
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
-from ..study.launchers.local import Place
+from ..study.launchers.local import Launcher
 from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
@@ -138,16 +138,11 @@ def comparison(
 
 
 def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> Result:
-    """Run every arm with every seed, once, and write the report, as `cohort study run` does; the study's result.
+    """The result of a study, run as by `cohort study run`, whose options `workers` (None: auto) and `runs` are.
 
     Blocks until nothing is left to run, and shows progress. Ctrl-C (or the interrupt of a notebook) lets each trial
     finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that fails
-    or becomes invalid is named and does not stop the others.
-
-        study    from `load_study`, or a name or path; by the name alone, a study of the runs folder continues with the
-                 settings that it was started with
-        workers  trials at a time; by default one per GPU, or else one per core
-        runs     folder of results, by default COHORT_RUNS or `runs`
+    or becomes invalid is named and does not stop the others. `study` is from `load_study`, or a name or path.
     """
     from .result import Result
 
@@ -170,9 +165,9 @@ def compare(
     runs: str | Path | None = None,
     **settings: Any,
 ) -> Result:
-    """Run one study with an arm for each algorithm and task and all else equal, as `cohort compare` does.
+    """The result of the study that `cohort compare` runs.
 
-    `settings` are those of `comparison`: seeds, tune, controls, settings, name.
+    `settings` go to `comparison`: seeds, tune, controls, settings, name.
     """
     return run(comparison(algorithms, tasks, model, **settings), workers=workers, runs=runs)
 
@@ -197,7 +192,7 @@ def run_to_report(
     workers: int | None = None,
     *,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> Ended:
     """Run a study, show its progress, and write its report.
 
@@ -294,8 +289,8 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(words: str, study: Study) -> Place | None:
-    """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
+def launcher(words: str, study: Study) -> Launcher | None:
+    """The launcher that runs the workers: `local` (None, this machine) or the name of one, then its settings
     NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]
     known = extras.modules("launcher")
@@ -329,7 +324,7 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
-    """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
+    """Show what `cohort study watch` shows, until nothing is left to run or Ctrl-C."""
     with suppress(KeyboardInterrupt):
         progress.show_live(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
 

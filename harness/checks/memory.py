@@ -76,7 +76,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
     learning = components["activations"] >= components["kv_cache"] + components["sampling"]
-    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # less than what they take turns with
+    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # the smaller of two that take turns
     wider = "spread it over more GPUs (devices)"
     adapters = ["train adapters (lora.rank=16)"] * (spec.lora is None)
     rows = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
@@ -109,8 +109,8 @@ def gib(size: int) -> str:
 def judge(spec: RunSpec) -> dict[str, Any]:
     """The verdict on a run on this machine; ValueError for a model folder that cannot be used.
 
-    `components` has bytes by component and `peak_bytes` their peak (None: unknown), `device_bytes` what a run may use,
-    `recomputes` whether it would recompute activations, `problem` why bytes are unknown or do not fit.
+    `components` has bytes by component, `peak_bytes` their peak (None: unknown), `device_bytes` the bytes that a run
+    may use, `recomputes` whether it would recompute activations, `problem` why bytes are unknown or do not fit.
     """
     check_model(spec.model)
     components, device = None, resolve_device(spec.device)
@@ -137,7 +137,7 @@ def peak_bytes(components: Mapping[str, int]) -> int:
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
     """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
 
-    SpecError for an engine that cannot hold the model. Of several stages it is that of the one with the highest peak.
+    SpecError for an engine that cannot hold the model. With several stages, the estimate of the highest peak.
     """
     if spec.stages:
         found = [_estimate_stage(stage) for stage in spec.staged()]
@@ -229,7 +229,7 @@ def estimate(
         gathered = roots + 2 * counts.layer + min(roots + counts.layer, counts.trainable)
 
     def part(size: int) -> int:
-        """Bytes of each device, of those that are spread over all."""
+        """Each device's part of `size` bytes that are spread over all devices."""
         return -(-size // spec.devices)
 
     return {
@@ -249,7 +249,7 @@ def estimate(
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, rows: int) -> int:
     """Bytes that one micro-batch of a device's `rows` keeps for its backward pass and adds at its worst moment."""
     recompute = spec.gradient_checkpointing is True
-    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
+    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # tokens, as a multiple of a micro-batch's
     if counts.can_share and spec.algorithm.group_size > 1:
         # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
         # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.

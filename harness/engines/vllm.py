@@ -222,12 +222,12 @@ class VLLMEngine(RolloutEngine):
         self._begin_anew()
 
     def check_weights(self) -> None:
-        """InvalidRun if vLLM's weights, adapters apart, are not those that it was given, as far as the two compare."""
+        """InvalidRun if vLLM's weights, adapters apart, differ from the given ones, as far as the two compare."""
         self._compare(self._base, _weights)
 
     def _compare(self, given: Mapping[str, int], held: Callable[[Any], Mapping[str, int]]) -> None:
-        """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were. It fuses,
-        pads and renames tensors, which the sum of their checksums does not see. Where it changes values too (a CPU's
+        """InvalidRun if the weights that vLLM holds differ from the given ones, but once were equal. It fuses, pads
+        and renames tensors, which the sum of their checksums does not see. Where it changes values too (a CPU's
         packed products) or holds a part (tensor parallel), the two differ from the start: the check of scores decides.
         """
         (found,) = self.llm.collective_rpc(held)
@@ -235,7 +235,7 @@ class VLLMEngine(RolloutEngine):
         if self._comparable.setdefault(held.__name__, is_equal) and not is_equal:
             ours, theirs = _by_place(given), _by_place(found)
             place = next((name for name in ours if name in theirs and ours[name] != theirs[name]), "")
-            raise InvalidRun(f"stale weights: after they were loaded, those of '{place}' in vLLM are not the learner's")
+            raise InvalidRun(f"stale weights: after a load, the weights of '{place}' in vLLM are not the learner's")
 
     def _load_adapter(self, model: Any) -> None:
         """Like `load_weights`, for the model's adapter; vLLM reads it from a folder."""

@@ -1,5 +1,5 @@
-"""Seals a report: `evidence.json` has the SHA-256 of every file that it was made from and of its own, when it was
-written, and what a mirror shows of it.
+"""Seals a report: `evidence.json` has the SHA-256 of every file that it was made from and of its own, the time of
+writing, and the answer and colours that a mirror shows.
 
 With it the study's folder is whole: the report can be derived again wherever the folder is copied.
 """
@@ -50,7 +50,7 @@ def write_evidence(folder: Path, record: StudyRecord, answer: str = "", colors: 
 
 
 def sealed_files(folder: Path) -> list[str]:
-    """The files of a study that a report is made from, whether they can be read or not, and those of the report."""
+    """The files of a study that a report is made from, whether they can be read or not, and the report's own files."""
     patterns = [STUDY, STATUS, SEARCH, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
     found = (file for pattern in [*patterns, "report/**/*"] for file in folder.glob(pattern) if file.is_file())
     return sorted(file.relative_to(folder).as_posix() for file in found)

@@ -16,7 +16,7 @@ Predicts = Literal["above", "below", "equivalent", "not_below", "not_above", "or
 
 
 class Claim(Section):
-    """What a source says about a contrast of arms, as the region in which the contrast must lie.
+    """A source's statement about a contrast of arms, as the region in which the contrast must lie.
 
     above: over the margin; below: under minus the margin; equivalent: between the two; not_below: over minus the
     margin (non-inferiority); not_above: under the margin; ordered: each arm of `order` over the one before.
@@ -29,7 +29,7 @@ class Claim(Section):
         default_factory=list, description="arm label -> weight, with sum 0; a list: each of them must be as predicted"
     )
     order: list[str] = Field(default_factory=list, description="arm labels in rising order, for predicts: ordered")
-    metric: str = Field(default="", description="metric of a run; by default that of the study")
+    metric: str = Field(default="", description="metric of a run; by default the study's metric")
     value: Literal["last", "mean", "gain", "fall"] = Field(
         default="last", description="of the metric: last, mean over training, last minus first, best minus last"
     )

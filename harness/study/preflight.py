@@ -4,17 +4,16 @@ import ast
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..base.inputs import Inputs, Unreachable
+from ..base.inputs import Inputs
 from ..base.machine import default_workers, usable_gpus
 from ..base.words import quoted
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..policy.sources import is_here
 from ..record.study import study_settings
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.raw import differences
@@ -30,35 +29,6 @@ _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
     "peak_memory_bytes", "core_seconds", "gpu_seconds",
 )  # fmt: skip
-
-
-def missing_here(specs: Sequence[RunSpec]) -> list[str]:
-    """Everything that the runs need and this machine lacks, as text: a device, a model, data of the Hub, an engine.
-
-    ValueError for local data that are missing or lack a split.
-    """
-    from ..devices.device import resolve_device
-    from ..policy.model import check_model
-
-    missing: dict[str, None] = {}
-
-    def note(subject: str, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except (ValueError, OSError, ImportError) as error:
-            if subject.startswith("data") and isinstance(error, ValueError) and not isinstance(error, Unreachable):
-                raise
-            missing[f"{subject}: {' '.join(str(error).split())}"] = None
-
-    for spec in specs:
-        note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
-        note(f"engine '{spec.engine.name}'", spec.engine.check_machine)
-        check_model(spec.model)
-        if not is_here(spec.model):
-            missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
-    for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
-        note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
-    return list(missing)
 
 
 def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str, *, here: bool = True) -> None:
@@ -95,7 +65,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
     """The bytes of disk that the trials still need for this study's workers, and the free ones; None if unknown.
 
     SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
-    database share the trials too, so this host counts only those that it runs at a time.
+    database share the trials too, so this host counts only the trials that it runs at a time.
     """
     from ..checks.disk import check_disk
 

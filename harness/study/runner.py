@@ -12,17 +12,17 @@ from typing import Any
 from ..base.files import write_json
 from ..base.inputs import Inputs, check_same, expecting
 from ..base.machine import default_workers
-from ..checks.preflight import run_inputs
+from ..checks.preflight import missing_here, run_inputs
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, keep_document, read_trial, study_document, write_status
 from ..settings.study import StudySpec
-from .launchers.local import Place, WorkerPool
+from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
-from .pool import watch
-from .preflight import check_room, check_study, check_unchanged, missing_here
+from .pool import supervise
+from .preflight import check_room, check_study, check_unchanged
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
 
@@ -36,7 +36,7 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> StudyStatus:
     """Run the study's missing trials with `workers` processes; returns the study's progress.
 
@@ -66,7 +66,7 @@ def run_study(
     with pool.running():
         _opened(queue, command, inputs)
         with mirrored(runs, plan.folder):
-            status = watch(pool, queue, show)
+            status = supervise(pool, queue, show)
             if study.search is not None:
                 write_json(plan.folder / SEARCH, queue.search_record())
             write_status(plan.folder, status, _failed(plan, status, ended=True), ended=True)
@@ -105,7 +105,7 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
 
 
 def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dict[str, Any]]:
-    """The trials that failed; once the study has ended also those whose files here cannot be read."""
+    """The trials that failed; once the study has ended, also trials with files here that cannot be read."""
     found = []
     for trial in status.trials:
         reason = trial.reason if trial.state == "failed" else None
