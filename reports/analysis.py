@@ -173,7 +173,7 @@ class Analysis:
 
     usable       the complete trials with a finite outcome
     comparisons  every arm that can be compared with the baseline
-    same         the arms that cannot differ from what they are compared with by construction: no hypothesis, so no p
+    same         the arms that by construction cannot differ from their reference: no hypothesis, so no p
     """
 
     record: StudyRecord

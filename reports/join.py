@@ -95,7 +95,7 @@ def _label(record: StudyRecord, arm: str) -> str:
 
 
 def _tuning(records: Sequence[StudyRecord]) -> dict[str, Any] | None:
-    """What the searches found that tuned arms of these studies; None without any."""
+    """The findings of the searches that tuned arms of these studies; None without any."""
     found = {
         _label(record, arm): {
             **search,

@@ -1,4 +1,4 @@
-"""What a user can ask for: each is a function or a class, and the command line and `import cohort` are its clients.
+"""All that a user can ask for, as functions and classes; the command line and `import cohort` are the clients.
 
 Names load on first use. `import cohort` hands on those that are documented; the others serve commands.
 """

@@ -290,7 +290,7 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
 
 
 def launcher(words: str, study: Study) -> Launcher | None:
-    """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
+    """The launcher that runs the workers: `local` (None, this machine) or the name of one, then its settings
     NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]
     known = extras.modules("launcher")

@@ -32,8 +32,8 @@ _END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that n
 
 
 class Work(NamedTuple):
-    """What passes read: tokens, (token, key) pairs of attention, and tokens that reach the head; or the operations that
-    one of each takes."""
+    """Counts of passes: tokens, (token, key) pairs of attention, and tokens that reach the head; or the operations for
+    one of each."""
 
     tokens: float = 0.0
     pairs: float = 0.0

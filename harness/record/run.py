@@ -69,7 +69,7 @@ class RunInfo:
                              "run then starts again from the beginning") from None  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """What each `start` says of its run, to tell runs apart: trial, arm, seed, digest of settings and tags."""
+        """The facts by which each `start` tells runs apart: trial, arm, seed, digest of settings and tags."""
         known = {key: self.tags.get(f"cohort.{key}", "") for key in ("trial", "arm", "seed")}
         return {**known, "settings": digest([self.spec, self.tags])}
 

@@ -109,7 +109,7 @@ class Run:
         self._count()
 
     def _count(self) -> None:
-        """Note a completion's tokens, what the stage's models cost, and whether the engine's log-probs are exact."""
+        """Note a completion's tokens, the operations of the models, and whether the engine's log-probs are exact."""
         does, self.costs, self.max_tokens = self.stage.does, None, self.spec.max_tokens
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)

@@ -97,7 +97,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds of a run at one of its steps.
+    """The content of a checkpoint: a run at one of its steps.
 
     weights, base   as `save_model` takes them
     learner         `Learner.state`
@@ -165,14 +165,14 @@ def _intact(directory: Path, passed: list[str]) -> Iterator[tuple[Path, dict[str
 
 
 def say_passed(reasons: Sequence[str], instead: str) -> None:
-    """Warn that checkpoints are passed over for these reasons, if any, and what the run does instead."""
+    """Warn, if there are reasons, that checkpoints are passed over for them and what the run does instead."""
     if reasons:
         log.warning("a checkpoint must be as it was saved, but %s; the run %s", " and ".join(reasons), instead)
 
 
 def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tuple[int, list[str]]:
-    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target` with
-    a copy of its log so far, or 0; then why newer ones were passed over. That run may continue meanwhile."""
+    """(step, reasons): the newest intact checkpoint of the run in `source`, or 0, and why newer ones were passed over.
+    `spec` now continues from it in `target`, with a copy of the log so far; the other run may continue meanwhile."""
     passed: list[str] = []
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         passed.clear()

@@ -32,8 +32,8 @@ NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
 class Timed(NamedTuple):
-    """The seconds of a trial for so many passes of tokens. Of a past run also its kind, the digest of its cold start,
-    which is there now, and the seconds that it took besides (infinite if it waited for that)."""
+    """The seconds of a trial for so many passes of tokens. A past run also has its kind, the digest of its cold start,
+    which is there now, and its other seconds (infinite if it waited for the cold start)."""
 
     seconds: float
     passes: float

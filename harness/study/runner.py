@@ -105,7 +105,7 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
 
 
 def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dict[str, Any]]:
-    """The trials that failed; once the study has ended also those whose files here cannot be read."""
+    """The trials that failed; once the study has ended, also trials with files here that cannot be read."""
     found = []
     for trial in status.trials:
         reason = trial.reason if trial.state == "failed" else None

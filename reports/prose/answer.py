@@ -270,6 +270,6 @@ def _left_out(analysis: Analysis) -> str:
 
 
 def _added(analysis: Analysis) -> str:
-    """That the number of seeds may follow from results."""
+    """A clause that says that the number of seeds may follow from results; empty if it cannot."""
     read = wording.listed([str(count) for count in analysis.record.looks], len(analysis.record.looks))
     return f"seeds were added after a report over {read} of them, which makes intervals and p larger" if read else ""

@@ -57,7 +57,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def best_checkpoint(analysis: Analysis) -> str:
-    """What choosing the best step of each run, by the problems that judge it, would have added; empty if unknown."""
+    """A sentence on the gain if the problems that judge a run also chose its best step; empty if unknown."""
     metric, found = analysis.record.metric, dict[str, float]()
     for arm in analysis.finished_arms if wording.is_fraction(metric) else ():
         series = [analysis.usable[arm.label, seed].history.get(metric, ()) for seed in arm.scores]

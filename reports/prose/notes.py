@@ -175,7 +175,7 @@ def _added_note(analysis: Analysis) -> _Note | None:
 
 
 def _looks_note(analysis: Analysis) -> _Note | None:
-    """What it costs that the number of seeds may follow from results; None if it cannot."""
+    """The cost of a number of seeds that may follow from results; None if it cannot."""
     record = analysis.record
     counts = [len(arm.scores) for arm in analysis.finished_arms if share_of_alpha(record, arm.scores) < 1]
     if not counts:

@@ -1,4 +1,4 @@
-"""What the claims of the run-book (`gpu_claims`) ask of a machine: its memory, models, engines and training runs."""
+"""The machine as the claims of the run-book (`claims`) use it: its memory, models, engines and training runs."""
 
 import json
 import os

@@ -38,7 +38,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """What a claim found. It holds if the value is text, or finite and within its bounds."""
+    """One value that a claim's check found. It holds if it is text, or finite and within its bounds."""
 
     name: str
     value: float | str
@@ -77,7 +77,7 @@ class GPUClaim:
     needs: Sequence[str] = ()
 
     def numbers(self, backend: Backend) -> list[Number]:
-        """What the check finds; Skipped where the machine lacks what it needs."""
+        """The check's numbers; Skipped if the machine lacks what it needs."""
         for need in self.needs:
             has, words = NEEDS[need]
             if not has(backend):

@@ -83,7 +83,7 @@ def model_card(run: Path) -> str:
 
 
 def _of_study(run: Path) -> list[str]:
-    """What the study of a trial says of its arm, over all seeds; nothing for a single run."""
+    """Lines on a trial's arm from its study, over all seeds; none for a single run."""
     folder = run.resolve().parents[1]
     if not (folder / STUDY).is_file():
         return []

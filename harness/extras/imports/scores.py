@@ -191,7 +191,7 @@ def _member(log: zipfile.ZipFile, name: str) -> Any:
 def _split(
     row: Mapping[str, Any], file: Path, number: int, score: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """What a row says beside its scores, and these by name, by the program that wrote it."""
+    """(other values of a row, its scores by name), by the program that wrote it."""
     keys, known = row.keys(), row
     if "prompt_id" in keys:  # as `Result.problems` has it
         known = {**row, "problem": row["prompt_id"]}
