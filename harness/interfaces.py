@@ -2,7 +2,7 @@
 
 A plugin is one file with one public class. Algorithms, rewards, tasks and samplers are frozen values whose fields are
 the settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A
-mirror has none but the environment variables of what it writes to.
+mirror's settings are environment variables alone.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ class RolloutEngine(ABC):
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
-        """The groups of `generate`; InvalidRun, which names the class, for what no sampling of these prompts gives."""
+        """The groups of `generate`; InvalidRun, which names the class, if no sampling of these prompts gives them."""
         found: Any = self.generate(prompts, group_size, sampling, seed=seed, step=step)
         groups: Any = found if isinstance(found, list | tuple) else []
         wrong = ""

@@ -149,7 +149,7 @@ class Comparison(Contrast):
 
 @dataclass(frozen=True)
 class Gap:
-    """An (arm, seed) without a usable result, and why; `state` is its trial's or says what is missing."""
+    """An (arm, seed) without a usable result, and why; `state` is its trial's or names the missing part."""
 
     arm: str
     seed: int
@@ -159,7 +159,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class ControlArm:
-    """A control arm: what it changes, its result, and the arms that share its task and its start, each minus it."""
+    """A control arm: its kind, its result, and the arms that share its task and its start, each minus it."""
 
     control: str
     summary: ArmSummary

@@ -126,7 +126,7 @@ def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
 
 
 def tuning_of(record: StudyRecord) -> Mapping[str, Mapping[str, Any]]:
-    """Arm -> what the search that tuned it found; empty for a study that tuned nothing."""
+    """Arm -> the findings of the search that tuned it; empty for a study that tuned nothing."""
     return (record.search or {}).get("tuning", {})
 
 

@@ -285,7 +285,7 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
     with pytest.raises(SpecError, match="a started study cannot change"):
         check_unchanged(sizes(claim={**CLAIM, "margin": 0.01}, **more), started)  # pyright: ignore
     keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
-    with pytest.raises(ValueError, match="its claims are not those that it was started with"):
+    with pytest.raises(ValueError, match="its claims differ from the ones that it was started with"):
         read_folder(tmp_path, {})
 
 

@@ -85,8 +85,8 @@ def check_runs(
 def check_capacity(
     specs: Sequence[RunSpec], trained: Sequence[RunSpec], copies: Callable[[RunSpec], int] = lambda spec: 1
 ) -> None:
-    """ValueError for runs that this machine cannot hold: their device and engine and, of those that train, the number
-    of devices and the memory, where `copies` processes run each."""
+    """ValueError for runs that this machine cannot hold: by their device and engine and, for the runs that train, by
+    the number of devices and the memory, where `copies` processes run each."""
     from ..devices.device import resolve_device
     from .memory import check_memory
 

@@ -1,6 +1,6 @@
 """A run's files: `run.json` (what it is), `events.jsonl` (what happened), `progress.json`, `result.json` (its end).
 
-They are the only truth about the run; whatever shows it elsewhere, as MLflow does, follows them.
+They are the only truth about the run; mirrors that show it elsewhere, such as MLflow, follow them.
 """
 
 import dataclasses

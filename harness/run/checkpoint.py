@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 class Writer:
-    """Writes one checkpoint at a time in a thread of its own. Its error is raised here, by whatever asks next."""
+    """Writes one checkpoint at a time in a thread of its own. The next call of a method raises the thread's error."""
 
     def __init__(self) -> None:
         self.group = ranks.apart()
@@ -68,7 +68,7 @@ class Writer:
         self.copied.set()
 
     def begin(self, copy: Callable[[], T], write: Callable[[T], None]) -> None:
-        """Have the thread write what `copy` returns there; what it copies must not change before `copied` is set."""
+        """Have the thread call `write(copy())`; the values that it copies must not change before `copied` is set."""
         self.check(wait=True)
         self.copied.clear()
 
@@ -101,7 +101,7 @@ class Snapshot:
 
     weights, base   as `save_model` takes them
     learner         `Learner.state`
-    facts           what `state.json` says besides: spec_digest, inputs, progress, is_last
+    facts           the other keys of `state.json`: spec_digest, inputs, progress, is_last
     """
 
     step: int
@@ -153,7 +153,7 @@ def latest_checkpoint(
 
 
 def _intact(directory: Path, passed: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The intact checkpoints in a folder and their states, newest first; `passed` gets what is wrong with others."""
+    """The intact checkpoints in a folder and their states, newest first; `passed` gets the faults of others."""
     for folder in sorted(directory.glob("step-*"), reverse=True):
         try:
             state = whole_manifest(folder, STATE)

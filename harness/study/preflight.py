@@ -63,7 +63,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
     """The bytes of disk that the trials still need for this study's workers, and the free ones; None if unknown.
 
     SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
-    database share the trials too, so this host counts only those that it runs at a time.
+    database share the trials too, so this host counts only the trials that it runs at a time.
     """
     from ..checks.disk import check_disk
 

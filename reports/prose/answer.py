@@ -1,4 +1,4 @@
-"""Writes a study's answer: one sentence with its uncertainty and what is missing."""
+"""Writes a study's answer: one sentence with its uncertainty and its gaps."""
 
 import math
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def _unexplained(analysis: Analysis) -> str:
 
 
 def _twins(analysis: Analysis) -> str:
-    """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
+    """A clause on arms that are the same run by their settings, without a test; empty if there are none."""
     found = [f"{wording.quoted(labels, len(labels))} are identical by construction ({reason})"
              for labels, reason in analysis.record.identical]  # fmt: skip
     return "; ".join(found)

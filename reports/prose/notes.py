@@ -139,7 +139,7 @@ def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any
 
 
 def _join_note(analysis: Analysis) -> _Note | None:
-    """The differences between the studies of a joined page besides their arms."""
+    """The differences between the studies of a joined page, apart from their arms."""
     record = analysis.record
     if not isinstance(record, JoinedStudy):
         return None

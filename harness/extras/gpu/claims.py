@@ -66,8 +66,8 @@ NEEDS: Mapping[str, tuple[Callable[[Backend], bool], str]] = {
 
 @dataclass(frozen=True)
 class GPUClaim:
-    """`check` measures it, in a process of its own that has `limit` seconds, on a machine that has what it `needs`;
-    `why` gives the reason of its bounds."""
+    """`check` measures it, in a process of its own that has `limit` seconds, on a machine that meets its `needs`; `why`
+    gives the reason of its bounds."""
 
     name: str
     says: str
@@ -359,7 +359,7 @@ REPEATS = "equal settings give equal results; kernels that add in any order leav
 RECOMPUTED, KEPT = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
 FITS = "an estimate below the peak lets a run in that ends out of memory; one of twice the peak refuses runs that fit"
 STARTS = "each worker of a study starts its engine once, from graphs that an earlier start compiled"
-AGREES = "the bounds of a run's own checks (run/sync.py); a tenth of them for the mean, half for 99.9 %"
+AGREES = "the bounds of a run's own checks (run/guards/sync.py); a tenth of them for the mean, half for 99.9 %"
 NOISE = "other noise would leave next to no token equal; one that rounding flips changes the rest of its row"
 SLEEP = "one stale tensor spoils a run; what sleeps is weights and cache, most of what vLLM takes"
 PPO = {"algorithm.name": "ppo"}

@@ -23,7 +23,7 @@ from ...settings.errors import SpecError
 def publish(run: Path, repository: str) -> str:
     """Upload the final policy of a run and its card to a repository of the Hub, private if it is new; its address.
 
-    SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
+    SpecError for an impossible name, a run that has not ended, or a refusal of the Hub.
     """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise SpecError(f"`repository` must be the name of a user and a repository, got '{repository}'")

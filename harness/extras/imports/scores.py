@@ -1,6 +1,6 @@
-"""Imports scores that other programs measured as a study of the runs folder, whose record reports read as any other.
+"""Imports scores that other programs measured, as a study of the runs folder: reports read its record as any other.
 
-A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/, in it what one run left: sample logs
+A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/ with the files of one run: sample logs
 of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl dump, or a table. A run is an arm with a
 seed; its last step counts. Scores are taken as they are. Files are hostile: sizes are bounded before they are unpacked.
 """

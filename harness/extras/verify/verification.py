@@ -351,7 +351,7 @@ def _check_evaluation(
 
 
 def _check_verdicts(file: str, rows: Sequence[Mapping[str, Any]], graded: Sequence[GradedGroup], scope: Scope) -> None:
-    """Compare the answer and the verdict of every row with those that its completion gets now."""
+    """Compare the answer and the verdict of every row with a new grading of its completion."""
     derived = [pair for g in graded for pair in zip(g.answers, g.correct or (), strict=True)]
     scope.findings.completions += len(rows)
     for row, (answer, correct) in zip(rows, derived, strict=True):
