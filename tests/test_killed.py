@@ -254,7 +254,7 @@ def train(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Cal
 
     def asked() -> bool:
         if log.step == LEAVES and not (runs / "cloned").exists() and directory.name.startswith(f"{PARENT}-seed"):
-            steering.steer("stop", "storm", runs, PARENT)
+            steering.hold_arm("storm", runs, PARENT, True)
         return should_stop()
 
     return loop.train(spec, directory, log, cache=cache, should_stop=asked, **more)
@@ -269,7 +269,7 @@ def clone(runs: Path, status: StudyStatus) -> None:
     if all((trial.directory / CHECKPOINTS / f"step-{LEAVES:08d}").exists() for trial in trials):
         steering.clone_arm("storm", runs, PARENT, {"optimizer.learning_rate": 0.01}, warm=True)
         (runs / "cloned").touch()
-    steering.steer("resume", "storm", runs, PARENT)
+    steering.hold_arm("storm", runs, PARENT, False)
 
 
 def mixed(kind: str) -> StudySpec:

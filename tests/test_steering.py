@@ -26,7 +26,7 @@ from cohort.harness.run import loop
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import HELD, Queue, TrialOutcome, study_status
-from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, steer
+from cohort.harness.study.steering import clone_arm, drop_arm, hold_arm, remove_study
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
@@ -51,12 +51,12 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to stop changed anything."""
-    return "is already stopped" not in steer("stop", name, runs, arm, storage=storage)
+    return hold_arm(name, runs, arm, True, storage)
 
 
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to resume changed anything."""
-    return "nothing changed" not in steer("resume", name, runs, arm, storage=storage)
+    return hold_arm(name, runs, arm, False, storage)
 
 
 # Stop and resume ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..study.estimates import cost
     from ..study.pool import work
     from ..study.queue import study_status
-    from ..study.steering import remove_study, steer
+    from ..study.steering import clone_arm, drop_arm, hold_arm, remove_study
     from .catalog import describe_plugins, describe_settings, describe_task
     from .machine import check_machine
     from .reporting import report

@@ -25,14 +25,13 @@ def check_runs(
     *,
     trained: Sequence[RunSpec] | None = None,
     models: bool = True,
-    here: bool = True,
-    copies: Callable[[RunSpec], int] = lambda spec: 1,
+    copies: Callable[[RunSpec], int] | None = lambda spec: 1,
 ) -> None:
     """ValueError for runs that cannot start: of a run, a study or a dry run. Reads no weights and writes nothing.
 
     Each of the `splits` must have problems, by default all that a run reads. `trained` are the runs that train, by
-    default those with steps: they must fit this machine, where `copies` processes run each, unless others run them (not
-    `here`). Without `models` only the folder and the data are checked. Settings that specs share are checked once.
+    default those with steps: they must fit this machine, where `copies` processes run each, unless others run them
+    (None). Without `models` only the folder and the data are checked. Settings that specs share are checked once.
     Warns of training on a cut distribution.
     """
     check_runs_folder(runs)
@@ -79,7 +78,7 @@ def check_runs(
     if models:
         for spec in specs:
             check_countable(spec)
-        if here:
+        if copies is not None:
             check_capacity(specs, trained, copies)
 
 

@@ -5,7 +5,7 @@ import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         check_metrics(study, specs)
         check_claimed(study, specs)
 
-    def copies(spec: RunSpec) -> int:
-        return num_copies(study, spec, workers, len(specs) * len(study.seeds)) if here else 1
-
-    check_runs(specs, runs, models=execute == EXECUTE, here=here, copies=copies)
+    copies = partial(num_copies, study, workers=workers, trials=len(specs) * len(study.seeds)) if here else None
+    check_runs(specs, runs, models=execute == EXECUTE, copies=copies)
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
