@@ -78,7 +78,7 @@ def of_package(package: str) -> list[tuple[Kind, str]]:
         owners = sorted({point.dist.name for kind in groups for point in _external(kind) if point.dist})
         raise ValueError(
             f"no installed package '{package}' declares plugins (entry points {', '.join(groups.values())}); install "
-            f"it first (pip install -e .); those that do: {', '.join(owners) or 'none'}"
+            f"it first (pip install -e .); packages that do: {', '.join(owners) or 'none'}"
         )
     return found
 

@@ -89,7 +89,7 @@ def evaluate(
 ) -> Evaluation:
     """Held-out accuracy of a model; a call that was cut off continues.
 
-    The arguments are those of `cohort evaluate`; `settings` are dotted path -> value, as after `--set`, of which
+    The arguments are as for `cohort evaluate`; `settings` are dotted path -> value, as after `--set`, of which
     `task.path` says where the data are: a Hub id, a local file or folder. `tests` need the split `test`.
     """
     part, folder = checked_split(split), runs_folder(runs)

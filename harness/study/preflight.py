@@ -140,7 +140,7 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
     if started is None:
         return {}
     if lost := {"digest", "seeds", "inputs"} - started.keys():
-        rule = f"the record of a started study must say what it was started with, {storage.document_place} has no "
+        rule = f"the record of a started study must keep its settings and inputs, {storage.document_place} has no "
         fix = "restore it from a copy, or choose another `name`"
         raise SpecError(f"{rule}{' and no '.join(sorted(lost))}; {fix}")
     if started["digest"] != study.digest() and not _only_adds_arms(started, study):

@@ -200,8 +200,7 @@ def _looks_note(analysis: Analysis) -> _Note | None:
             f"before the first reading, keeps {100 * ALPHA:g} %."
         )
     return "Seeds are still to come", (
-        "No difference is tested before all planned seeds have ended, for a study may be stopped by what it shows. "
-        f"{text}"
+        f"No difference is tested before all planned seeds have ended, because early results may stop a study. {text}"
     )
 
 

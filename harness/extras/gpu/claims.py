@@ -361,7 +361,7 @@ FITS = "an estimate below the peak lets a run in that ends out of memory; one of
 STARTS = "each worker of a study starts its engine once, from graphs that an earlier start compiled"
 AGREES = "the bounds of a run's own checks (run/guards/sync.py); a tenth of them for the mean, half for 99.9 %"
 NOISE = "other noise would leave next to no token equal; one that rounding flips changes the rest of its row"
-SLEEP = "one stale tensor spoils a run; what sleeps is weights and cache, most of what vLLM takes"
+SLEEP = "one stale tensor spoils a run; the weights and the cache sleep, which are most of vLLM's memory"
 PPO = {"algorithm.name": "ppo"}
 PEAKS: Mapping[str, Mapping[str, Any]] = {
     "grpo-memory": KEPT, "grpo-memory-recomputed": RECOMPUTED, "ppo-memory": KEPT | PPO,
