@@ -385,9 +385,7 @@ def test_an_interrupted_study_ends_with_exit_code_130(cohort, monkeypatch):
     assert (cohort.out, cohort.err) == ("", "Interrupted. The same command continues where it stopped.\n")
 
 
-@pytest.mark.parametrize(
-    ("die_at", "told"), [(1, "No problem is kept yet."), (2, "2 problems are kept in {}")]
-)
+@pytest.mark.parametrize(("die_at", "told"), [(1, "No problem is kept yet."), (2, "2 problems are kept in {}")])
 @pytest.mark.usefixtures("store")
 def test_an_interrupted_evaluation_says_what_is_kept(die_at, told, cohort, runs, monkeypatch):
     generate, calls = TransformersEngine.generate, iter(range(9))
