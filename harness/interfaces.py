@@ -253,6 +253,11 @@ class Task(Section, ABC):
         Never raises, whatever the text, and takes bounded time and memory.
         """
 
+    def ends_in(self, completion: str, gold: str) -> bool:
+        """Whether the last number or expression of a completion that marks no answer is the gold answer: measured
+        (`lenient_accuracy`), never paid. Bounded like `extract`."""
+        return False
+
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
