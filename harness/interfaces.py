@@ -383,6 +383,7 @@ class RolloutEngine(ABC):
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
     verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
+    note_tokens: Callable[[int], None] = staticmethod(lambda count: None)  # it may tell how many more are sampled
 
     class Settings(Section):
         processes: ClassVar[int] = 1  # of a trial over which it splits its model; they must be given the same prompts
