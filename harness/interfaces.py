@@ -258,6 +258,10 @@ class Task(Section, ABC):
         (`lenient_accuracy`), never paid. Bounded like `extract`."""
         return False
 
+    def own_part(self, completion: str) -> str:
+        """The part of a completion that is about its problem; all of it, unless it runs on into another one."""
+        return completion
+
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
