@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..base.tensors import pad_left
 from ..data import Group, Prompt, Sampling
 from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
+from ..policy.library import decoding_cache, grouped_attention
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -89,8 +89,8 @@ class LibraryDecoder:
     """Decodes one batch with the model's own forward pass and cache, if `keeps_keys_and_values`."""
 
     def __init__(self, model: nn.Module, capacity: int):
-        """`capacity` is the number of tokens, prompt and completion, that a row can have; the cache grows to it."""
-        self.model, self.cache = model, DynamicCache(config=model.config)  # pyright: ignore
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        self.model, self.cache = model, decoding_cache(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
@@ -113,14 +113,15 @@ class LibraryDecoder:
         self.mask = self.mask[lines]
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=self.mask if self.padded else None,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with grouped_attention(self.model):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.mask if self.padded else None,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1].float()
 
 

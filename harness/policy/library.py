@@ -1,8 +1,16 @@
-"""Imports transformers without the parts that nothing here needs, and without its progress bars, which break ours."""
+"""What here rests on the insides of transformers: its import without parts that nothing needs and without progress
+bars, which break ours, and a cache and an attention for decoding, through its own interfaces for both."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = {"scaling", "dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"}  # of attention
 
 
 def import_generation() -> None:
@@ -24,3 +32,91 @@ def import_generation() -> None:
     finally:
         for name, available in found.items():
             setattr(utils, name, available)
+
+
+def decoding_cache(model: nn.Module, capacity: int) -> Any:
+    """A cache for texts of at most `capacity` tokens. A layer writes keys and values in place and hands out views: the
+    library's own copies all of them for every token. A layer with a window shorter than the texts stays the library's.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    class InPlace(DynamicLayer):
+        length, rows = 0, 0
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            new = key_states, value_states
+            if not self.is_initialized:
+                self.whole = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in new]
+                self.rows, self.is_initialized = len(key_states), True
+            start, self.length = self.length, self.length + key_states.shape[2]
+            for whole, x in zip(self.whole, new, strict=True):
+                whole[: self.rows, :, start : self.length] = x
+            return self._views()
+
+        def _views(self) -> tuple[Tensor, Tensor]:
+            self.keys, self.values = (whole[: self.rows, :, : self.length] for whole in self.whole)
+            return self.keys, self.values
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            for i, whole in enumerate(self.whole):
+                wide = whole.new_empty(len(whole), repeats, *whole.shape[1:])
+                wide[..., : self.length, :] = whole[:, None, :, : self.length]
+                self.whole[i] = wide.flatten(0, 1)
+            self.rows *= repeats
+            self._views()
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            """Rows that keep their place are not touched; others must come from beyond the new end."""
+            self.rows = len(indices)
+            moved = (indices != indices.new_tensor(range(self.rows))).nonzero()[:, 0]
+            for whole in self.whole:
+                whole[moved, :, : self.length] = whole[indices[moved], :, : self.length]
+            self._views()
+
+    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
+    long = capacity
+    cache.layers = [x if getattr(x, "sliding_window", long) < long else InPlace() for x in cache.layers]
+    return cache
+
+
+@contextmanager
+def grouped_attention(model: nn.Module) -> Iterator[None]:
+    """Inside the context, SDPA's attention of a single token does not repeat keys and values for the query heads that
+    share them: those heads are the rows of one product."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config: Any = model.config
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, None]:
+        if query.shape[2] != 1 or {*given} - _PLAIN or query.shape[3] != key.shape[3]:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+        rows, heads, _, width = query.shape
+        shared, length = key.shape[1:3]
+        scale = given.get("scaling")
+        query = (query * (width**-0.5 if scale is None else scale)).view(rows * shared, heads // shared, width)
+        scores = torch.bmm(query, key.flatten(0, 1).transpose(1, 2))
+        if attention_mask is not None:
+            bias = attention_mask
+            if bias.dtype == torch.bool:
+                bias = torch.zeros(bias.shape, dtype=scores.dtype, device=bias.device).masked_fill_(~bias, -torch.inf)
+            scores = (scores.view(rows, shared, -1, length) + bias).view(scores.shape)
+        read = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
+        return read.view(rows, 1, heads, value.shape[3]), None
+
+    ALL_ATTENTION_FUNCTIONS.register("grouped", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("grouped", sdpa_mask)
+    config._attn_implementation = "grouped"
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
