@@ -80,8 +80,8 @@ class LossKLSettings(Algorithm):
     }
     kl_estimator: KLEstimator = Field(
         default="k3",
-        description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
-        "policy); k1, none in expectation",
+        description="per-token KL estimator; k2 has the gradient of KL(policy, reference), k3 of KL(reference, "
+        "policy), k1 none in expectation",
     )
     kl_importance_weighted: bool = Field(
         default=False,

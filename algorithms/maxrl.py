@@ -1,14 +1,14 @@
 """Credit goes to right answers in proportion to how rare they are in their group, so that hard problems count more.
 
 Maximum likelihood reinforcement learning: Tajwar et al. 2026 (MaxRL, arXiv:2602.02710). The log-likelihood of a right
-answer is log p = -sum over k of (1 - p)^k / k, and its gradient the sum over k of 1/k times that of pass@k; with 0 / 1
-rewards the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean
-score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the
-standard deviation, 0 where nothing is right (so the expectation has the first G - 1 terms). verl 0.9.1 and TRL 1.16
-have no such advantage. Departures: the paper pays 0 / 1 alone, and with rewards below 0 a mean may be the residue of
-rounding, so the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no
-reward is below 0 and keeps an advantage below 2 * count everywhere; 0 where no reward is above 0; the sum over a
-completion's tokens, which the score is, is divided by a constant, as in Dr. GRPO.
+answer is log p = -sum over k of (1 - p)^k / k, and its gradient sums pass@k's gradient / k over k; with 0 / 1 rewards
+the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean score, as
+here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the standard
+deviation, 0 where nothing is right (so the expectation has the first G - 1 terms). verl 0.9.1 and TRL 1.16 have no such
+advantage. Departures: the paper pays 0 / 1 alone, and with rewards below 0 a mean may be the residue of rounding, so
+the mean counts at least as max |r| / count, as if one answer were right, which changes nothing where no reward is below
+0 and keeps an advantage below 2 * count everywhere; 0 where no reward is above 0; the sum over a completion's tokens,
+which the score is, is divided by a constant, as in Dr. GRPO.
 """
 
 from typing import Literal

@@ -9,7 +9,7 @@ all groups, those without a pair adding exactly 0.
 The two rows of a pair reach the loss apart (micro-batches, minibatches), so each row's loss is eq. 7 with the partner's
 log-prob held where it was sampled; a constant (half of the pair's loss then) makes the two add up to eq. 7. For that a
 row must know one number, its advantage: +-sigmoid(-kl_beta * (d_best - d_worst)) at the sampling policy. At the first
-update of a batch value and gradient are those of eq. 7. Departure: in later updates of the same batch the loss follows
+update of a batch value and gradient equal eq. 7's. Departure: in later updates of the same batch the loss follows
 a row's own movement but not its partner's.
 """
 

@@ -3,13 +3,12 @@ count more.
 
 Optimal token baseline: 2026 (OTB, arXiv:2602.07078): the baseline of least variance differs from token to token. It is
 sum(W * r) / sum(W) over the group, W the squared length of the gradient of an answer's log-prob up to the token. Its
-proxy is the gradient by the logits, as if those of tokens were orthogonal: the sum of 1 - 2 p + (sum of p^2 over the
-vocabulary), from one forward pass more, which is charged. No deviation, and no KL by default; the clip binds from the
-second update of a batch on. Process rewards count with their total. Departures: a group's mean is taken off its rewards
-first, so that equal ones are exact zeros; it stays the baseline where one answer is left, which would be its own (verl
-has 0); the sum over a completion's tokens is divided by a constant, as in Dr. GRPO (verl: any aggregation); W takes no
-weights for the engine's mismatch.
-"""
+proxy is the gradient by the logits, as if different tokens' gradients were orthogonal: the sum of 1 - 2 p + (sum of p^2
+over the vocabulary), from one forward pass more, which is charged. No deviation, and no KL by default; the clip binds
+from the second update of a batch on. Process rewards count with their total. Departures: a group's mean is taken off
+its rewards first, so that equal ones are exact zeros; it stays the baseline where one answer is left, which would be
+its own (verl has 0); the sum over a completion's tokens is divided by a constant, as in Dr. GRPO (verl: any
+aggregation); W takes no weights for the engine's mismatch."""
 
 from typing import Literal
 

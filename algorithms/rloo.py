@@ -33,7 +33,7 @@ class RLOO(F.RewardKLSettings):
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(default=None, gt=0, description="how far a row's ratio may leave 1; null: any")
     baseline: Literal["group", "shrinkage"] = Field(
-        default="group", description="mean of the others in the group; shrinkage: moved towards that of other groups"
+        default="group", description="mean of the others in the group; shrinkage: moved towards the other groups' mean"
     )
 
     def advantages(self, batch: Batch) -> Batch:

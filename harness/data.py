@@ -37,8 +37,8 @@ class Section(BaseModel):
 class Sampling(Section):
     """The settings for sampling completions during training.
 
-    A cut (`top_p`) biases training: log-probs are those of the uncut distribution, from which the tokens were
-    not drawn, so neither the ratio nor the gradient allows for the cut.
+    A cut (`top_p`) biases training: tokens are drawn from the cut distribution, but log-probs come from the uncut
+    one, so neither the ratio nor the gradient allows for the cut.
     """
 
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
@@ -180,7 +180,7 @@ class GradedGroup:
 class Score:
     """Rewards of a group of G completions.
 
-    totals    [G] sum of all weighted rewards, those of steps included
+    totals    [G] sum of all weighted rewards, rewarded steps included
     outcomes  [G] the part that the whole completion earned; None if no outcome is rewarded
     steps     [G] (character, weighted value) of each rewarded step; None if no steps are rewarded
     parts     reward name -> [G] values before the weight
@@ -207,8 +207,8 @@ class Batch:
     reward_parts_BK, reward_weights_BK   float32, each reward of a row before its weight (of steps their total), and
                          its weight; None if there is only `rewards_B`
     greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None if none is drawn
-    step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
-                         the outcome at the last token; None if only the outcome is rewarded
+    step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, and the
+                         outcome's reward at the last token; None if only the outcome is rewarded
     group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
     old_logprobs_BT, ref_logprobs_BT   float32 nats, 0 outside the completion; None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None

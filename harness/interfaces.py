@@ -62,7 +62,7 @@ class Algorithm(Section, ABC):
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
-    token_mean: ClassVar[bool] = False  # the loss is the mean over all tokens, not over those of a row, then over rows
+    token_mean: ClassVar[bool] = False  # the loss is the mean over all tokens, not over rows of each row's mean
     shares_trunk: ClassVar[bool] = False  # the critic is a head on the policy's hidden states, no separate network
     _stated: ClassVar[Mapping[str, str]] = {}
     # The formula in words. A class states what differs from its bases; the rest is filled in.
@@ -82,7 +82,7 @@ class Algorithm(Section, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Fill in `objective`; ValueError for a class that changes a method and states nothing there.
 
-        Methods are those of algorithms (`advantages`, `loss`, `loss_weights` and what a base adds), not properties.
+        Methods that count: `advantages`, `loss`, `loss_weights` and those that a base class adds, but no properties.
         """
         super().__init_subclass__(**kwargs)
         cls._stated = vars(cls).get("objective", {})
@@ -321,7 +321,7 @@ class StageKind(Section, ABC):
 
     section: ClassVar[str]
     may_change: ClassVar[frozenset[str]] = frozenset()  # settings of a run; without `steps`, the stage is one step
-    keeps_rollouts: ClassVar[bool] = False  # those of its first step
+    keeps_rollouts: ClassVar[bool] = False  # it keeps the rollouts of its first step
     fits_scorer: ClassVar[bool] = False  # it fits a classifier of the policy's size, in checkpoints/*-model-STAGE
 
     @property
@@ -346,7 +346,7 @@ class StageKind(Section, ABC):
 
     @abstractmethod
     def step(self, run: Any, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> tuple[Any, Any]:
-        """The metrics of one step of `run` (`run.build.Run`), and its lengths as those of `Rollouts`."""
+        """The metrics of one step of `run` (`run.build.Run`), and its lengths like `Rollouts.lengths`."""
 
 
 class Codec(Protocol):
@@ -433,7 +433,7 @@ class RolloutEngine(ABC):
         them."""
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]] | None:
-        """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n) those of the tokens
+        """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n), one for each token
         after the first n. None if the engine shares the learner's weights, which cannot be stale."""
         return None
 

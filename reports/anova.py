@@ -4,7 +4,7 @@ The largest p of up to three tests counts, as for comparisons. Their errors are 
 (Fisher 1935) and, if the scores of single problems or of blocks of them are known, its interaction with those, and the
 sum of both minus the residual (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956).
 Errors are not pooled over effects, and their degrees of freedom are multiplied by Greenhouse and Geisser's (1959)
-epsilon, so the spread may differ between arms. For factors of two levels p is that of the contrast of arms.
+epsilon, so the spread may differ between arms. For factors of two levels p equals the p of the contrast of arms.
 """
 
 import itertools

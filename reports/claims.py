@@ -3,7 +3,7 @@
 A claim says in which region its contrasts of arms lie. It is supported if all of them are shown inside, contradicted if
 one is shown outside, by the error of any comparison (seeds, and problems where single scores are known) and by a p
 below 0.05 after Holm's correction over the study's claims; otherwise it is undecided. The verdict holds for the model,
-task and machine of the study, which are rarely those of the claim's source: the page says so.
+task and machine of the study, which are rarely the same as in the claim's source: the page says so.
 """
 
 import math
@@ -21,7 +21,7 @@ from .prose import wording
 from .statistics import ALPHA
 from .trials import score, share_at
 
-Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
+ClaimVerdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = Mapping[str, float]
 
 
@@ -38,7 +38,7 @@ class JudgedClaim:
     registered: str
     predicted: str
     measured: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     p_adjusted: float
     metric: str
     is_ratio: bool
@@ -82,7 +82,7 @@ def check_claims(analysis: Analysis) -> list[JudgedClaim]:
     return claims
 
 
-def _verdict(ps: tuple[float, float], p: float) -> Verdict:
+def _verdict(ps: tuple[float, float], p: float) -> ClaimVerdict:
     if math.isnan(p):
         return "not tested"
     return "undecided" if p >= ALPHA else "supported" if ps[0] <= ps[1] else "contradicted"
@@ -111,7 +111,7 @@ def _seeds_to_decide(found: Sequence[Contrast], region: tuple[float, float], alp
 
 
 def _metric(analysis: Analysis, claim: Mapping[str, Any]) -> str:
-    """The claim's metric; the last value of the study's own is that of the test split, as everywhere on the page."""
+    """The claim's metric; the last value of the study's own metric comes from the test split, as all over the page."""
     metric = claim["metric"] or analysis.record.metric
     return analysis.outcome.name if metric == analysis.record.metric and claim["value"] == "last" else metric
 

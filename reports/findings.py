@@ -52,7 +52,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ControlVerdict:
     """The verdict of one control on one arm, with the reason if the arm's effect is unexplained, else empty."""
 
     arm: str
@@ -105,7 +105,7 @@ def ranked_components(analysis: Analysis) -> list[Component]:
     return sorted(found, key=lambda component: -component.effect)
 
 
-def verdicts(analysis: Analysis) -> list[Verdict]:
+def verdicts(analysis: Analysis) -> list[ControlVerdict]:
     """Every control with every arm that it can be compared with, in the order of the controls."""
     found = []
     for control, one in ((each.summary, one) for each in analysis.controls for one in each.comparisons):
@@ -117,7 +117,7 @@ def verdicts(analysis: Analysis) -> list[Verdict]:
             if (gain := control.gain) is not None and _gains(control):
                 reasons.append(f"it gains {wording.points(gain.estimate, analysis.outcome.name, gain)} itself")
             reading = "unexplained" if reasons else "not reproduced"
-        found.append(Verdict(one.arm, control.label, one, reading, " and ".join(reasons)))
+        found.append(ControlVerdict(one.arm, control.label, one, reading, " and ".join(reasons)))
     return found
 
 

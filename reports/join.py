@@ -42,13 +42,13 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     for record in records:
         if record.search is not None and "tuning" not in record.search:  # its arms were selected by their results
             raise ValueError(
-                f"studies must list their arms to be compared: those of '{record.name}' were found by its search; run "
+                f"studies must list their arms to be compared: a search found the arms of '{record.name}'; run "
                 "the setting that it chose in a study that lists it, with other seeds"
             )
         if record.spec.get("design") == "imported":  # nothing says how it was measured
             raise ValueError(
                 f"studies must be measured here to be compared, got the imported '{record.name}'; import its scores "
-                "and those of the others (Result.problems) as one study"
+                "and the others' scores (Result.problems) as one study"
             )
         if record.metric != first.metric:
             raise ValueError(

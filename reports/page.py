@@ -17,7 +17,7 @@ from .prose import wording
 from .prose.answer import answer, progress
 from .prose.methods import methods
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
-from .section import Section
+from .section import ReportSection
 from .suites import suite, suite_table
 from .trials import setting
 
@@ -26,7 +26,7 @@ _TABLES = ("comparison", "effects", "search", "components", "controls", "gaps", 
 
 
 def page_drawings(
-    analysis: Analysis, capable: Capabilities | None, extra: Sequence[Section], claims: Sequence[JudgedClaim]
+    analysis: Analysis, capable: Capabilities | None, extra: Sequence[ReportSection], claims: Sequence[JudgedClaim]
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.estimates(analysis)
@@ -49,7 +49,7 @@ def page_values(
     analysis: Analysis,
     drawings: Mapping[str, Sequence[Drawing]],
     capable: Capabilities | None,
-    extra: Sequence[Section],
+    extra: Sequence[ReportSection],
     claims: Sequence[JudgedClaim],
 ) -> dict[str, Any]:
     """The values that the templates read."""

@@ -10,7 +10,7 @@ from .tables import Table
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """Title and parts in order: `("table", Table)`, `("figures", [Drawing])`, `("heading", text)`, `("code", text)`, or
     text in a look of the page (`lead`, `note`, `strong`, `plain`). `short` is the title in the page's contents."""
 
@@ -25,7 +25,7 @@ class Section:
         return [one for group in groups for one in group]
 
 
-def sections(analysis: Analysis) -> list[Section]:
+def sections(analysis: Analysis) -> list[ReportSection]:
     """Those of all extras that have something to show."""
     found = [module.section(analysis) for module in extras.modules("section").values()]
     return [one for one in found if one is not None]

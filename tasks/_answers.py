@@ -55,7 +55,7 @@ class AnswerTask(Task):
 
 
 class QuestionTask(AnswerTask):
-    """A task that asks its questions in a template, by default that of the answer format."""
+    """A task that asks its questions in a template, by default the answer format's."""
 
     templates: ClassVar[Mapping[AnswerFormat, str]] = {
         "hash": "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n",
@@ -66,7 +66,7 @@ class QuestionTask(AnswerTask):
 
     template: str = Field(
         default="",
-        description="prompt, in which {question} stands for the problem; by default that of the answer format",
+        description="prompt, in which {question} stands for the problem; by default the answer format's",
     )
 
     @model_validator(mode="before")
@@ -93,7 +93,7 @@ class QuestionTask(AnswerTask):
 
 
 def stated(completion: str, answer_format: AnswerFormat) -> Iterator[str]:
-    """The texts at the explicit markers of a final answer: first at that of the format, then at the others."""
+    """The texts at the explicit markers of a final answer: first at the format's marker, then at the others."""
     for name in dict.fromkeys((answer_format, *_READERS)):
         if text := _READERS[name](completion):
             yield text

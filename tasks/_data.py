@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..harness.base.inputs import REVISION, Sources, Unreachable, digest, digested, expected, verify
+from ..harness.base.inputs import REVISION, Sources, Unreachable, check_expected, digest, digested, expected
 from ..harness.data import Demonstration, Prompt, Split
 from ._answers import QuestionTask
 
@@ -206,7 +206,7 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
             is_known = family is not None and family == family  # not NaN, which tables have for nothing
             problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
     sources = _sources(task, split)
-    verify(sources)
+    check_expected(sources)
     if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:

@@ -21,9 +21,9 @@ from typing import Any, Literal
 from cohort.harness.base.files import read_json, sync, write_json
 from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 from cohort.harness.interfaces import Algorithm, RolloutEngine, Task
-from cohort.harness.mirror.follow import Mirror
+from cohort.harness.mirror.follow import RecordMirror
 from cohort.harness.mirror.store import connect
-from cohort.harness.mirror.writer import Place
+from cohort.harness.mirror.writer import MirrorState
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
 from cohort.harness.settings.run import RunSpec, parse_run
@@ -159,8 +159,8 @@ def of_study(runs: Path, name: str, trial: str, **tags: str) -> dict[str, str]:
 def in_mlflow(runs: Path, folder: Path) -> str:
     """The id of the MLflow run of the record in a folder, after all that it has was copied."""
     root = next(one for one in (folder, *folder.parents) if one.parent.parent == runs)
-    Mirror(runs, root).copy()
-    return str(Place.load(folder).run_id)
+    RecordMirror(runs, root).copy()
+    return str(MirrorState.load(folder).run_id)
 
 
 def open_study(runs: Path, study: StudySpec, command: str = "cohort study run sizes") -> str:

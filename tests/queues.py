@@ -17,12 +17,12 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study, study_document
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import ClaimedTrial, Outcome, Queue, open_storage
+from cohort.harness.study.queue import ClaimedTrial, Queue, TrialOutcome, open_storage
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import FileLease
 
 METRIC = "validation/accuracy"
-DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
+DONE = TrialOutcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
                metrics={METRIC: 0.5})  # fmt: skip
 
 

@@ -236,7 +236,7 @@ def execute(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: A
     if how == "first fails" and first:
         raise KeyError("own")
     if how == "other files":
-        ranks.check_same(directory, rank=ranks.rank())
+        ranks.check_alike(directory, rank=ranks.rank())
     if not first and how == "follower fails":
         raise SpecError("bad data")
     if not first and how == "follower fails oddly":
@@ -252,7 +252,7 @@ def execute(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: A
 def group_of_two(rank: int, folder: Path, port: int) -> None:
     """The first writes how each trial ended to FOLDER/ends.json; the store is at the port."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group._own = one = group.Group(store, rank, 2, 2, "secret")
+    group._own = one = group.RankGroup(store, rank, 2, 2, "secret")
     group.LEAVE_SECONDS = 1
     one.meet()
     if rank:

@@ -25,9 +25,9 @@ from cohort.harness.api.reporting import keep_report
 from cohort.harness.mirror import ui
 from cohort.harness.mirror.address import health, tracking_uri
 from cohort.harness.mirror.ui import APP, study_pages
-from cohort.harness.mirror.writer import Place
+from cohort.harness.mirror.writer import MirrorState
 from cohort.harness.record.study import read_study
-from cohort.harness.study.queue import Outcome
+from cohort.harness.study.queue import TrialOutcome
 from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
 from queues import METRIC, a_queue, claimed
@@ -160,10 +160,10 @@ def write_hostile_study(runs: Path) -> dict[str, tuple[str, ...]]:
         log.finish("complete", None, {"accuracy_final": 0.5, "seconds": 1.5})
         logs.append(log)
     queue = a_queue(study, runs)
-    queue.finish(claimed(queue), Outcome("failed", f"reason{HOSTILE_MARKUP}"))
+    queue.finish(claimed(queue), TrialOutcome("failed", f"reason{HOSTILE_MARKUP}"))
     keep_report(read_study(runs, "hostile"), runs)
     trial = in_mlflow(runs, logs[0].directory)
-    parent = str(Place.load(runs / "studies" / "hostile").run_id)
+    parent = str(MirrorState.load(runs / "studies" / "hostile").run_id)
     at = f"/#/experiments/{MlflowClient(tracking_uri(runs)).get_run(trial).info.experiment_id}"
     return {
         f"{at}/runs?workflowType=machine_learning": ("arm2<", "arm4<"),

@@ -283,7 +283,7 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
     with pytest.raises(SpecError, match="must divide the 2 attention heads of 'tiny', got 4; use 2"):
         preflight.check_runs([run(4, 4)], tmp_path, here=False)
     preflight.check_devices([run(4, 2)])
-    monkeypatch.setattr(group, "_own", group.Group(None, 0, 4, 1, ""))  # four hosts
+    monkeypatch.setattr(group, "_own", group.RankGroup(None, 0, 4, 1, ""))  # four hosts
     with pytest.raises(SpecError, match="must divide the processes on each host, 1, got 2"):
         preflight.check_devices([run(2, 2)])
     with pytest.raises(SpecError, match="devices must be at most 4, the processes of this group, got 8"):
@@ -295,13 +295,13 @@ def test_gpus_that_torch_cannot_use_or_that_can_hardly_talk_are_told(monkeypatch
     monkeypatch.setattr(preflight, "usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
     for device, words in (("cpu", ""), ("auto", "is the CPU, because torch cannot use this machine's GPUs")):
-        preflight.check_machine([run[device]], [])
+        preflight.check_capacity([run[device]], [])
         assert words in caplog.text and bool(words) == bool(caplog.text)
     caplog.clear()
     with pretend_cuda():
         for free, is_told in ((None, False), (2**30, False), (2**26, True)):
             monkeypatch.setattr(preflight, "shared_memory_bytes", lambda free=free: free)
-            preflight.check_machine([run["cuda"]], [run["cuda"]])
+            preflight.check_capacity([run["cuda"]], [run["cuda"]])
             assert ("/dev/shm has less than 1 GiB free" in caplog.text) == is_told
 
 

@@ -16,7 +16,7 @@ from cohort.harness.cli import app
 from cohort.harness.mirror.address import TRACKING_URI
 from cohort.harness.run.evaluate import metric_names
 from cohort.harness.settings import paths
-from cohort.harness.settings.run import Evaluation, Gates, RunSpec
+from cohort.harness.settings.run import EvaluationSettings, Gates, RunSpec
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.preflight import is_logged
 
@@ -164,11 +164,11 @@ def test_every_gate_that_a_sentence_names_exists(page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_metric_that_a_sentence_names_is_logged(page: str):
-    known = {f"{split}/{name}" for split in ("validation", "test") for name in metric_names(Evaluation(), True)}
+    known = {f"{split}/{name}" for split in ("validation", "test") for name in metric_names(EvaluationSettings(), True)}
     known.add("reward/NAME")
     for word in words_in_code((ROOT / page).read_text()):
         if re.fullmatch(r"[a-z_]+/[A-Za-z_]+", word) and word.partition("/")[0] in AREAS:
-            metric = re.sub("_(low|high)$", "", word.replace("_K", f"_{Evaluation().num_samples}"))
+            metric = re.sub("_(low|high)$", "", word.replace("_K", f"_{EvaluationSettings().num_samples}"))
             assert metric in known or is_logged(metric), f"{page}: {word}"
 
 

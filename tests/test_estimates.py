@@ -23,7 +23,7 @@ from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import estimates
 from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Outcome, Queue, study_status
+from cohort.harness.study.queue import Queue, TrialOutcome, study_status
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec, status, trial
@@ -89,7 +89,7 @@ def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(
     queue = Queue(Plan(study, tmp_path))
     first = queue.claim()
     assert first is not None and first.key == ("group_size=2", 0)
-    queue.finish(first, Outcome("complete", None, {"seconds": 0.9984}, {METRIC: 0.5}))
+    queue.finish(first, TrialOutcome("complete", None, {"seconds": 0.9984}, {METRIC: 0.5}))
     running = queue.claim()
     assert running is not None and running.key == ("group_size=4", 0)
     folder = queue.plan.directory(running.key)

@@ -31,7 +31,7 @@ from cohort.harness.run.evaluate import (
 )
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
-from cohort.harness.settings.run import Evaluation, parse_run
+from cohort.harness.settings.run import EvaluationSettings, parse_run
 from cohort.reports.statistics import wilson_interval
 from cohort.tasks.arithmetic import Arithmetic
 from fakes import MemoryLog, graded_group, tiny_codec
@@ -51,7 +51,7 @@ def test_sample_metrics_of_a_known_outcome():
     assert metrics["pass_at_2"] == pytest.approx((5 / 6 + 1 / 2) / 2, abs=1e-12)
     assert metrics["format"] == 1.0
     assert metrics["pass_at_4"] == 1.0
-    powers = [name for name in metric_names(Evaluation(num_samples=9)) if name.startswith("pass")]
+    powers = [name for name in metric_names(EvaluationSettings(num_samples=9)) if name.startswith("pass")]
     assert powers == ["pass_at_2", "pass_at_4", "pass_at_8", "pass_at_9"]
     assert metrics["maj_at_4"] == 0.5
     assert metrics["num_tokens"] == 3

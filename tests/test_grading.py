@@ -18,7 +18,7 @@ from cohort.harness.run.evaluate import metric_names, problem_score, sample_metr
 from cohort.harness.run.grading import begin_grading, grade, sample_rows
 from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.settings.errors import SpecError
-from cohort.harness.settings.run import Evaluation, parse_run
+from cohort.harness.settings.run import EvaluationSettings, parse_run
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fakes import MemoryLog, batch_of
@@ -200,11 +200,11 @@ def test_metrics_have_the_mean_score_where_there_is_partial_credit():
     metrics = sample_metrics([problem_score(group, group) for group in graded])
     assert (metrics["score"], metrics["accuracy"]) == (2.5 / 4, 2 / 4)
     assert rollout_metrics(graded, [[1.0, 0.0]] * 2)["train/score"] == 2.5 / 4
-    assert "score" in metric_names(Evaluation(), partial_credit=True)
+    assert "score" in metric_names(EvaluationSettings(), partial_credit=True)
     plain = grade(FractionTask(), [group("4", "=4", "=2")], max_tokens=8)
     assert "score" not in sample_metrics([problem_score(group, group) for group in plain])
     assert "train/score" not in rollout_metrics(plain, [[1.0, 0.0]])
-    assert "score" not in metric_names(Evaluation())
+    assert "score" not in metric_names(EvaluationSettings())
 
 
 def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():

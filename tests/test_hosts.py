@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from cohort.harness.devices import group
-from cohort.harness.devices.group import Group
+from cohort.harness.devices.group import RankGroup
 from cohort.harness.record.events import read_events
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
@@ -94,12 +94,12 @@ def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(t
         assert {name: ours[name] for name in known} == pytest.approx(known, abs=1e-4, rel=2e-5, nan_ok=True), step
 
 
-def meet(secrets: list[str], store: Any = None) -> list[Group | Exception]:
+def meet(secrets: list[str], store: Any = None) -> list[RankGroup | Exception]:
     """Who met whom, each with its secret; the first is rank 0."""
     store = store or HashStore()
 
-    def come(rank: int) -> Group | Exception:
-        one = Group(store, rank, len(secrets), 1, secrets[rank])
+    def come(rank: int) -> RankGroup | Exception:
+        one = RankGroup(store, rank, len(secrets), 1, secrets[rank])
         try:
             one.meet()
         except SpecError as error:
@@ -114,7 +114,7 @@ def test_processes_with_one_secret_meet_though_the_store_has_words_of_an_earlier
     store = HashStore()
     for _ in range(2):
         first, *others = meet(["s"] * 3, store)
-        assert isinstance(first, Group) and all(isinstance(one, Group) for one in others)
+        assert isinstance(first, RankGroup) and all(isinstance(one, RankGroup) for one in others)
         with ThreadPoolExecutor(len(others)) as pool:
             heard = [pool.submit(one.follow, lambda: None) for one in others]  # pyright: ignore
             first.end()
@@ -131,7 +131,7 @@ def test_a_wrong_secret_is_refused_on_both_sides_before_any_trial_is_told():
 @pytest.mark.attack("A host without the secret of a group")
 def test_a_trial_that_someone_without_the_secret_tells_is_not_run():
     first, other = meet(["s", "s"])
-    assert isinstance(first, Group) and isinstance(other, Group)
+    assert isinstance(first, RankGroup) and isinstance(other, RankGroup)
     first._secret = b"another"  # pyright: ignore[reportPrivateUsage]
     first._say("trial-1", {"spec": RUN, "directory": "/", "cache": "/", "inputs": {}})  # pyright: ignore
     assert other._heard("trial-1") is None  # pyright: ignore[reportPrivateUsage]

@@ -13,7 +13,7 @@ import pytest
 from cohort.harness.base.files import read_json, write_json
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
-from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process
+from cohort.harness.study.storage.base import Lease, host_id, is_alive, this_process
 from cohort.harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
 from fake_trials import a_study
 from queues import gone
@@ -108,7 +108,7 @@ def test_a_process_of_another_container_is_not_looked_up_among_ours(tmp_path):
     with subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         holder = read_json(tmp_path / "lease")
-        assert holder["pid"] < 10 and holder["host"].partition("/")[0] == machine().partition("/")[0]  # one boot
+        assert holder["pid"] < 10 and holder["host"].partition("/")[0] == host_id().partition("/")[0]  # one boot
         assert is_alive(holder["host"], holder["pid"], holder["started"]) is None
         assert LocalStorage(tmp_path).held([tmp_path]) == {tmp_path}
         process.kill()

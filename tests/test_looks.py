@@ -210,7 +210,7 @@ def test_joined_studies_keep_what_was_read_of_each_and_how_arms_were_tuned(tmp_p
     files = write_report(joined, tmp_path, formats=())
     assert "tuning chose the settings of 'b: arm 1' (kl_beta = 0.1)" in files.answer
     assert "| b: arm 1 001: kl\\_beta=0.1 (chosen) |" in files.markdown.read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match="studies must list their arms to be compared: those of 'b' were found by its"):
+    with pytest.raises(ValueError, match="studies must list their arms to be compared: a search found the arms of 'b'"):
         join([one, dataclasses.replace(other, search=search)])
 
 

@@ -12,7 +12,7 @@ from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import catch_up
 from cohort.harness.mirror.store import check_runs_folder, moved_from
 from cohort.harness.mirror.ui import serve_ui
-from cohort.harness.mirror.writer import Place
+from cohort.harness.mirror.writer import MirrorState
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import study_status
@@ -110,7 +110,7 @@ def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path, new_
             (log.directory.relative_to(original), "config.yaml", b"seed: 0\n"),
             (folder.relative_to(original), "report/index.html", b"<p>yes"),
         ):
-            assert content in fetched(address, Place.load(copy / place).run_id, name)
+            assert content in fetched(address, MirrorState.load(copy / place).run_id, name)
     hidden.rename(original / "mlartifacts")
     assert contents(original) == before
 

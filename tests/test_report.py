@@ -519,8 +519,8 @@ def test_a_grid_without_detected_effects_says_so_with_its_smallest_p():
     analysis = equal_grid()
     least = min(analysis.grid.effects, key=lambda effect: effect.p)
     assert answer(analysis).startswith(
-        "Over the whole grid no effect of group_size and kl_beta is detected, alone or together (the smallest p is "
-        f"that of {wording.factor_title(least.factors)}: Holm-adjusted p = {wording.p_value(least.p_adjusted)}); "
+        "Over the whole grid no effect of group_size and kl_beta is detected, alone or together (the smallest p "
+        f"belongs to {wording.factor_title(least.factors)}: Holm-adjusted p = {wording.p_value(least.p_adjusted)}); "
     )
     assert "would be found in 4 of 5 such studies" in answer(analysis)
 

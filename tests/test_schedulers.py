@@ -121,16 +121,16 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_there_is_refuse
     monkeypatch.setattr("cohort.harness.checks.preflight.usable_gpus", lambda: ("0",))
     with pretend_cuda():
         with pytest.raises(ValueError, match="engine vllm must be installed"):
-            preflight.check_machine(specs, specs)
+            preflight.check_capacity(specs, specs)
         monkeypatch.setattr("cohort.harness.engines.vllm.find_spec", lambda package: package)
         monkeypatch.setattr("cohort.harness.engines.vllm.compiler", lambda: None)
         with pytest.raises(ValueError, match="engine vllm must have a C compiler"):
-            preflight.check_machine(specs, specs)
+            preflight.check_capacity(specs, specs)
         monkeypatch.setattr("cohort.harness.engines.vllm.compiler", lambda: "/usr/bin/cc")
         for size, fits in ((80, True), (16, False)):  # GiB
             monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda *_, size=size: size * 2**30)
             with nullcontext() if fits else pytest.raises(SpecError, match=r"must (fit in memory|leave vLLM room)"):
-                preflight.check_machine(specs, specs)
+                preflight.check_capacity(specs, specs)
 
 
 # Documents ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from cohort.harness.base.files import write_json
 from cohort.harness.record.study import SEARCH, STATUS, read_folder, read_study
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import ClaimedTrial, Outcome, Queue
+from cohort.harness.study.queue import ClaimedTrial, Queue, TrialOutcome
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE
 from factories import make_study
 from optuna.trial import TrialState
@@ -43,7 +43,7 @@ def complete(queue: Queue, claim: ClaimedTrial) -> None:
     levels = queue.plan.arms[claim.key[0]].levels
     tokens = float(levels.get("algorithm.group_size", 0))
     values = {METRIC: accuracy(levels, claim.key[1]), "train/generated_tokens": tokens}
-    queue.finish(claim, Outcome("complete", metrics=values))
+    queue.finish(claim, TrialOutcome("complete", metrics=values))
 
 
 def drive(queue: Queue, end: Callable[[Queue, ClaimedTrial], None] = complete) -> list[tuple[str, int]]:
@@ -145,7 +145,7 @@ def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(tmp_path
 
 def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(tmp_path):
     queue = a_queue(a_search(trials=3), tmp_path)
-    ends = iter([Outcome("invalid", "loss is NaN"), None, Outcome("failed", "no memory"), None, None, None])
+    ends = iter([TrialOutcome("invalid", "loss is NaN"), None, TrialOutcome("failed", "no memory"), None, None, None])
 
     def end(queue: Queue, claim: ClaimedTrial) -> None:
         outcome = next(ends)
@@ -182,7 +182,7 @@ def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_count
     # A group of 64 does not divide 32 rollouts; each value alone is fine with the base run (64 rollouts, group 8).
     space = {"algorithm.group_size": {"choices": [2, 64]}, "rollouts_per_step": {"choices": [64, 32]}}
     queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), tmp_path)
-    drive(queue, lambda queue, claim: queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5})))
+    drive(queue, lambda queue, claim: queue.finish(claim, TrialOutcome("complete", metrics={METRIC: 0.5})))
     record = queue.search_record()
     assert len(record["arms"]) == 3
     invalid = [refused for refused in record["refused"] if "must divide rollouts_per_step (32)" in refused["reason"]]
@@ -203,8 +203,8 @@ def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_orde
             steps[claim.key] = step
             reason = queue.report(claim.key, step, final * step / 7)
             if reason is not None and step < 7:
-                return queue.finish(claim, Outcome("pruned", reason))
-        return queue.finish(claim, Outcome("complete", metrics={METRIC: final}))
+                return queue.finish(claim, TrialOutcome("pruned", reason))
+        return queue.finish(claim, TrialOutcome("complete", metrics={METRIC: final}))
 
     claimed = drive(queue, end)
     trials = searched(queue)
@@ -250,7 +250,7 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
         spec = queue.plan.spec(claim.key)
         wanted = {"grpo": -3, "ppo": -4}[spec.algorithm.name]
         value = 0.9 - (math.log10(spec.optimizer.learning_rate) - wanted) ** 2 / 100
-        queue.finish(claim, Outcome("complete", metrics={METRIC: value}))
+        queue.finish(claim, TrialOutcome("complete", metrics={METRIC: value}))
 
     claimed = drive(queue, end)
     phases = {label: arm.phase for label, arm in queue.plan.arms.items()}
@@ -275,7 +275,8 @@ def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm
 
     def end(queue: Queue, claim: ClaimedTrial) -> None:
         valid = queue.plan.spec(claim.key).algorithm.name == "grpo"
-        queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}) if valid else Outcome("invalid", "NaN"))
+        ended = TrialOutcome("complete", metrics={METRIC: 0.5}) if valid else TrialOutcome("invalid", "NaN")
+        queue.finish(claim, ended)
 
     claimed = drive(queue, end)
     assert [key for key in claimed if queue.plan.arms[key[0]].phase == "final"] == [("grpo", 0)]
@@ -319,7 +320,7 @@ def test_an_arm_at_its_very_end_is_not_given_up_though_it_is_the_worst(tmp_path)
             for step in range(1, 8):  # each arm is worse than all before it, as its last validation alone shows
                 value = final if (seed, step) == (1, 7) else 0.5
                 reasons.append(queue.report(claim.key, step, value))
-            queue.finish(claim, Outcome("complete", metrics={METRIC: final}))
+            queue.finish(claim, TrialOutcome("complete", metrics={METRIC: final}))
     assert reasons == [None] * 4 * 14
     assert [trial.state for trial in searched(queue)] == [TrialState.COMPLETE] * 4
 

@@ -71,7 +71,7 @@ def test_stages_that_cannot_run_are_refused_with_the_stage_and_the_rule(stages, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 9}, "steps must be at most those of the stages, 3, got 9; leave it out"),
+        ({"steps": 9}, "steps must be at most the sum over the stages, 3, got 9; leave it out"),
         ({"lora": {}}, "lora must be left out with stages, which train all weights in one process, got rank=16"),
         ({"devices": 2}, "devices must be left out with stages"),
         ({"staleness": 1}, "staleness must be left out with stages"),

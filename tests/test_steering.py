@@ -25,7 +25,7 @@ from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
-from cohort.harness.study.queue import HELD, Outcome, Queue, study_status
+from cohort.harness.study.queue import HELD, Queue, TrialOutcome, study_status
 from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, steer
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
@@ -69,7 +69,7 @@ def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path, url):
     assert stop_arm("sizes", tmp_path, ARMS[0], url)
     assert not stop_arm("sizes", tmp_path, ARMS[0], url)  # it is already
     assert queue.is_held(ARMS[0]) and not queue.is_held(ARMS[1])
-    queue.finish(first, Outcome("stopped", HELD, {"step": 3}))
+    queue.finish(first, TrialOutcome("stopped", HELD, {"step": 3}))
     for _ in range(2):
         claim = claimed(queue)
         assert claim.key[0] == ARMS[1]
@@ -486,7 +486,7 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tm
         (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
         (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
         (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave `warm` out"),
-        (ARMS[0], CHANGED, True, r"has none for seed 0; those of a trial that has ended are deleted"),
+        (ARMS[0], CHANGED, True, r"has none for seed 0; a trial that has ended keeps none"),
         (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
     ],
 )
@@ -529,7 +529,7 @@ def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path, capsys
     assert "\u2581\u2582\u2588" in first and "0.8" in first
     assert "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
     assert "2 waiting" in second
-    queue.finish(claim, Outcome("invalid", "NaN"))
+    queue.finish(claim, TrialOutcome("invalid", "NaN"))
     show_live(queue.status)  # no terminal: once
     assert "1 invalid" in capsys.readouterr().out
     assert spark([]) == "" and spark([1.0]) == "\u2581"

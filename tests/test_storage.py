@@ -9,7 +9,7 @@ import pytest
 from cohort.harness.base.files import read_json, write_json
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
-from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage, study_status
+from cohort.harness.study.queue import MAX_LOST, TrialOutcome, open_storage, study_status
 from cohort.harness.study.storage.files import FileLease, LocalStorage
 from fake_trials import a_study
 from queues import DONE, a_queue, claimed, die, open_queue, run
@@ -29,8 +29,8 @@ def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path, url):
     assert queue.claim() is None and other.claim() is None
     assert queue.status().counts() == {"running": 4}
     queue.finish(claims[0], DONE)
-    other.finish(claims[1], Outcome("invalid", "policy/loss is NaN"))
-    other.finish(claims[2], Outcome("stopped"))
+    other.finish(claims[1], TrialOutcome("invalid", "policy/loss is NaN"))
+    other.finish(claims[2], TrialOutcome("stopped"))
     status = open_queue(a_study(), tmp_path, url).status()
     assert [(t.state, t.reason) for t in status.trials] == [
         ("complete", None), ("invalid", "policy/loss is NaN"), ("stopped", None), ("running", None)
@@ -74,7 +74,7 @@ def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path,
     again = claimed(open_queue(one_trial(), tmp_path, url))
     assert (again.key, again.number) == (claim.key, 1)
     queue.finish(again, DONE)
-    queue.finish(claim, Outcome("failed", "too late"))
+    queue.finish(claim, TrialOutcome("failed", "too late"))
     assert queue.status().counts() == {"complete": 1}
 
 

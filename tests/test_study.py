@@ -22,7 +22,7 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study, shipped_studies
 from cohort.harness.study import worker
 from cohort.harness.study.launchers import local
-from cohort.harness.study.queue import Outcome, Queue, study_status
+from cohort.harness.study.queue import Queue, TrialOutcome, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.worker import Unfit, worker_main
 from cohort.reports.analysis import analysed
@@ -224,8 +224,8 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs):
 def test_trials_in_progress_come_before_new_ones_and_failed_and_stuck_ones_after(tmp_path):
     queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), tmp_path)
     first, second, third = (claimed(queue) for _ in range(3))
-    queue.finish(second, Outcome("stopped"))
-    queue.finish(third, Outcome("failed", "no memory"))
+    queue.finish(second, TrialOutcome("stopped"))
+    queue.finish(third, TrialOutcome("failed", "no memory"))
     die(first, queue)
     assert [trial.state for trial in queue.status().trials[:3]] == ["stopped", "stopped", "failed"]
     Queue(queue.plan).retry_failed()  # the study is started again
@@ -258,7 +258,7 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
     with (queue.plan.folder / "optuna.journal").open("a") as file:
         file.write('{"op_code": 6, "trial_')
     claim = claimed(Queue(queue.plan))
-    queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
+    queue.finish(claim, TrialOutcome("complete", metrics={METRIC: 0.5}))
     assert completions(open_queue(a_study(), runs)) == {claim.key: 1}
 
 

@@ -23,13 +23,13 @@ from cohort.harness.cli import app
 from cohort.harness.data import SampleRow
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
-from cohort.harness.mirror.follow import Mirror, catch_up, mirrored
+from cohort.harness.mirror.follow import RecordMirror, catch_up, mirrored
 from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.page import page
 from cohort.harness.mirror.store import check_runs_folder
 from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.view import read_view
-from cohort.harness.mirror.writer import Place
+from cohort.harness.mirror.writer import MirrorState
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record import run as record_run
@@ -183,13 +183,13 @@ with mirrored(Path(sys.argv[1]), Path(sys.argv[1]) / "train" / "run"):
     log_steps(log, 0, 30)
     log.samples([fake_trials.sample(15, "kept"), fake_trials.sample(15, "kept too")])
     log.samples([fake_trials.sample(30, "dropped")])
-    place = lambda: Place.load(log.directory).run_id
+    place = lambda: MirrorState.load(log.directory).run_id
     wait_for(lambda: place() and len(in_store(Path(sys.argv[1]), place())) == 62)
     print("{\\"half a li", file=log._file, end="", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert child(code, runs).wait(120) == -signal.SIGKILL
-    first = Place.load(runs / "train/run").run_id
+    first = MirrorState.load(runs / "train/run").run_id
     with mirrored(runs, runs / "train/run"):
         log = open_log(runs)
         log.resume(20)  # the last checkpoint; the store already has steps 21 to 30
@@ -197,7 +197,7 @@ with mirrored(Path(sys.argv[1]), Path(sys.argv[1]) / "train" / "run"):
         log_steps(log, 21, 40)
         log.samples([fake_trials.sample(30, "again")])
         log.finish("complete", None, {})
-    assert active_runs(runs) == [first] == [Place.load(log.directory).run_id]
+    assert active_runs(runs) == [first] == [MirrorState.load(log.directory).run_id]
     expected = {(key, step) for key in (COLUMN, "seconds/step") for step in range(41)}
     assert Counter((key, step) for key, step, _ in in_store(runs, str(first))) == Counter(expected)
     assert in_store(runs, str(first)) == in_file(log.directory)
@@ -211,7 +211,7 @@ with mirrored(Path(sys.argv[1]), Path(sys.argv[1]) / "train" / "run"):
     ids=["other values", "fewer steps", "started anew"],
 )  # fmt: skip
 def test_a_repetition_that_differs_replaces_the_run_in_the_store(runs, resumed, last, scale, same_mirror):
-    mirror = Mirror(runs, runs / "train" / "run")
+    mirror = RecordMirror(runs, runs / "train" / "run")
     log = open_log(runs)
     log_steps(log, 0, 9)
     mirror.copy()
@@ -222,7 +222,7 @@ def test_a_repetition_that_differs_replaces_the_run_in_the_store(runs, resumed, 
     log_steps(again, resumed + 1, last, scale)
     again.samples([fake_trials.sample(2)])
     again.finish("complete", None, {})
-    (mirror if same_mirror else Mirror(runs, runs / "train" / "run")).copy()
+    (mirror if same_mirror else RecordMirror(runs, runs / "train" / "run")).copy()
     (new,) = active_runs(runs)
     assert new != first
     assert in_store(runs, new) == in_file(again.directory)
@@ -310,7 +310,7 @@ def log_trial(
 def shown(runs: Path) -> dict[str, Any]:
     """All that MLflow shows of the study: of each run its state, metrics, parameters, tags and artifacts."""
     client, found = MlflowClient(tracking_uri(runs)), {}
-    parent = Place.load(runs / "studies" / "sizes").run_id
+    parent = MirrorState.load(runs / "studies" / "sizes").run_id
     experiment = client.get_experiment_by_name("sizes")
     for run in client.search_runs([experiment.experiment_id] if experiment else []):
         own = ("mlflow.parentRunId", "cohort.token", "mlflow.user")  # ids of a store, and who wrote it
@@ -361,7 +361,7 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path, monkeypa
 @pytest.mark.attack("A lost or locked MLflow store")
 def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs, new_runs):
     folder = begin_study(runs, a_study())
-    copy = lambda: Mirror(runs, folder).copy()  # noqa: E731
+    copy = lambda: RecordMirror(runs, folder).copy()  # noqa: E731
     copy()
     log_trial(runs, "group_size=2", 0, "complete")
     copy()
@@ -380,7 +380,7 @@ def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
     client, found = MlflowClient(tracking_uri(later)), shown(later)
     assert len(found) == 4 and all(below["child"] for name, (*_, below, _) in found.items() if name != "sizes")
     assert found["group_size=4 | seed 1"][0] == "FAILED"
-    run = client.get_run(str(Place.load(later / "studies" / "sizes").run_id))
+    run = client.get_run(str(MirrorState.load(later / "studies" / "sizes").run_id))
     assert run.data.tags["mlflow.note.content"] == "Do larger groups help?\n\nYes, by 3 points."
     assert [file.path for file in client.list_artifacts(run.info.run_id, "report")] == ["report/index.html"]
     assert found["group_size=2 | seed 0"][3]["mlflow.runColor"] == PALETTE[4]
@@ -398,7 +398,7 @@ def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs):
     client = MlflowClient(tracking_uri(runs))
     tags = client.get_run(parent).data.tags
     assert (tags["cohort.seeds"], tags["cohort.command"], tags["cohort.arm"]) == ("[0, 1, 2]", "second", "study")
-    Place(token="").save(runs / "studies" / "sizes")  # as on a host that shares only the store and the document
+    MirrorState(token="").save(runs / "studies" / "sizes")  # as on a host that shares only the store and the document
     assert open_study(runs, a_study(), "third") == parent
     shutil.rmtree(runs / "studies")
     assert open_study(runs, a_study(), "fourth") != parent
@@ -429,7 +429,7 @@ def test_a_kept_policy_is_registered_once_with_arm_and_accuracy_and_mlflow_loads
     assert not [record for record in caplog.records if record.name.startswith("cohort")]
     (found,) = MlflowClient(tracking_uri(runs)).search_model_versions("name = 'sizes'")
     tags = {"cohort.study": "sizes", "cohort.arm": "group_size=2", "cohort.seed": "0", "cohort.state": "complete"}
-    run_id = str(Place.load(log.directory).run_id)
+    run_id = str(MirrorState.load(log.directory).run_id)
     where = MlflowClient(tracking_uri(runs)).get_run(run_id).data.tags["cohort.policy"]
     assert where == policy.relative_to(runs).as_posix()
     assert (found.source, found.run_id, found.tags) == (policy.parent.as_uri(), run_id, tags | {COLUMN: "0.5"})

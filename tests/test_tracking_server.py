@@ -27,7 +27,7 @@ from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.store import check_runs_folder
 from cohort.harness.mirror.studies import fetch_study
 from cohort.harness.mirror.ui import study_pages
-from cohort.harness.mirror.writer import Place
+from cohort.harness.mirror.writer import MirrorState
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
@@ -115,7 +115,7 @@ def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server, tmp_pa
     policy = kept_policy(log.directory)
     config = (policy / "config.json").read_text()
     assert register_policy(tmp_path, log.directory, policy, "sizes") == 1
-    run_id = str(Place.load(log.directory).run_id)
+    run_id = str(MirrorState.load(log.directory).run_id)
     shutil.rmtree(log.directory)
     client = MlflowClient(server.uri)
     assert client.get_model_version("sizes", "1").source.endswith(f"{run_id}/artifacts/model")
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server, tm
     with mirrored(tmp_path, tmp_path / "train" / "run"):
         log = open_log(tmp_path)
         log_batch(log, 0, 10)
-        run_id = lambda: str(Place.load(log.directory).run_id)  # noqa: E731
+        run_id = lambda: str(MirrorState.load(log.directory).run_id)  # noqa: E731
         wait_for(lambda: run_id() != "None" and len(in_store(tmp_path, run_id())) >= 22)
         server.running.close()
         began, step = time.monotonic(), 10

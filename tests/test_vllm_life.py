@@ -174,7 +174,7 @@ def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(
     spec = run_spec(autocast=True, optimizer={"learning_rate": 1e-6})
     result = train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)
     assert result.state == "invalid"
-    assert result.reason == "stale weights: after they were loaded, those of 'model' in vLLM are not the learner's"
+    assert result.reason == "stale weights: after a load, the weights of 'model' in vLLM are not the learner's"
 
 
 def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_nothing(llm, monkeypatch):
@@ -195,7 +195,7 @@ def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_n
         place = "model" if kept == "lm_head.weight" else ".".join(kept.split(".")[:-2])  # it is the embeddings
         with monkeypatch.context() as patch:
             patch.setattr(llm, "collective_rpc", misses)
-            with pytest.raises(InvalidRun, match=f"those of '{place}' in vLLM"):
+            with pytest.raises(InvalidRun, match=f"the weights of '{place}' in vLLM"):
                 engine.load_weights(newer.state_dict(), 1)
     engine.load_weights(newer.state_dict(), 2)
     before = spot_check(engine, policy, engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0))

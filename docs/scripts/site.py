@@ -1,6 +1,6 @@
 """What mkdocs builds beside the written pages: the reference pages that follow from the code, made anew by every build.
 
-`$COHORT` is the command `cohort` of an environment that has Cohort; that of the site needs neither it nor torch.
+`$COHORT` is the command `cohort` of an environment that has Cohort; the site's environment needs neither it nor torch.
 """
 
 import json
@@ -69,7 +69,7 @@ def _present(entries: Iterable[dict[str, Any]], docs: Path) -> Iterable[dict[str
 
 
 def _settings() -> str:
-    """One table a section of a run, then those of a study file."""
+    """One table for each section of a run, then for each of a study file."""
     documents = _json("list", "settings")
     sections: dict[str, list[dict[str, Any]]] = {}
     for document in documents:

@@ -1,4 +1,4 @@
-"""The results of a study, as pandas frames, figures, LaTeX and the report's page, and those of an evaluation.
+"""The results of a study or an evaluation: pandas frames, figures, LaTeX and the report's page.
 
 Every number is the report's own. Text of models and files is as the report shows it: characters that cannot be
 printed are written as escapes, so that no frame harms a terminal. Clones made while a study ran are not in the frames.
@@ -273,8 +273,8 @@ class Evaluation:
 def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
     """The 95 % interval of each accuracy of an evaluation over its problems, or over blocks of whole families.
 
-    Wilson's (1927), with the number of blocks for that of problems: wider than needed. Where families are named and the
-    scores of single problems are known (accuracy, pass@k), the interval of a report instead.
+    Wilson's (1927), which counts blocks as problems: wider than needed. Where families are named and the scores of
+    single problems are known (accuracy, pass@k), it is the interval of a report.
     """
     blocks, metrics = blocks_of(list(result.correct_counts), result.families), result.metrics
     keys = ["greedy_accuracy", "accuracy", *(key for key in metrics if "_at_" in key)]

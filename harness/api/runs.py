@@ -67,12 +67,12 @@ def _in_its_group(spec: RunSpec, command: Sequence[str] | None) -> None:
             group.follow(run)
             raise SystemExit(0)
     elif devices > 1:
-        from ..devices.group import start
+        from ..devices.group import launch
 
         check_devices([spec])
         if command is None:
             raise SpecError(f"devices={devices} needs a group of processes: use `cohort train`, or start with torchrun")
-        raise SystemExit(start(["-P", "-m", "cohort", *command], devices))
+        raise SystemExit(launch(["-P", "-m", "cohort", *command], devices))
 
 
 def evaluate(

@@ -1,7 +1,7 @@
 """Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
-COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and those of extras.
+COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and the variables of extras.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..settings.run import Optimizer
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
-from ..study.launchers.local import Place
+from ..study.launchers.local import Launcher
 from . import reporting
 from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
 
@@ -172,7 +172,7 @@ def compare(
 ) -> Result:
     """Run one study with an arm for each algorithm and task and all else equal, as `cohort compare` does.
 
-    `settings` are those of `comparison`: seeds, tune, controls, settings, name.
+    `settings` go to `comparison`: seeds, tune, controls, settings, name.
     """
     return run(comparison(algorithms, tasks, model, **settings), workers=workers, runs=runs)
 
@@ -197,7 +197,7 @@ def run_to_report(
     workers: int | None = None,
     *,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> Ended:
     """Run a study, show its progress, and write its report.
 
@@ -294,7 +294,7 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
     return list(differences(base, own))
 
 
-def launcher(words: str, study: Study) -> Place | None:
+def launcher(words: str, study: Study) -> Launcher | None:
     """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
     NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]

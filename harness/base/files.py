@@ -204,7 +204,7 @@ def write_text(file: Path, text: str, *, sync: bool = True) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the partial files that killed processes left in a folder (`write_text`), but not those of living ones."""
+    """Delete the partial files that dead processes left in a folder (`write_text`); living processes keep theirs."""
     for partial in folder.glob(".*.*"):
         pid = partial.name.rpartition(".")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -59,7 +59,7 @@ def all_expected() -> Inputs:
     return _expected.get()
 
 
-def verify(sources: Sources) -> None:
+def check_expected(sources: Sources) -> None:
     """InputsChanged if sources that were just read are not what was expected there."""
     there = _expected.get()
     check_same(there, digested({source: files for source, files in sources.items() if source in there}))

@@ -137,7 +137,7 @@ def peak_bytes(components: Mapping[str, int]) -> int:
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
     """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
 
-    SpecError for an engine that cannot hold the model. Of several stages it is that of the one with the highest peak.
+    SpecError for an engine that cannot hold the model. With several stages, the estimate of the highest peak.
     """
     if spec.stages:
         found = [_estimate_stage(stage) for stage in spec.staged()]
@@ -249,7 +249,7 @@ def estimate(
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, rows: int) -> int:
     """Bytes that one micro-batch of a device's `rows` keeps for its backward pass and adds at its worst moment."""
     recompute = spec.gradient_checkpointing is True
-    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # in those of a micro-batch
+    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # tokens, as a multiple of a micro-batch's
     if counts.can_share and spec.algorithm.group_size > 1:
         # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
         # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.

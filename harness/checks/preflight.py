@@ -80,10 +80,10 @@ def check_runs(
         for spec in specs:
             check_countable(spec)
         if here:
-            check_machine(specs, trained, copies)
+            check_capacity(specs, trained, copies)
 
 
-def check_machine(
+def check_capacity(
     specs: Sequence[RunSpec], trained: Sequence[RunSpec], copies: Callable[[RunSpec], int] = lambda spec: 1
 ) -> None:
     """ValueError for runs that this machine cannot hold: their device and engine and, of those that train, the number

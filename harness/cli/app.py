@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-# Each module registers its commands; `cohort --help` lists them in this order, those of extras last.
+# Each module registers its commands; `cohort --help` lists them in this order, the extras' commands last.
 try:
     from .. import extras
     from ..checks.process import unfit_process

@@ -41,8 +41,8 @@ def list_(
     """List what a study file can name: the plugins of a kind with their settings, defaults and ranges, and for
     algorithms the objective of each.
 
-    `cohort list settings` has every setting of a run by its full path; `cohort list settings study` those of a study
-    file.
+    `cohort list settings` has every setting of a run by its full path; `cohort list settings study` has the settings
+    of a study file.
     """
     if what == "settings":
         documents = api.describe_settings(name)

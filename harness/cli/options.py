@@ -14,7 +14,7 @@ RUNS = Path("runs")
 
 
 def _use_store(uri: str | None) -> str | None:
-    """Keep the results of this command and its workers in that MLflow store; by default in that of the runs folder."""
+    """Keep the results of this command and its workers in this MLflow store; by default in the runs folder's store."""
     if uri:
         os.environ["COHORT_TRACKING_URI"] = uri
     return uri

@@ -69,7 +69,7 @@ def evaluate(
     first graded completions go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, and the
     same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
     installed, the engine vllm; a line lists these settings, and --set overrides them. --tests measures the test
-    problems of other tasks too, whose settings are those of --set evaluation.tests otherwise.
+    problems of other tasks too; --set evaluation.tests does so with settings of their own.
     """
     found = api.evaluate(
         model, task, split=split, samples=samples, limit=limit, tests=list(filter(None, options.words(tests))),

@@ -17,7 +17,7 @@ from . import options
 from .commands import command
 
 if TYPE_CHECKING:
-    from ..study.launchers.local import Place
+    from ..study.launchers.local import Launcher
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -166,7 +166,7 @@ def study_status(
 ) -> None:
     """Show the progress of each trial of a study, its cost so far and the time left.
 
-    Exit code 0 only if all trials are complete, except those of stopped arms.
+    Exit code 0 only if all trials are complete; trials of stopped arms do not count.
     """
     status = api.study_status(study, runs, storage)
     spent = api.cost(status)
@@ -309,7 +309,7 @@ def _run(
     as_json: bool,
     dry_run: bool,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> None:
     """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
     if dry_run:

@@ -1,6 +1,6 @@
 """The group of processes in which a trial with several devices runs: their start, and the trials that rank 0 tells.
 
-torch's elastic agent starts them, and ends all when one dies: on one host the process that calls `start`, on several
+torch's elastic agent starts them, and ends all when one dies: on one host the process that calls `launch`, on several
 `torchrun`. Rank 0 decides, logs and claims trials; the others run the trials that it tells them, each in a process
 group of its own. They talk through torch's TCPStore, which lets in whoever reaches it (on one host the loopback
 interface alone): so both sides prove that they know a secret before any trial is told, and what rank 0 tells is signed
@@ -55,11 +55,11 @@ OF_THE_AGENT = {
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE, SECRET,
 }  # fmt: skip
 KINDS = {kind.__name__: kind for kind in (SpecError, InputsChanged, InvalidRun, ValueError)}
-_own: "Group | None" = None
+_own: "RankGroup | None" = None
 log = logging.getLogger(__name__)
 
 
-class Group:
+class RankGroup:
     """This process as one of `size`, of which `size_here` are on this host; rank 0 leads and the others follow."""
 
     def __init__(self, store: Any, rank: int, size: int, size_here: int, secret: str):
@@ -90,7 +90,7 @@ class Group:
             self._say(f"hello-{self.rank}", {"nonce": nonce, "host": socket.gethostname(), "versions": ours})
             if self._store.check(["welcome"]):
                 if (told := self._heard("welcome")) is None:
-                    return "", f"{SECRET} must be the same on all hosts, that of the first process differs from this"
+                    return "", f"{SECRET} must be the same on all hosts, got one here that the first process has not"
                 if nonce in told["to"]:
                     return told["attempt"], told["refusal"]
             time.sleep(POLL_SECONDS)
@@ -198,7 +198,7 @@ class _Silent:
         return lambda *given, **named: None
 
 
-def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> int:
+def launch(command: Sequence[str], processes: int, when_stopped: int = 130) -> int:
     """The exit status of a group that runs `python COMMAND` in so many processes of this host: 0 if all ended well,
     `when_stopped` after SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 (a second SIGINT does not wait for the step), else the
     status of the first that failed."""
@@ -250,7 +250,7 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
     return 0
 
 
-def enter() -> Group | None:
+def enter() -> RankGroup | None:
     """The group in which an agent of torch started this process, which ends with the agent; None if none did. SpecError
     if a process of the group may not be in it."""
     global _own
@@ -291,7 +291,7 @@ def enter() -> Group | None:
     stop.ORDERLY.discard(signal.SIGTERM)  # with it the agent ends a group that has lost a process
     for number in (signal.SIGINT, *stop.LEAVE) if rank else ():
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
-    _own = Group(store, rank, size, local_size, secret)
+    _own = RankGroup(store, rank, size, local_size, secret)
     _own.meet()
     if rank == 0:
         atexit.register(_own.end)
@@ -300,7 +300,7 @@ def enter() -> Group | None:
 
 def lead(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
     """The result of `execute(spec, directory, log, **how)` on `spec.devices` processes of the group that this one
-    leads; errors as `Group.run`."""
+    leads; errors as `RankGroup.run`."""
     if spec.devices == 1:
         return execute(spec, directory, log, **how)
     if _own is None or _own.size < spec.devices:
@@ -334,7 +334,7 @@ def loopback() -> str:
 def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:
     """The reason that a process may not be in the group of this one, or None if it may."""
     if hello is None:
-        return f"{SECRET} must be the same on all hosts, that of another process differs from that of the first"
+        return f"{SECRET} must be the same on all hosts, got another value in one process than in the first"
     theirs = hello["versions"]
     if other := next((name for name in ours | theirs if ours.get(name) != theirs.get(name)), None):
         return (

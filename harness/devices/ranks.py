@@ -130,7 +130,7 @@ def without_storage(value: Any) -> Any:
     return deepcopy(value, empty)
 
 
-def check_same(directory: Path, **seen: object) -> None:
+def check_alike(directory: Path, **seen: object) -> None:
     """SpecError if ranks do not see the same, because their hosts have different files."""
     for what, own in seen.items():
         alike = of_all(own == same(lambda own=own: own))

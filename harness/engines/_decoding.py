@@ -25,7 +25,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 @torch.inference_mode()
-def sample(
+def sample_batch(
     policy: nn.Module,
     codec: TextCodec,
     end_ids: Sequence[int],

@@ -50,7 +50,7 @@ class TransformersEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
         from ..devices.sharding import whole
-        from ._decoding import sample, uniforms
+        from ._decoding import sample_batch, uniforms
 
         assert sampling.max_tokens is not None
         groups: list[Group] = []
@@ -59,7 +59,7 @@ class TransformersEngine(RolloutEngine):
             for start in range(0, len(prompts), at_once):
                 part = prompts[start : start + at_once]
                 noise = uniforms(seed, step, [prompt.id for prompt in part], group_size, sampling.max_tokens)
-                groups += sample(self.policy, self.codec, self.end_ids, part, sampling, noise)
+                groups += sample_batch(self.policy, self.codec, self.end_ids, part, sampling, noise)
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:

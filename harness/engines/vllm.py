@@ -235,7 +235,7 @@ class VLLMEngine(RolloutEngine):
         if self._comparable.setdefault(held.__name__, is_equal) and not is_equal:
             ours, theirs = _by_place(given), _by_place(found)
             place = next((name for name in ours if name in theirs and ours[name] != theirs[name]), "")
-            raise InvalidRun(f"stale weights: after they were loaded, those of '{place}' in vLLM are not the learner's")
+            raise InvalidRun(f"stale weights: after a load, the weights of '{place}' in vLLM are not the learner's")
 
     def _load_adapter(self, model: Any) -> None:
         """Like `load_weights`, for the model's adapter; vLLM reads it from a folder."""

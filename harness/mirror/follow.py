@@ -30,7 +30,7 @@ SILENT_SECONDS = 2.0  # after which it says so
 log = logging.getLogger(__name__)
 
 
-class Mirror:
+class RecordMirror:
     """The copy of one record: a run, or a study with its trials."""
 
     def __init__(self, runs: Path, folder: Path) -> None:
@@ -109,7 +109,7 @@ def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.
         try:
             if mirror is None and any((folder / name).exists() for name in (STUDY, INFO)):
                 lock.acquire(timeout=0)
-                mirror = Mirror(runs, folder)
+                mirror = RecordMirror(runs, folder)
             if mirror is not None:
                 mirror.copy()
         except Timeout:  # another process copies the record
@@ -145,7 +145,7 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         lock = file_lock(one / "mlflow.lock")
         try:
             with lock.acquire(timeout=0):
-                left = Mirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
+                left = RecordMirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
             if left:
                 log.warning("%s has not received %d runs of '%s' after %.0f s; everything is in '%s', and `cohort ui` "
                             "copies it later", store_name(runs), left, one.name, DRAIN_SECONDS, one)  # fmt: skip

@@ -10,7 +10,7 @@ from ..record.run import RunInfo, final_result
 from .address import remote_uri, store_name
 from .follow import catch_up
 from .store import active_run, connect
-from .writer import Place
+from .writer import MirrorState
 
 _TAGS = ("cohort.study", "cohort.arm", "cohort.seed", "cohort.state")
 _METRICS = ("validation/accuracy", "summary/test_accuracy")
@@ -29,7 +29,7 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
         raise refusal
     catch_up(runs, runs.joinpath(*directory.resolve().relative_to(runs.resolve()).parts[:2]))  # RUNS/train/NAME
     client = connect(runs)
-    run = active_run(client, Place.load(directory).run_id)
+    run = active_run(client, MirrorState.load(directory).run_id)
     if run is None:
         raise refusal
     if not client.search_registered_models(f"name = '{name}'"):

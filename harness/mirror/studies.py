@@ -25,7 +25,7 @@ from . import store
 from .address import is_outage, remote_uri
 from .others import MIRRORS
 from .view import ARM, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
-from .writer import RECORD, Place
+from .writer import RECORD, MirrorState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,7 +40,7 @@ class StudyMirror:
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder = runs, folder
-        self.place = Place.load(folder)
+        self.place = MirrorState.load(folder)
         self._is_known = False
 
     def copy(self, client: MlflowClient) -> str:
@@ -159,7 +159,7 @@ def forget_study(runs: Path, folder: Path) -> None:
     for place in (runs / MIRRORS).glob(f"*/studies/{folder.name}"):
         shutil.rmtree(place, ignore_errors=True)
     try:
-        if not (run_id := Place.load(folder).run_id) or store.moved_from(runs) is not None:
+        if not (run_id := MirrorState.load(folder).run_id) or store.moved_from(runs) is not None:
             return
         client = store.connect(runs)
         if (parent := store.active_run(client, run_id)) is not None:
@@ -175,7 +175,7 @@ def forget_study(runs: Path, folder: Path) -> None:
 
 def _fetch(runs: Path, name: str) -> None:
     client, folder = store.connect(runs), runs / "studies" / name
-    parent = store.active_run(client, Place.load(folder).run_id)
+    parent = store.active_run(client, MirrorState.load(folder).run_id)
     if parent is None and (experiment := client.get_experiment_by_name(name)) is not None:  # the newest of this name
         parent = next(iter(store.search_runs(client, [experiment.experiment_id], "tags.`cohort.kind` = 'study'")), None)
     if parent is None:
@@ -185,7 +185,7 @@ def _fetch(runs: Path, name: str) -> None:
         here = {file.path for file in client.list_artifacts(parent.info.run_id)}
         for file in here & {STUDY, SEARCH, LOOKS, DIFF}:
             client.download_artifacts(parent.info.run_id, file, str(folder))
-        Place(uuid.uuid4().hex, parent.info.run_id).save(folder)
+        MirrorState(uuid.uuid4().hex, parent.info.run_id).save(folder)
     for run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).values():
         directory = folder / "trials" / Path(run.data.tags["cohort.trial"]).name
         ended = read_result(directory)
@@ -196,7 +196,7 @@ def _fetch(runs: Path, name: str) -> None:
         with tempfile.TemporaryDirectory() as scratch, publish_folder(directory) as new:
             shutil.copytree(client.download_artifacts(run.info.run_id, str(RECORD), scratch), new, dirs_exist_ok=True)
             size = (new / EVENTS).stat().st_size
-            Place(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
+            MirrorState(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
 
 
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:

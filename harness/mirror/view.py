@@ -15,8 +15,8 @@ COLORS = "cohort.colors"  # an experiment tag: group -> colour
 RUN_COLOR = "mlflow.runColor"
 MAX_TAG = 20_000  # characters of an experiment's tag
 ARM = "cohort.arm"  # a tag of a trial's run, by which the table groups them; STUDY_GROUP for the parent run
-STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
-PHASE = "cohort.phase"  # a tag: that of a trial's arm, `exploratory` for a clone; STUDY_GROUP for the parent run
+STUDY_GROUP = "study"  # the parent run's ARM; without one, MLflow shows it under "Additional runs"
+PHASE = "cohort.phase"  # a tag: the phase of a trial's arm, `exploratory` for a clone; STUDY_GROUP for the parent run
 SHOWN = f"tags.`{PHASE}` != 'exploratory' and attributes.status != 'KILLED'"  # by the first view
 NAME_COLUMN = "attributes.`Run Name`"
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Place:
+class MirrorState:
     """`mlflow.json`: the run in MLflow that shows the record of a folder.
 
     The token is stored before the run is created, so that a run created just before a crash is found again. `copied`
@@ -46,7 +46,7 @@ class Place:
     copied: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path) -> Place:
+    def load(cls, folder: Path) -> MirrorState:
         file = folder / "mlflow.json"
         try:
             return cls(**read_json(file))
@@ -76,7 +76,7 @@ class RunMirror:
 
     def __init__(self, runs: Path, directory: Path) -> None:
         self.runs, self.directory = runs, directory
-        self.place = Place.load(directory)
+        self.place = MirrorState.load(directory)
         self._tail = Tail(directory / EVENTS)
         self._pending: list[_Key] = []  # logged, and perhaps not in the store
         self._info: RunInfo | None = None  # once the store's values are known
@@ -141,7 +141,7 @@ class RunMirror:
         old = client.get_run(self.place.run_id)
         delete_traces(tracking_uri(self.runs), old.info.experiment_id, self.place.run_id)
         client.delete_run(self.place.run_id)
-        self.place = Place()
+        self.place = MirrorState()
         self._pending = [(key, step) for key, steps in self._tail.history.history.items() for step in steps]
         return self._attach(client, old.data.tags.get("mlflow.parentRunId"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import MANIFEST, whole_manifest
-from ..base.inputs import REVISION, Inputs, Sources, digest, digested, expected, verify
+from ..base.inputs import REVISION, Inputs, Sources, check_expected, digest, digested, expected
 from ..settings.run import RunSpec
 
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of files that transformers reads
@@ -82,7 +82,7 @@ def pinned(name: str) -> str | None:
 def verify_model(name: str) -> None:
     """InputsChanged if a model that was just read is not what was expected; asks nothing if nothing was."""
     if expected(source_name(name)) is not None:
-        verify(model_sources(name))
+        check_expected(model_sources(name))
 
 
 def is_here(name: str) -> bool:

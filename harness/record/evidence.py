@@ -50,7 +50,7 @@ def write_evidence(folder: Path, record: StudyRecord, answer: str = "", colors: 
 
 
 def sealed_files(folder: Path) -> list[str]:
-    """The files of a study that a report is made from, whether they can be read or not, and those of the report."""
+    """The files of a study that a report is made from, whether they can be read or not, and the report's own files."""
     patterns = [STUDY, STATUS, SEARCH, LOOKS, DIFF, *(f"trials/[!.]*/{name}" for name in (EVENTS, INFO, RESULT))]
     found = (file for pattern in [*patterns, "report/**/*"] for file in folder.glob(pattern) if file.is_file())
     return sorted(file.relative_to(folder).as_posix() for file in found)

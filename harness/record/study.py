@@ -136,12 +136,12 @@ class StudyRecord:
 def study_document(
     study: StudySpec, command: str, inputs: Inputs = NO_INPUTS, known: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The content of `study.json` at a start of the study; `known` is that of the start before.
+    """The content of `study.json` at a start of the study; `known` is its content after the start before.
 
     id        the same at every start and on every host
-    command   that which started the study; an empty one keeps the known one
-    labels    of the arms, as far as a design names them
-    shown     how a mirror shows it: paths of what arms vary, colour of each arm
+    command   the command that started the study; an empty one keeps the known one
+    labels    labels of the arms, as far as a design names them
+    shown     how a mirror shows it: paths of the varied settings, colour of each arm
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
     references  arm -> the arm that it is compared with, where that is not the baseline for all
     registered  the claims of the first start: time, digest, and for each its contrasts and its region (None: no end)
@@ -359,7 +359,7 @@ def _trials(
 ) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm], dict[str, str]]:
     """The trials of the study by arm and seed, its clones with theirs, and what is wrong with other folders of trials.
 
-    `seeds` are those of its arms. What cannot be read counts as failed.
+    `seeds` are the seeds of its arms. A trial that cannot be read counts as failed.
     """
     unknown: dict[str, Any] = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
     trials = {(one["arm"], one["seed"]): TrialRecord(**unknown, **one, state="failed") for one in failed}

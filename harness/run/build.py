@@ -89,7 +89,7 @@ class Run:
     pass_rates: dict[str, float] = field(default_factory=dict)  # the history of its prompts, for its sampler
     writer: Writer = field(default_factory=Writer)  # of checkpoints
     cache: Path = Path()
-    whole: RunSpec = None  # pyright: ignore  # by default that of its only stage
+    whole: RunSpec = None  # pyright: ignore  # by default its only stage's
     stage: Stage = None  # pyright: ignore
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 maj@k.
 
 Problems are sampled and graded in parts, and a part's completions are dropped afterwards, so that memory never holds
-more than a few thousand completions, or those of a single problem.
+more than a few thousand completions, or one problem's completions if they are more.
 """
 
 import json
@@ -25,7 +25,7 @@ from ..devices.device import mixed_precision, resolve_device
 from ..interfaces import RolloutEngine, Task
 from ..policy.flops import lengths
 from ..rewards.majority_vote import majority_correct
-from ..settings.run import Evaluation, RunSpec
+from ..settings.run import EvaluationSettings, RunSpec
 from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
@@ -162,7 +162,7 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
     return result
 
 
-def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str]:
+def metric_names(settings: EvaluationSettings, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
     names = ["accuracy", *(["score"] if partial_credit else []), "answered", "truncated", "format", "num_tokens"]
     return list(sample_metrics([ProblemScore("", settings.num_samples, dict.fromkeys(names, 0), 0.0, False)]))

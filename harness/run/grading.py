@@ -163,7 +163,7 @@ def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: A
 
 
 def _steps(name: str, reward: StepReward, group: GradedGroup, step: int) -> list[list[tuple[int, float]]]:
-    """The steps that a reward found in each completion; InvalidRun as of `_numbers`."""
+    """The steps that a reward found in each completion; InvalidRun if they are not lists of (character, number)."""
     rows = found = cast(Any, reward.steps(group))
     if not isinstance(rows, list | tuple) or len(rows) != len(group.completions):
         _numbers(name, reward, group, step, rows, len(group.completions))

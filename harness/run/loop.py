@@ -45,7 +45,7 @@ def train(
     """
     inputs = run_inputs([spec], cache)
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
-    ranks.check_same(directory, checkpoints=found, inputs=inputs)
+    ranks.check_alike(directory, checkpoints=found, inputs=inputs)
     log.about(inputs=dict(inputs))
     run: Run | None = None
     with expecting(inputs):
@@ -150,10 +150,10 @@ def _test(run: Run, step: int, area: str) -> None:
 def logged_evaluation(
     run: Run, split: Split, step: int, area: str = "", spec: RunSpec | None = None
 ) -> EvaluationResult:
-    """Evaluate the policy, with the run's own settings or those of a test, and store the accuracies of the summary.
+    """Evaluate the policy, with the run's own settings or a test's, and store the accuracies of the summary.
 
     Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
-    training; `test_NAME` and `start_NAME` for another test. Of test problems each fraction and family is logged, and
+    training; `test_NAME` and `start_NAME` for another test. For test problems each fraction and family is logged, and
     the run's folder keeps all completions, so that the numbers can be verified.
     """
     start, log, area = run.now(), run.log, area or split

@@ -29,7 +29,7 @@ class Claim(Section):
         default_factory=list, description="arm label -> weight, with sum 0; a list: each of them must be as predicted"
     )
     order: list[str] = Field(default_factory=list, description="arm labels in rising order, for predicts: ordered")
-    metric: str = Field(default="", description="metric of a run; by default that of the study")
+    metric: str = Field(default="", description="metric of a run; by default the study's metric")
     value: Literal["last", "mean", "gain", "fall"] = Field(
         default="last", description="of the metric: last, mean over training, last minus first, best minus last"
     )

@@ -54,9 +54,9 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
 
 
 def study_mapping(name_or_path: str, extended_by: Path | None = None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The file of a study, its settings, and those of the study that it `extends` (a shipped name, or a file beside
-    it), which are part of its own: its `run` changes single settings, any other section takes the place of the other's,
-    null removes one. Without `extends` the last are empty."""
+    """The file of a study, its settings, and the settings of the study that it `extends` (a shipped name, or a file
+    beside it); without `extends` the last are empty. The study's settings include the extended ones: its `run` changes
+    single settings, any other section replaces the extended one, null removes one."""
     shipped = shipped_studies()
     path = shipped.get(name_or_path, (extended_by.parent if extended_by else Path()) / name_or_path)
     if not path.is_file():

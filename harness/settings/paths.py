@@ -27,7 +27,7 @@ def settings(model: type[BaseModel], raw: Mapping[str, Any] | None = None) -> It
 
 
 def _inside(kind: Any, node: Any) -> Iterator[tuple[str, FieldInfo]]:
-    """The settings inside a value of this type; `LoRA | None` holds those of LoRA."""
+    """The settings inside a value of this type; `LoRA | None` holds LoRA's settings."""
     while get_origin(kind) in (UnionType, Union, Annotated):
         kind = get_args(kind)[0]
     if get_origin(kind) is dict and isinstance(node, Mapping):  # by names that the user chose

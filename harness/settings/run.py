@@ -112,7 +112,7 @@ class LoRA(Section):
     targets: tuple[str, ...] = Field(default=(), description="layers to adapt; by default all linear ones but the head")
 
 
-class Evaluation(Section):
+class EvaluationSettings(Section):
     """Held-out accuracy during training (validation split) and at the end (test split, and other tests)."""
 
     every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
@@ -129,7 +129,7 @@ class Evaluation(Section):
         default=1,
         ge=1,
         description="evaluations, up to the last one, that measure the test problems too; arms are compared by their "
-        "mean, which is the accuracy over the end of training and not that of the last policy alone",
+        "mean, which is the accuracy over the end of training and not the last policy's alone",
     )
     tests: tuple[SerializeAsAny[Task], ...] = Field(
         default=(),
@@ -233,7 +233,7 @@ class RunSpec(Section):
     kl: KLControl = KLControl()
     mismatch: Mismatch = Mismatch()
     lora: LoRA | None = Field(default=None, description="low-rank adapters; by default none: all weights are trained")
-    evaluation: Evaluation = Evaluation()
+    evaluation: EvaluationSettings = EvaluationSettings()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
     control: Control | None = Field(

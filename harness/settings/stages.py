@@ -93,7 +93,7 @@ def completed(spec: RunSpec) -> dict[str, Any]:
     total = sum(stage.spec.steps for stage in stages)
     steps = spec.steps if "steps" in spec.model_fields_set else total
     if steps > total:
-        raise ValueError(f"steps must be at most those of the stages, {total}, got {steps}; leave it out")
+        raise ValueError(f"steps must be at most the sum over the stages, {total}, got {steps}; leave it out")
     complete = []
     for stage, raw in zip(stages, spec.stages, strict=True):
         whole = stage.spec.model_dump(mode="json")
@@ -122,7 +122,7 @@ def _stage(run: RunSpec, raw: Mapping[str, Any], before: tuple[Stage, ...]) -> S
     if own.get("steps", 0) == 0:
         raise ValueError(f"{where}: steps must be at least 1, got {own.get('steps', 'none')}")
     common = run.model_dump(mode="json", exclude={"stages"} if does is None else {"stages", "critic"})
-    implied = implied_rewards(run.algorithm, run.overlong)  # those of another algorithm are others
+    implied = implied_rewards(run.algorithm, run.overlong)  # another algorithm implies others
     given = {key: common["rewards"][key] for key, reward in run.rewards.items() if reward != implied.get(key)}
     for key, value in own.items():
         section = common.get(key)

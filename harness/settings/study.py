@@ -63,8 +63,8 @@ class SearchPlan:
     final_seeds: tuple[int, ...] = ()
 
 
-class Comparison(Section):
-    """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override those of the run."""
+class CompareDesign(Section):
+    """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override the run's settings."""
 
     algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of name and settings")
     tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
@@ -98,7 +98,7 @@ class StudySpec(Section):
 
     dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "components", "search.space")  # their keys have dots
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80, description="by default that of the file")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80, description="by default the file's name")
     question: str = Field(min_length=1, description="the question that the study answers, in one sentence")
     run: dict[str, Any] = Field(description="settings of the run that all arms share; see `cohort list settings`")
     factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
@@ -112,7 +112,7 @@ class StudySpec(Section):
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
-    compare: Comparison | None = None
+    compare: CompareDesign | None = None
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(
         default=None, description="label of the arm to compare with, or a level; by default the first"
@@ -253,7 +253,7 @@ class StudySpec(Section):
         return dict.fromkeys(labels, GREY) | {self.baseline or labels[0]: PALETTE[0]}
 
     def checked_arms(self) -> list[Arm]:
-        """The arms to validate: those of the design, and for each search its base and the base with single changes."""
+        """The arms to validate: the design's arms, and for each search its base and the base with single changes."""
         return list(self._known if self.search is None else self._probes)
 
     def changed(self, base: Arm, label: str, point: Mapping[str, Any]) -> Arm:
@@ -394,7 +394,7 @@ class StudySpec(Section):
             labels, reason = groups[0]
             raise SpecError(f"study '{self.name}': arms '{labels[0]}' and '{labels[1]}' cannot differ: {reason}")
 
-    def _compared(self, compare: Comparison) -> list[Arm]:
+    def _compared(self, compare: CompareDesign) -> list[Arm]:
         """Every algorithm on every task of a comparison; labels leave out what all arms have in common."""
         several = {"algorithm": len(compare.algorithms) > 1, "task": len(compare.tasks) > 1}
         arms = []

@@ -84,7 +84,7 @@ def _passes(stage: Stage, done: int) -> float:
     return done * each
 
 
-class Clock:
+class TrialTimes:
     """Says how long trials take, from a study's progress and the past runs in its runs folder."""
 
     def __init__(self, plan: Plan, status: StudyStatus, workers: int) -> None:
@@ -134,31 +134,31 @@ def with_time_left(
     workers = workers or running or default_workers(plan.study.devices)
     if not todo and not coming:
         return replace(status, left=0.0, workers=workers)
-    clock = Clock(plan, status, workers)
-    left_at = cache(lambda label, step: clock.left(plan.arms[label], step))
+    times = TrialTimes(plan, status, workers)
+    left_at = cache(lambda label, step: times.left(plan.arms[label], step))
     seconds = {(trial.arm, trial.seed): left_at(trial.arm, trial.step) for trial in todo}
     ends = [0.0] * workers  # trials go to the first free worker
-    for one in (*seconds.values(), *(left for arm, count in coming for left in [clock.left(arm)] * count)):
+    for one in (*seconds.values(), *(left for arm, count in coming for left in [times.left(arm)] * count)):
         heapq.heapreplace(ends, ends[0] + one)
-    pace = clock.pace(plan.arms[todo[0].arm] if todo else coming[0][0])
+    pace = times.pace(plan.arms[todo[0].arm] if todo else coming[0][0])
     rest = sum(max(least, count * pace) for least, count in (REPORT, *([] if running else [START])))
-    rest += _cold_starts(plan, status, coming, clock)
+    rest += _cold_starts(plan, status, coming, times)
     trials = (replace(t, left=seconds[t.arm, t.seed]) if t.is_open else t for t in status.trials)
     left = max(ends) + rest if math.isfinite(sum(ends)) else math.nan
-    return replace(status, trials=tuple(trials), left=left, workers=workers, measured=sum(clock.used.values()))
+    return replace(status, trials=tuple(trials), left=left, workers=workers, measured=sum(times.used.values()))
 
 
-def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]], clock: Clock) -> float:
+def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]], times: TrialTimes) -> float:
     """Seconds of the cold starts from which no trial has begun; each is trained once, while others wait."""
     begun = {trial.arm for trial in status.trials if trial.step or trial.state == "complete"}
-    trained = {one.start for one in clock.past} | {_start(plan.arms[arm].spec) for arm in begun}
+    trained = {one.start for one in times.past} | {_start(plan.arms[arm].spec) for arm in begun}
     shares = {t.arm: t.done / t.total for t in status.trials if t.phase == "cold start" and t.total}
     found: dict[str, float] = {}
     for arm in (*(plan.arms[label] for label in {t.arm for t in status.trials if t.is_open}), *(a for a, _ in coming)):
         spec, start = arm.spec, _start(arm.spec)
         if spec.cold_start.steps and start not in trained:
             work = 4 * spec.max_tokens * spec.cold_start.steps * spec.cold_start.batch_size  # prompts too
-            found[start] = min(found.get(start, math.inf), (1 - shares.get(arm.label, 0.0)) * work * clock.pace(arm))
+            found[start] = min(found.get(start, math.inf), (1 - shares.get(arm.label, 0.0)) * work * times.pace(arm))
     return sum(found.values())
 
 
@@ -232,13 +232,13 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     `measured` trials say how long the others take (0: arithmetic); a time that is unknown is NaN.
     """
     counts = Counter(trial.arm for trial in status.trials)
-    clock = Clock(plan, status, status.workers)
+    times = TrialTimes(plan, status, status.workers)
     listed = {label: plan.arms[label] for label in counts} | {arm.label: arm for arm, _ in coming}
     counts.update({arm.label: count for arm, count in coming})
     arms: list[dict[str, Any]] = [{
         "arm": label, "overrides": dict(arm.overrides), "trials": counts[label], "steps": arm.spec.steps,
         "rollouts": arm.spec.num_rollouts, "generated_tokens_bound": arm.spec.num_rollouts * arm.spec.max_tokens,
-        "seconds": clock.left(arm),
+        "seconds": times.left(arm),
     } for label, arm in listed.items()]  # fmt: skip
 
     summed = ("steps", "rollouts", "generated_tokens_bound")

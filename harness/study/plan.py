@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def keys(self) -> list[Key]:
-        """The trials, without those of arms that were taken back."""
+        """The trials, without the trials of arms that were taken back."""
         return [key for key in self._keys if key[0] not in self.dropped]
 
     @cached_property

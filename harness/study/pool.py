@@ -37,7 +37,7 @@ def work(
     the study's progress and the signals that came.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 let the worker finish its step, write a checkpoint and return its trial at
-    once. ValueError for a study that was not started. The other arguments are those of `run_study`.
+    once. ValueError for a study that was not started. `run_study` explains the other arguments.
     """
     runs = Path(runs).resolve()
     if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it
@@ -50,10 +50,10 @@ def work(
     pool.prefix = f"worker-{socket.gethostname()}-{os.getpid()}"
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.running(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
-        return watch(pool, queue, on_status, leaves=True), stop.signals
+        return supervise(pool, queue, on_status, leaves=True), stop.signals
 
 
-def watch(
+def supervise(
     pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None, *, leaves: bool = False
 ) -> StudyStatus:
     """Keep the workers running and the caller informed until nothing is left to do; returns the study's progress.

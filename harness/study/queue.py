@@ -55,7 +55,7 @@ class ClaimedTrial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     state: TrialState | Literal["lost"]
     reason: str | None = None
     summary: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Queue:
                 return None
             return self._taken(key, lease, attempts)
 
-    def finish(self, claim: ClaimedTrial, outcome: Outcome) -> None:
+    def finish(self, claim: ClaimedTrial, outcome: TrialOutcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
         with self.storage.lock():
             trial = self._study.get_trials(deepcopy=False)[claim.number]
@@ -302,14 +302,14 @@ class Queue:
         for key, last in dead.items():
             directory = self.plan.directory(key)
             step = self.storage.progress([directory])[directory].get("step", 0)
-            outcome = Outcome("lost", summary={"step": step})
+            outcome = TrialOutcome("lost", summary={"step": step})
             if (lost := attempts.num_stuck(key, step)) >= MAX_LOST:
                 reason = f"the worker died {lost} times at step {step}, the last time without an error"
-                outcome = Outcome("failed", reason)
+                outcome = TrialOutcome("failed", reason)
             self._tell(last, outcome)
         return self._read() if dead else attempts
 
-    def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
+    def _tell(self, trial: FrozenTrial, outcome: TrialOutcome) -> None:
         """Record an attempt's end. The attribute is set first, because a COMPLETE trial accepts none."""
         result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
         value, ending = None, OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL

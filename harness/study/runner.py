@@ -19,9 +19,9 @@ from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, keep_document, read_trial, study_document, write_status
 from ..settings.study import StudySpec
-from .launchers.local import Place, WorkerPool
+from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
-from .pool import watch
+from .pool import supervise
 from .preflight import check_room, check_study, check_unchanged, missing_here
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
@@ -36,7 +36,7 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    cluster: Place | None = None,
+    cluster: Launcher | None = None,
 ) -> StudyStatus:
     """Run the study's missing trials with `workers` processes; returns the study's progress.
 
@@ -66,7 +66,7 @@ def run_study(
     with pool.running():
         _opened(queue, command, inputs)
         with mirrored(runs, plan.folder):
-            status = watch(pool, queue, show)
+            status = supervise(pool, queue, show)
             if study.search is not None:
                 write_json(plan.folder / SEARCH, queue.search_record())
             write_status(plan.folder, status, _failed(plan, status, ended=True), ended=True)

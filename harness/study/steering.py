@@ -208,13 +208,13 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec, targets: Mapping[int, Pat
             step, passed = fork_run(source, target, plan.spec((clone.label, seed)), parent)
             why = " and ".join(passed) + ": wait for the next one" if passed else ""
             if trials[seed].state in FINAL or read_result(source) is not None:
-                why = "those of a trial that has ended are deleted: stop an arm before its end to keep its checkpoints"
+                why = "a trial that has ended keeps none: stop an arm before its end to keep its checkpoints"
             elif trials[seed].state != "waiting" and not source.exists():
                 why = "they are on another host: clone it there"
             if why and not step:
                 raise SpecError(NO_CHECKPOINT.format(clone.parent, seed, why))
             if step >= spec.steps:
-                raise SpecError(f"steps of a warm clone must be above those that its parent has done, {step}, got "
+                raise SpecError(f"steps of a warm clone must be above its parent's step, {step}, got "
                                 f"{spec.steps}; raise steps")  # fmt: skip
             say_passed(passed, f"starts from step {step}")
             steps.append(step)

@@ -28,7 +28,7 @@ from ..plugins import raised_by
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..settings.errors import SpecError
 from .plan import Key
-from .queue import HELD, ClaimedTrial, Outcome, Queue, open_queue
+from .queue import HELD, ClaimedTrial, Queue, TrialOutcome, open_queue
 from .storage.base import StorageUnavailable
 
 EXECUTE = "cohort.harness.run.loop:train"
@@ -109,11 +109,11 @@ def worker_main(
 
 def _check(queue: Queue) -> None:
     """Unfit if this machine cannot run the study's trials."""
-    from ..checks.preflight import check_machine
+    from ..checks.preflight import check_capacity
 
     specs = [arm.spec for arm in queue.plan.study.checked_arms()]
     try:
-        check_machine(specs, [spec for spec in specs if spec.steps])
+        check_capacity(specs, [spec for spec in specs if spec.steps])
     except ValueError as error:
         raise Unfit(" ".join(str(error).split())) from None
 
@@ -129,7 +129,7 @@ def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any],
     except Exception as error:  # most often a file of the trial's folder: the other trials can do without it
         if (full := disk_full(error, queue.plan.runs)) is not None:  # not the arm's fault
             with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
-                queue.finish(claim, Outcome("stopped", str(full)))
+                queue.finish(claim, TrialOutcome("stopped", str(full)))
             raise full from None
         outcome = _failure(error)
     if outcome.state in FINAL:  # its result is on disk; a worker that dies here leaves the trial to one that ends here
@@ -137,18 +137,18 @@ def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any],
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 
-def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
+def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> TrialOutcome:
     """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
     directory, metric = plan.directory(claim.key), plan.study.metric
     if (ended := final_result(directory)) is not None:
-        return _with_metric(Outcome(**ended), metric)
+        return _with_metric(TrialOutcome(**ended), metric)
     run_log = _TrialLog(queue, claim.key, stop)
     try:
         spec, cache = plan.spec(claim.key), plan.runs / "cache"
         with expecting(plan.inputs):
             result = run_trial(spec, directory, run_log, cache=cache, should_stop=run_log.must_stop)
-        outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
+        outcome = TrialOutcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
         if outcome.state == "stopped":
             summary = {**outcome.summary, "step": run_log.step}
             outcome = replace(outcome, state=run_log.state, reason=run_log.reason, summary=summary)
@@ -168,10 +168,10 @@ def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], s
     return outcome
 
 
-def _failure(error: Exception) -> Outcome:
+def _failure(error: Exception) -> TrialOutcome:
     traceback.print_exception(error)
     words = raised_by(error) or traceback.format_exception_only(error)[-1].strip()
-    return Outcome("failed", words[:500])
+    return TrialOutcome("failed", words[:500])
 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
@@ -247,13 +247,13 @@ class _TrialLog(RunLog):
                 self._rests_until = time.monotonic() + 19 * waited
 
 
-def _with_metric(outcome: Outcome, metric: str) -> Outcome:
+def _with_metric(outcome: TrialOutcome, metric: str) -> TrialOutcome:
     """The same outcome, or a failure if a complete run lacks a finite value of the metric."""
     if outcome.state != "complete" or math.isfinite(outcome.metrics.get(metric, math.nan)):
         return outcome
     got = outcome.metrics.get(metric, "nothing")
     reason = f"metric must be a finite number that runs log, '{metric}' was {got}; logged: {', '.join(outcome.metrics)}"
-    return Outcome("failed", reason, outcome.summary, outcome.metrics)
+    return TrialOutcome("failed", reason, outcome.summary, outcome.metrics)
 
 
 def _watch_parent(parent: int, ask_to_stop: Callable[[], object]) -> None:
@@ -268,11 +268,11 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[1])  # of `worker_main`, from `launchers.local.start_worker`
     options["runs"], devices = Path(options["runs"]), options.pop("devices")
     if not in_group() and devices > 1:
-        from ..devices.group import start
+        from ..devices.group import launch
 
         arguments = (options["parent"], partial(os.kill, os.getpid(), signal.SIGTERM))
         threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
-        sys.exit(start(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
+        sys.exit(launch(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
     try:
         sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
     except Unfit as error:

@@ -37,7 +37,7 @@ DYNAMICS = (  # metric, title, unit on the y axis
     ("train/gradient_tokens", "Tokens that carry gradient, of those in the loss", "% of tokens"),
     ("policy/grad_norm", "Gradient norm before clipping", "norm"),
     ("vote/label_accuracy", "Majority labels that are right", "%"),
-    ("vote/margin", "Votes of the first answer minus those of the second", "% of the group"),
+    ("vote/margin", "Votes for the first answer minus votes for the second", "% of the group"),
     ("vote/false_positive_rate", "Wrong rollouts that agree with the majority", "%"),
     ("vote/answered", "Rollouts with an answer to vote with", "%"),
     ("critic/explained_variance", "Variance of returns explained by the critic", "fraction"),

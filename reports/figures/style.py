@@ -84,7 +84,7 @@ class Picture(Figure):
 
 
 def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height: float) -> Drawing:
-    """The figure that `draw` fills, below its title; width and height in inches, the height that of a short title.
+    """The figure that `draw` fills, below its title; width and height in inches, the height with a short title.
 
     The layout makes room for every text: none is cut, however long the label of an arm is.
     """
@@ -112,7 +112,7 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
 
 
 def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str] = FORMATS) -> None:
-    """Write each drawing as files of its name: svg, png or pdf; those of an earlier report are removed."""
+    """Write each drawing as files of its name: svg, png or pdf; files of an earlier report are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if old.suffix.lstrip(".") in FORMATS:
@@ -130,7 +130,7 @@ def color_of(analysis: Analysis, label: str) -> str:
 
 
 def look(analysis: Analysis, label: str) -> tuple[str, str]:
-    """Colour and marker of an arm; those of the grey background if it is none of few, and none with a role of many."""
+    """Colour and marker of an arm; grey if the figure does not show it, or shows many and it has no role among them."""
     labels = list(roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
     place = labels.index(label) if label in labels else None
     return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
@@ -167,7 +167,7 @@ def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: 
 def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Draw:
     """Axes that `plot` fills, with horizontal rules, round ticks and the names of its lines beside their right ends.
 
-    Ticks that `plot` sets stay. `unit` is that of the y axis, written flat above its highest tick.
+    Ticks that `plot` sets stay. `unit` belongs to the y axis and is written flat above its highest tick.
     """
 
     def draw(figure: Figure) -> None:

@@ -207,7 +207,7 @@ def _grid_finding(analysis: Analysis) -> str:
         text = f"Over the whole grid no effect of {wording.listed(factors, len(factors))} is detected"
         if len(factors) == 1:
             return f"{text} ({_holm(least.p_adjusted)})"
-        smallest = f"the smallest p is that of {wording.factor_title(least.factors)}"
+        smallest = f"the smallest p belongs to {wording.factor_title(least.factors)}"
         return f"{text}, alone or together ({smallest}: {_holm(least.p_adjusted)})"
     found = []
     for effect in single:

@@ -1,7 +1,7 @@
 """Writes what reviewers ask of a comparison: questions, and answers that together are a paragraph for a paper.
 
-The answers come from the record; what it does not know is said to be unknown. The questions are, in our words, those of
-the NeurIPS paper checklist on experiments and of Eimer et al. (2023, arXiv:2306.01324) on tuning in reinforcement
+The answers come from the record; what it does not know is said to be unknown. The questions are, in our words, from
+the NeurIPS paper checklist on experiments and from Eimer et al. (2023, arXiv:2306.01324) on tuning in reinforcement
 learning.
 """
 

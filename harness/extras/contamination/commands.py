@@ -32,8 +32,8 @@ def contamination(
 ) -> None:
     """Test whether a model knows the problems of a benchmark better than other problems of the same kind.
 
-    The model completes questions from their first part, and its log-probs of each question are compared with those of
-    variants with other numbers. Permutation tests compare both scores with a reference (Holm-corrected).
+    The model completes questions from their first part, and its log-probs of each question are compared with its
+    log-probs of variants with other numbers. Permutation tests compare both scores with a reference (Holm-corrected).
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """

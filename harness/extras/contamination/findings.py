@@ -31,11 +31,11 @@ Scores = Mapping[str, Sequence[float]]  # test -> the score of each problem; NaN
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """The result of one test of a probe: mean scores, numbers of problems with a score, and p-values.
 
-    The alternative of `p` and `p_adjusted` is that the model knows the probed problems better; that of `p_reverse`,
-    which is uncorrected, is that it knows the reference better. NaN without problems, p-values without two of each set.
+    The alternative of `p` and `p_adjusted` is that the model knows the probed problems better. `p_reverse`, which is
+    uncorrected, tests whether it knows the reference better. NaN without problems, p-values without two of each set.
     """
 
     probe: str
@@ -52,12 +52,12 @@ class Finding:
         return self.p_adjusted < LEVEL
 
 
-def judge(probed: Scores, reference: Scores, rng: np.random.Generator) -> list[Finding]:
+def judge(probed: Scores, reference: Scores, rng: np.random.Generator) -> list[ProbeResult]:
     """The finding of every test, in order; both sides have the same tests."""
     known = [[[x for x in side[name] if not math.isnan(x)] for side in (probed, reference)] for name in probed]
     tests, reverse = ([_p(one, two, way, rng) for one, two in known] for way in ("greater", "less"))
     return [
-        Finding(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
+        ProbeResult(name, fmean(one or [math.nan]), fmean(two or [math.nan]), len(one), len(two), *ps)
         for name, (one, two), *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
     ]
 
@@ -76,7 +76,7 @@ def _p(one: list[float], other: list[float], way: Literal["greater", "less"], rn
     return float(test.pvalue)
 
 
-def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
+def verdict(findings: Sequence[ProbeResult], probed: str, reference: str) -> str:
     """The conclusion from all findings, in a sentence or two; `probed` and `reference` name the two sets."""
     if all(math.isnan(one.p) for one in findings):
         return "Not tested: one of the two sets has fewer than two problems with a score."
@@ -94,8 +94,8 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
 
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
-    probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
-    findings = TypeAdapter(list[Finding]).validate_python(document["findings"])  # NaN is text in JSON
+    probed, reference = f"the {document['split']} problems", f"the problems of {document['reference']}"
+    findings = TypeAdapter(list[ProbeResult]).validate_python(document["findings"])  # NaN is text in JSON
     rows = []
     for one in findings:
         sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))

@@ -3,9 +3,9 @@
 Two tests of each question, as plain text without a prompt or chat template:
 - Completion: the policy reads the first part and continues greedily for as many words as were held back (partial
   prompts, arXiv:2507.10532, which holds back 40 %). Exact match and ROUGE-L (Lin 2004) compare the two.
-- Likelihood: the mean log-prob per token, minus that of variants with other numbers.
+- Likelihood: the mean log-prob per token, minus the mean over variants with other numbers.
 No single score proves that a policy has seen a question: numbers that people choose are likelier than random ones, and
-common phrases are easy to complete. So scores are compared with those of other questions of the same kind.
+common phrases are easy to complete. So scores are compared with the scores of other questions of the same kind.
 """
 
 import math
@@ -79,7 +79,7 @@ def probe(
     name: str | None = None,
     runs: str | Path | None = None,
 ) -> dict[str, Any]:
-    """What a model knows of a benchmark's questions beyond those of `reference`: at most `num_problems` of each.
+    """The result of probing whether a model knows a benchmark's questions better than `num_problems` of `reference`.
 
     The reference is another split of the task, or a source whose test split has fresh problems. Shows progress. The
     result goes to `probe.json` in RUNS/probes/NAME and to MLflow's experiment `probe`; `said` is it in words.

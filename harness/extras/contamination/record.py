@@ -1,4 +1,4 @@
-"""What a study's record keeps of probes: those of its task with a model that its trials start from."""
+"""A study's record keeps the probes of its task with a model that its trials start from."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,7 +4,7 @@ from typing import Any
 
 from ....reports.analysis import Analysis
 from ....reports.prose.wording import shorten
-from ....reports.section import Section
+from ....reports.section import ReportSection
 from ....reports.tables import table
 from .findings import LEVEL, summary
 
@@ -16,7 +16,7 @@ _LEAD = (
 )
 
 
-def section(analysis: Analysis) -> Section | None:
+def section(analysis: Analysis) -> ReportSection | None:
     """The probes of the record, if there are any."""
     parts: list[Any] = [("lead", _LEAD)]
     for one in map(summary, analysis.record.extras.get("contamination", ())):
@@ -27,4 +27,4 @@ def section(analysis: Analysis) -> Section | None:
             parts += [("code", shorten(example["start"]))]
             parts += [("plain", "The model's own continuation, word for word as in the question:")]
             parts += [("code", shorten(example["continuation"]))]
-    return Section("contamination", "Contamination", parts) if len(parts) > 1 else None
+    return ReportSection("contamination", "Contamination", parts) if len(parts) > 1 else None

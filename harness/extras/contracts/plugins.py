@@ -35,7 +35,7 @@ PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4
 
 
 @dataclass(frozen=True)
-class Check:
+class PluginCheck:
     """One rule for `kinds` of plugins. `test` raises for a plugin that breaks it; `fix` says what to change."""
 
     kinds: Sequence[str]
@@ -45,7 +45,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The outcome of a check of one plugin: `found` is empty if the plugin passes."""
 
     kind: plugins.Kind
@@ -55,18 +55,20 @@ class Finding:
     found: str = ""
 
 
-CHECKS: list[Check] = []
+CHECKS: list[PluginCheck] = []
 
 
-def of_kind(kind: plugins.Kind) -> list[Check]:
+def of_kind(kind: plugins.Kind) -> list[PluginCheck]:
     return [check for check in CHECKS if kind in check.kinds]
 
 
-def check_package(package: str) -> Iterator[Finding]:
+def check_package(package: str) -> Iterator[CheckResult]:
     """The outcome of each check of each plugin that an installed package declares. ValueError for a package without
     plugins."""
     for kind, name in plugins.of_package(package):
-        loads = Check([kind], "it loads, and its settings have defaults", "see docs/extending.md", lambda plugin: None)
+        loads = PluginCheck(
+            [kind], "it loads, and its settings have defaults", "see docs/extending.md", lambda plugin: None
+        )
         for check in (loads, *of_kind(kind)):
             found = ""
             try:
@@ -74,7 +76,7 @@ def check_package(package: str) -> Iterator[Finding]:
             except Exception as error:  # of foreign code
                 words = " ".join(str(error).split())
                 found = words if isinstance(error, AssertionError) and words else f"{type(error).__name__}: {words}"
-            yield Finding(kind, name, check.rule, check.fix, found)
+            yield CheckResult(kind, name, check.rule, check.fix, found)
             if found and check is loads:
                 break
 
@@ -95,7 +97,7 @@ def _rule(kinds: str, fix: str) -> Callable[[Callable[[Any], None]], Callable[[A
     """Register a check, whose docstring is the rule."""
 
     def register(test: Callable[[Any], None]) -> Callable[[Any], None]:
-        CHECKS.append(Check(kinds.split(), " ".join((test.__doc__ or "").split()), fix, test))
+        CHECKS.append(PluginCheck(kinds.split(), " ".join((test.__doc__ or "").split()), fix, test))
         return test
 
     return register
@@ -198,7 +200,7 @@ def advantages_are_finite(algorithm: Algorithm) -> None:
 
 @_rule("algorithm", "make loss and metrics sums over tokens, weighted by loss_weight_BT")
 def parts_add_up(algorithm: Algorithm) -> None:
-    """Loss and metrics of the parts of a batch add up to those of the whole."""
+    """Loss and metrics of the parts of a batch add up to the whole batch's loss and metrics."""
     batch = weighted(algorithm, algorithm.advantages(make_batch(PAID)))
     moved = (batch.sampler_logprobs_BT - 0.05) * batch.completion_mask_BT
     whole, metrics = algorithm.loss(batch, PolicyOutput(moved, -moved, 0.5 * moved))

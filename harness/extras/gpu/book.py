@@ -25,7 +25,7 @@ from ...base.words import did_you_mean
 from ...policy.model import check_model
 from ...settings.errors import SpecError
 from .backend import SHAPES, Backend, make_up
-from .claims import CLAIMS, Claim, Number, Skipped
+from .claims import CLAIMS, GPUClaim, Number, Skipped
 
 SECONDS = 1800  # of all claims
 OVER = "the time of all claims is over"
@@ -37,7 +37,7 @@ STOPPING = "Stopping: what was found so far follows; Ctrl-C again ends at once."
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimResult:
     """A claim, its verdict and its numbers. `reason` says why it is not PASS."""
 
     claim: str
@@ -53,10 +53,10 @@ class Finding:
         return "; ".join(filter(None, [self.reason, *map(str, self.numbers)]))
 
 
-OnFound = Callable[[Finding], object]
+OnFound = Callable[[ClaimResult], object]
 
 
-def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFound) -> tuple[list[Finding], bool]:
+def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFound) -> tuple[list[ClaimResult], bool]:
     """The findings about this machine, and whether all claims had their turn; what the claims write is deleted.
 
     `model` is a Hub id or a folder, or None for one of made-up weights; `only` names claims, by default all.
@@ -75,12 +75,12 @@ def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFou
         backend = Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
         if model is None:
             make_up(folder / "model", SHAPES["cuda" if torch.cuda.device_count() else "cpu"])
-        return check_claims(claims, backend, on_found)
+        return measure_claims(claims, backend, on_found)
 
 
-def check_claims(
-    claims: Sequence[Claim], backend: Backend, on_found: OnFound, seconds: float = SECONDS, start: str = "spawn"
-) -> tuple[list[Finding], bool]:
+def measure_claims(
+    claims: Sequence[GPUClaim], backend: Backend, on_found: OnFound, seconds: float = SECONDS, start: str = "spawn"
+) -> tuple[list[ClaimResult], bool]:
     """The findings of the claims, in order, and whether no signal came. Claims that a signal or the end of the
     `seconds` leaves out are SKIPPED. `start` is how multiprocessing starts a process."""
     end, found = time.monotonic() + seconds, []
@@ -91,15 +91,17 @@ def check_claims(
         return found, not stop.is_set()
 
 
-def _checked(claim: Claim, backend: Backend, end: float, stop: StopRequest, start: str) -> Finding:
+def _checked(claim: GPUClaim, backend: Backend, end: float, stop: StopRequest, start: str) -> ClaimResult:
     begin = time.monotonic()
     limit = min(claim.limit, end - begin)
 
-    def finding(state: Any, reason: str = "", numbers: Sequence[Number] = ()) -> Finding:
-        return Finding(claim.name, claim.says, state, numbers, reason, time.monotonic() - begin, claim.limit, claim.why)
+    def judged(state: Any, reason: str = "", numbers: Sequence[Number] = ()) -> ClaimResult:
+        return ClaimResult(
+            claim.name, claim.says, state, numbers, reason, time.monotonic() - begin, claim.limit, claim.why
+        )
 
     if stop.is_set() or limit <= 0:
-        return finding("SKIPPED", "interrupted" if stop.is_set() else OVER)
+        return judged("SKIPPED", "interrupted" if stop.is_set() else OVER)
     place = backend.folder / claim.name
     result, log = place.with_suffix(".json"), place.with_suffix(".log")
     processes: Any = multiprocessing.get_context(start)
@@ -116,20 +118,20 @@ def _checked(claim: Claim, backend: Backend, end: float, stop: StopRequest, star
         process.join()
     if not result.exists():
         if stop.is_set() or (is_late and limit < claim.limit):
-            return finding("SKIPPED", "interrupted" if stop.is_set() else OVER)
+            return judged("SKIPPED", "interrupted" if stop.is_set() else OVER)
         code = process.exitcode
         how = f"not ended after {claim.limit:g} s" if is_late else f"signal {-code}" if code < 0 else f"status {code}"
         said = log.read_text(errors="replace") if log.exists() else ""
-        return finding("FAIL", "\n".join([how, *said.splitlines()[-LAST_LINES:]]))
+        return judged("FAIL", "\n".join([how, *said.splitlines()[-LAST_LINES:]]))
     told = json.loads(result.read_text(encoding="utf-8"))
     if "skipped" in told:
-        return finding("SKIPPED", told["skipped"])
+        return judged("SKIPPED", told["skipped"])
     numbers = [Number(**number) for number in told["numbers"]]
     broken = ", ".join(number.name for number in numbers if not number.holds)
-    return finding("FAIL" if broken else "PASS", broken and f"out of bounds: {broken}", numbers)
+    return judged("FAIL" if broken else "PASS", broken and f"out of bounds: {broken}", numbers)
 
 
-def _work(claim: Claim, backend: Backend, result: Path, log: Path) -> None:
+def _work(claim: GPUClaim, backend: Backend, result: Path, log: Path) -> None:
     """Check the claim in this process, which leads a group of its own and dies with the one that started it."""
     os.setsid()
     sys.stdout = sys.stderr = log.open("w", buffering=1)

@@ -65,7 +65,7 @@ NEEDS: Mapping[str, tuple[Callable[[Backend], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class Claim:
+class GPUClaim:
     """`check` measures it, in a process of its own that has `limit` seconds, on a machine that has what it `needs`;
     `why` gives the reason of its bounds."""
 
@@ -117,7 +117,7 @@ def starts(backend: Backend, seconds: float) -> list[Number]:
 
 
 def agrees(backend: Backend, **settings: Any) -> list[Number]:
-    """The engine's log-probs are those of the model's own forward pass, with these settings."""
+    """The engine's log-probs agree with the model's own forward pass, with these settings."""
     spec, found = backend.spec(**settings), []
     engine, policy, prompts = _engine(backend, spec)
     own = "bfloat16" if spec.autocast else precision(policy)
@@ -367,25 +367,25 @@ PEAKS: Mapping[str, Mapping[str, Any]] = {
     "grpo-memory": KEPT, "grpo-memory-recomputed": RECOMPUTED, "ppo-memory": KEPT | PPO,
     "ppo-memory-recomputed": RECOMPUTED | PPO, "lora-memory": KEPT | LORA,
 }  # fmt: skip
-CLAIMS: Sequence[Claim] = (
-    Claim("machine", "what `cohort doctor` checks is there", 120, "without it some runs end", machine),
-    Claim("free-memory", "the largest run of this list fits", 120, "its estimate", free_memory),
-    Claim("cold-start", "vLLM starts with empty caches", 420, STARTS, partial(starts, seconds=300), ["vllm"]),
-    Claim("warm-start", "vLLM starts again", 240, STARTS, partial(starts, seconds=120), ["vllm"]),
-    Claim("float32", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=False)),
-    Claim("bfloat16", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=True)),
-    Claim("batches", "a row is the same in any batch, but for rounding", 180, NOISE, batches),
-    Claim("batch-invariant", "a row is the same in any batch", 240, "a promise", invariant, ["vllm", "gpu"]),
-    Claim("sleep", "weights arrive exactly, memory comes back", 240, SLEEP, reloads),
+CLAIMS: Sequence[GPUClaim] = (
+    GPUClaim("machine", "what `cohort doctor` checks is there", 120, "without it some runs end", machine),
+    GPUClaim("free-memory", "the largest run of this list fits", 120, "its estimate", free_memory),
+    GPUClaim("cold-start", "vLLM starts with empty caches", 420, STARTS, partial(starts, seconds=300), ["vllm"]),
+    GPUClaim("warm-start", "vLLM starts again", 240, STARTS, partial(starts, seconds=120), ["vllm"]),
+    GPUClaim("float32", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=False)),
+    GPUClaim("bfloat16", "engine and forward pass agree", 240, AGREES, partial(agrees, autocast=True)),
+    GPUClaim("batches", "a row is the same in any batch, but for rounding", 180, NOISE, batches),
+    GPUClaim("batch-invariant", "a row is the same in any batch", 240, "a promise", invariant, ["vllm", "gpu"]),
+    GPUClaim("sleep", "weights arrive exactly, memory comes back", 240, SLEEP, reloads),
     *(
-        Claim(name, "the estimate is near the peak", 180, FITS, partial(peaks, name, own))
+        GPUClaim(name, "the estimate is near the peak", 180, FITS, partial(peaks, name, own))
         for name, own in PEAKS.items()
     ),
-    Claim("seconds", "a step is as long as its products", 180, SECONDS, phases),
-    Claim("algorithms", "each learns on the GPU as on the CPU", 240, ROUNDED, algorithms, ["gpu"]),
-    Claim("lora-move", "the engine moves as far as the learner", 240, MERGED, adapter_moves),
-    Claim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
-    Claim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
-    Claim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices, ["two"]),
-    Claim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits, ["vllm", "two"]),
+    GPUClaim("seconds", "a step is as long as its products", 180, SECONDS, phases),
+    GPUClaim("algorithms", "each learns on the GPU as on the CPU", 240, ROUNDED, algorithms, ["gpu"]),
+    GPUClaim("lora-move", "the engine moves as far as the learner", 240, MERGED, adapter_moves),
+    GPUClaim("resume", "a killed run ends as a whole one", 600, REPEATS, resumes),
+    GPUClaim("checkpoint", "weights are written quickly", 120, "a disk of 50 MB/s; a copy of 200 MB/s", checkpoints),
+    GPUClaim("two-devices", "two learn what one learns", 300, "float32 sums in another order", two_devices, ["two"]),
+    GPUClaim("tensor-parallel", "an engine over two devices agrees", 300, AGREES, splits, ["vllm", "two"]),
 )

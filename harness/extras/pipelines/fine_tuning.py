@@ -29,9 +29,9 @@ from ...run.step import rollout_metrics
 def fine_tuning_step(
     settings: Any, run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]
 ) -> tuple[dict[str, float], list[flops.Lengths]]:
-    """The metrics of one step with these settings (`RejectionSampling`), and its lengths as those of `Rollouts`.
+    """The metrics of one step with these settings (`RejectionSampling`), and its lengths like `Rollouts.lengths`.
 
-    The stage's first step samples first. The engine then sleeps: it has other weights until it is given the policy's.
+    The stage's first step samples first. The engine then sleeps: it keeps old weights until it gets the policy's.
     InvalidRun if no answer is correct, StoppedEarly if asked to stop meanwhile.
     """
     stage, learner, clock = run.stage, run.learner, Clock(run.now)

@@ -37,7 +37,7 @@ def reward_fit_step(
     if not parts[0]:
         raise InvalidRun(
             f"stage '{stage.name}' has nothing to rank, because the kept answers to each problem are all right or all "
-            "wrong; keep those of more steps (checkpoints.rollouts_every)"
+            "wrong; keep answers of more steps (checkpoints.rollouts_every)"
         )
     *before, out = models
     start = str(before[-1]) if before else start_name(run.whole, run.cache)

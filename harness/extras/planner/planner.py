@@ -82,7 +82,7 @@ def plan(
     """Measure a few steps of a study, then predict its cost and propose a number of seeds.
 
     At most one limit: `hours` from start to report, `flops` of all trials, or the `power` to detect a difference with
-    probability 0.8. `spread` is the standard deviation of a difference over seeds, by default that of complete trials.
+    probability 0.8. `spread` is the standard deviation of a difference over seeds, by default among complete trials.
     """
     limits = {"`hours`": hours, "`flops`": flops, "`power`": power, "`spread`": spread}
     for name, value in limits.items():
@@ -162,7 +162,7 @@ def option(study: StudySpec, seeds: int, runs: Path, workers: int, spread: float
 
 
 def operations(spec: RunSpec, settings: Mapping[str, Any], summary: Mapping[str, float]) -> float:
-    """The operations of a run, by those of a shorter one that is like it; 0 if they were not counted."""
+    """The operations of a run, scaled from a shorter one that is like it; 0 if that one did not count them."""
     short = parse_run(settings, "a measured run")
     learning = summary.get("flops_train", 0.0) / max(1, short.steps) * spec.steps
     evaluation = summary.get("flops_evaluation", 0.0) * _evaluated(spec) / _evaluated(short)

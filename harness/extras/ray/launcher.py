@@ -18,7 +18,7 @@ from typing import Any
 
 from ...base.machine import SHARED_GPU, usable_cores, usable_gpus
 from ...settings.errors import SpecError
-from ...study.launchers.local import CORES_PER_GPU, POLL_SECONDS, Place, Pool, last_words, start_worker
+from ...study.launchers.local import CORES_PER_GPU, POLL_SECONDS, Launcher, Pool, last_words, start_worker
 from ...study.worker import STORAGE
 
 NEEDS = "ray"
@@ -114,10 +114,10 @@ class RayPool(Pool):
 
 
 @dataclass(frozen=True)
-class Cluster(Place):
-    """What each worker asks for: `num_gpus`, by default one for each device of its trials if the cluster has GPUs, and
-    `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
-    cluster is that of RAY_ADDRESS, or else one on this machine while the study runs."""
+class Cluster(Launcher):
+    """The resources of each worker: `num_gpus`, by default one for each device of its trials if the cluster has GPUs,
+    and `num_cpus` for each device, by default CORES_PER_GPU for each GPU, or as many as every node has for each. The
+    cluster is at RAY_ADDRESS, or else one on this machine while the study runs."""
 
     pool = RayPool
     num_cpus: float | None = None

@@ -36,7 +36,7 @@ class Case(BaseModel, frozen=True, coerce_numbers_to_str=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GradedCase:
     """The answers and verdicts of all graders for one case."""
 
     row: int
@@ -62,7 +62,7 @@ class Summary:
 class Regraded:
     """All verdicts in order, a summary per grader, and the rows on which graders disagree."""
 
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[GradedCase]
     summaries: Mapping[str, Summary]
     disagreements: Sequence[int]
 
@@ -129,7 +129,7 @@ def grade(
     for i, case in enumerate(rows):
         answers = {name: found[i][0] for name, found in grades.items()}
         correct = {name: found[i][1] for name, found in grades.items()}
-        verdicts.append(Verdict(i + 1, case.expected, case.label, answers, correct))
+        verdicts.append(GradedCase(i + 1, case.expected, case.label, answers, correct))
     return Regraded(verdicts, summaries, [v.row for v in verdicts if len(set(v.correct.values())) > 1])
 
 

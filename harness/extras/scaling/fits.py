@@ -5,8 +5,8 @@ the ceiling, C_mid the compute that reaches half of the gain, B the steepness of
 the evaluation before training is measured with noise like any other. All seeds are fitted together by least squares.
 
 Intervals are over seeds: to first order the fit is the mean over seeds of each seed's influence value (Liang and Zeger
-1986), so Student's interval of these values is that of the parameter, with C_mid and B as logarithms. The values also
-pair arms by seed, which distinguishes a higher ceiling from a faster rise.
+1986), so Student's interval of these values is the parameter's, with C_mid and B as logarithms. The values also pair
+arms by seed, which distinguishes a higher ceiling from a faster rise.
 
 No curve is stated if the data do not identify it (`_fit`).
 """
@@ -153,7 +153,7 @@ def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
     """The p of the F test, on the mean curve, of the better of two curves without a ceiling.
 
     The power law R_0 + c C^d is the limit of an ever higher ceiling. The logarithm R_0 + c ln(1 + k C), k up to 3000
-    over the whole compute, is none, but the residuals that it leaves exceed those of the curve by no more.
+    over the whole compute, has no ceiling, yet its residuals exceed the curve's by no more.
     """
     costs, scores = costs_ST.mean(axis=0)[None], scores_ST.mean(axis=0)[None]
 

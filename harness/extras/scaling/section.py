@@ -7,7 +7,7 @@ from ....reports.analysis import Analysis
 from ....reports.figures import style
 from ....reports.figures.style import Drawing, End, chart, color_of, drawn, look
 from ....reports.prose import wording
-from ....reports.section import Section
+from ....reports.section import ReportSection
 from ....reports.tables import LIMITS, Table, interval_texts, range_texts, table
 from .fits import Scalings, curve, scalings
 
@@ -19,7 +19,7 @@ _CHECK = (
 )
 
 
-def section(analysis: Analysis) -> Section | None:
+def section(analysis: Analysis) -> ReportSection | None:
     """The fitted curves, if the tokens are known and the metric is a fraction."""
     found = scalings(analysis)
     if found is None:
@@ -32,7 +32,7 @@ def section(analysis: Analysis) -> Section | None:
     )
     shown = [("figures", curves(analysis, found)), ("table", fitted), ("note", _CHECK)] if fitted else []
     parts = [("lead", lead), *shown, ("table", refused)]
-    return Section("scaling", "Scaling: ceiling and speed", parts, "Scaling") if fitted or refused else None
+    return ReportSection("scaling", "Scaling: ceiling and speed", parts, "Scaling") if fitted or refused else None
 
 
 def curves(analysis: Analysis, found: Scalings) -> list[Drawing]:

@@ -25,7 +25,7 @@ from typing import Any
 from ...base.disk import EXIT_STATUS, UNFIT, disk_full
 from ...base.stop import LEAVE
 from ...settings.errors import SpecError
-from ...study.launchers.local import CORES_PER_GPU, Place, Pool, last_words, log
+from ...study.launchers.local import CORES_PER_GPU, Launcher, Pool, last_words, log
 from ...study.pool import work
 from ...study.worker import STORAGE
 
@@ -175,7 +175,7 @@ class SlurmPool(Pool):
 
 
 @dataclass(frozen=True)
-class Slurm(Place):
+class Slurm(Launcher):
     """The options of sbatch for each job: its resources, partition, time limit."""
 
     pool = SlurmPool

@@ -79,7 +79,7 @@ def precision(policy: nn.Module) -> Precision:
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: SpotCheck) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
-    weights. InvalidRun if those of an engine that cannot compare them are stale: the difference is above the bound of
+    weights. InvalidRun if an engine that cannot compare weights has stale ones: the difference is above the bound of
     the coarser precision and TIMES_USUAL times the usual one, or the engine has not moved with the learner."""
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"

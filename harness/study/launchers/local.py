@@ -45,7 +45,7 @@ def last_words(log_file: Path) -> str:
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
 
 
-class Place(ABC):
+class Launcher(ABC):
     """Where the workers of a study run, if not on this machine."""
 
     pool: ClassVar[type["Pool"]]
@@ -62,8 +62,8 @@ class Pool(ABC):
     """At most `size` workers of a study, each with `devices` GPUs: a signal stops all of them, and too many crashes end
     the study.
 
-    `options` are those of `work`; the `environment` has what must not stand among a process's arguments; `cluster` says
-    where the workers run, if not on this machine.
+    `options` go to `work`; the `environment` has values that must not stand among a process's arguments; `cluster`
+    says where the workers run, if not on this machine.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Lease:
 
 
 @lru_cache(maxsize=1)
-def machine() -> str:
+def host_id() -> str:
     """A name that two processes share only if they see each other's process ids: the same boot and container.
 
     Host names are not unique. On a system without such a name each process gets its own.
@@ -79,12 +79,12 @@ def machine() -> str:
 
 def this_process() -> dict[str, Any]:
     """The arguments of `is_alive`: machine, process id and start time (seconds since 1970)."""
-    return {"host": machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    return {"host": host_id(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def is_alive(host: str, pid: int, started: float) -> bool | None:
     """Whether a process is alive; None if it is on another machine, or if its id now belongs to another process."""
-    if host != machine():
+    if host != host_id():
         return None
     try:
         process = psutil.Process(pid)
@@ -141,4 +141,4 @@ class Storage(ABC):
     def write_document(self, document: Mapping[str, Any]) -> None: ...
 
     def remove(self, names: Collection[str]) -> None:  # noqa: B027
-        """Delete what lies outside of the study's folder; `names` are those of its studies of Optuna."""
+        """Delete what lies outside of the study's folder; `names` are the names of its Optuna studies."""

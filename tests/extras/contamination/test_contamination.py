@@ -13,7 +13,7 @@ import pytest
 import torch
 from cohort.harness.data import Demonstration
 from cohort.harness.extras.contamination import probe as contamination
-from cohort.harness.extras.contamination.findings import Finding, judge, verdict
+from cohort.harness.extras.contamination.findings import ProbeResult, judge, verdict
 from cohort.harness.extras.contamination.probe import (
     knowledge,
     mean_logprobs,
@@ -137,7 +137,7 @@ def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int) -> nn.Modu
     return policy.eval()
 
 
-def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn.Module) -> list[Finding]:
+def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn.Module) -> list[ProbeResult]:
     """What the probe says of a policy."""
     known = knowledge({**probed, **reference}, policy, CODEC, make_spec(), unseen)
     one, other = (scores([known[key] for key in side]) for side in (probed, reference))
@@ -157,8 +157,8 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
 # What is said
 
 
-def finding(p: float, p_reverse: float = 0.5, probe: str = "completion") -> Finding:
-    return Finding(probe, 0.5, 0.4, 10, 10, p, p, p_reverse)
+def finding(p: float, p_reverse: float = 0.5, probe: str = "completion") -> ProbeResult:
+    return ProbeResult(probe, 0.5, 0.4, 10, 10, p, p, p_reverse)
 
 
 def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():

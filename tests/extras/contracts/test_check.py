@@ -99,7 +99,7 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package):
         ("leaky", "A reward depends on gold only where it says so."),
         ("by_place", "Scores do not depend on the order of the completions."),
         ("loud", "No completion makes a reward raise, and steps lie inside their completion in order."),
-        ("rows", "Loss and metrics of the parts of a batch add up to those of the whole."),
+        ("rows", "Loss and metrics of the parts of a batch add up to the whole batch's loss and metrics."),
         ("rows", "A learner's step does not depend on the split into micro-batches."),
         ("alike", "Equality is reflexive and symmetric and tells answers apart."),
         ("alike", "No completion makes grading raise or take long."),

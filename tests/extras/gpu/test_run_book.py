@@ -25,7 +25,7 @@ from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
 from cohort.harness.extras.gpu import backend, book, claims
 from cohort.harness.extras.gpu.backend import Backend, make_up
-from cohort.harness.extras.gpu.book import check_claims
+from cohort.harness.extras.gpu.book import measure_claims
 from cohort.harness.extras.gpu.claims import CLAIMS, KEPT, LORA, PPO, RECOMPUTED, Number, _difference
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.text import load_codec
@@ -219,7 +219,7 @@ ROUNDS = dict(zip(FAULTS, cycle(combinations(range(4), 2)), strict=False))
 
 
 def found_of(backend, claims=CLAIMS, **how):
-    found, _ = check_claims(claims, backend, print, start="fork", **how)
+    found, _ = measure_claims(claims, backend, print, start="fork", **how)
     return {one.claim: one for one in found}
 
 
@@ -265,7 +265,7 @@ def test_without_vllm_its_claims_are_skipped_with_what_to_install(fake):
 def test_a_signal_and_the_end_of_the_time_skip_what_is_left(fake, fault, seconds, reason):
     told, claims = [], [BY_NAME[name] for name in ("machine", "free-memory")]
     backend = replace(fake, faults=frozenset([fault]))
-    found, is_whole = check_claims(claims, backend, told.append, seconds, start="fork")
+    found, is_whole = measure_claims(claims, backend, told.append, seconds, start="fork")
     assert [(one.claim, one.state) for one in found] == [("machine", "SKIPPED"), ("free-memory", "SKIPPED")]
     assert all(reason in one.reason for one in found) and told == found
     assert is_whole == (fault == "hang")
@@ -334,7 +334,7 @@ def test_runs_are_told_apart_by_one_value_and_by_what_they_lack():
 def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path, monkeypatch, capsys):
     def cohort(*options, faults=()):
         monkeypatch.setattr(book, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
-        monkeypatch.setattr(book, "check_claims", partial(check_claims, start="fork"))
+        monkeypatch.setattr(book, "measure_claims", partial(measure_claims, start="fork"))
         with pytest.raises(SystemExit) as ended:
             app.main(["gpu", "tiny", "--runs", str(tmp_path / "runs"), *options])
         return ended.value.code or 0, *capsys.readouterr()

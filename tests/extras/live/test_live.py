@@ -7,7 +7,7 @@ import browser
 import fake_trials
 import pytest
 from cohort.harness.extras.live.pages import LiveStudy
-from cohort.harness.study.queue import Outcome, Queue
+from cohort.harness.study.queue import Queue, TrialOutcome
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
 from queues import a_queue, claimed
@@ -18,7 +18,7 @@ from test_browser import HOSTILE
 def queue(site) -> Queue:
     """The queue of the served study; its first trial has crashed with hostile words."""
     queue = a_queue(a_study(), site.runs)
-    queue.finish(claimed(queue), Outcome("failed", HOSTILE))
+    queue.finish(claimed(queue), TrialOutcome("failed", HOSTILE))
     return queue
 
 

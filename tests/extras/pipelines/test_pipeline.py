@@ -277,7 +277,7 @@ def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
     verify = pytest.importorskip("cohort.harness.extras.verify.verification")
     findings = verify.Findings()
     trial = SimpleNamespace(arm="r1", seed=0, spec={})
-    verify.check_trial(undisturbed[0], trial, verify.Place(findings, "r1", 0))  # pyright: ignore
+    verify.check_trial(undisturbed[0], trial, verify.Scope(findings, "r1", 0))  # pyright: ignore
     assert (findings.mismatches, findings.lacks) == ([], [])
     assert findings.completions > 140
     # 4 in a group until step 3, 2 answers of each problem at step 4, then 4 and 8.

@@ -15,7 +15,7 @@ from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
-from cohort.harness.study.queue import Outcome, open_storage
+from cohort.harness.study.queue import TrialOutcome, open_storage
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from fake_trials import a_study
@@ -101,7 +101,7 @@ def test_a_server_out_of_reach_or_that_refuses_is_named_without_the_password_bef
 @postgres_server.needed
 def test_a_reason_that_postgresql_refuses_is_recorded_there(server, tmp_path):
     queue = a_queue(a_study(), tmp_path, server.new_database())
-    queue.finish(claimed(queue), Outcome("failed", HOSTILE + "x" * 1_000_000))
+    queue.finish(claimed(queue), TrialOutcome("failed", HOSTILE + "x" * 1_000_000))
     (failed,) = [trial for trial in queue.status().trials if trial.state == "failed"]
     assert str(failed.reason).startswith("boom")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from cohort.harness.base.files import read_json, sha256, write_json
-from cohort.harness.extras.verify.verification import Findings, Place, _check_result, verify_study
+from cohort.harness.extras.verify.verification import Findings, Scope, _check_result, verify_study
 from cohort.harness.record.events import EVENTS, RunHistory, event_line, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, read_evidence, write_evidence
 from cohort.harness.record.run import RunLog
@@ -192,7 +192,7 @@ def test_the_accuracy_at_the_start_is_that_of_the_first_evaluation(folder):
 def test_numbers_agree_to_the_rounding_of_another_machine_and_no_further():
     for derived, differ in ((0.5 * (1 + 1e-12), 0), (0.5 * (1 + 1e-7), 1), (0.5 + 1e-3, 1)):
         findings = Findings()
-        Place(findings).compare("events", "file", "loss", 0.5, derived)
+        Scope(findings).compare("events", "file", "loss", 0.5, derived)
         assert len(findings.mismatches) == differ
 
 
@@ -389,7 +389,7 @@ def test_the_mean_of_the_last_test_evaluations_is_recomputed():
             events.add({"type": "metrics", "step": step, "time": 0, "values": {"test/accuracy": value}})
         end = {"state": "complete", "reason": None, "summary": summary}
         events.add({"type": "finish", **end})
-        place = Place(found := Findings())
+        place = Scope(found := Findings())
         _check_result(trial, events, {**end, "metrics": events.latest()}, place)
         return [one.place for one in found.mismatches]
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from ....base.inputs import Sources
 from ....data import GradedGroup
 from ....interfaces import Reward
-from ..stages.reward_model import fits, fitted
+from ..stages.reward_model import fits, reward_model_folder
 
 STAGE = "stage:"
 
@@ -48,7 +48,7 @@ class RewardModel(Reward):
             where = f"stage '{stage.name}': " if stage.name else ""
             rule = f"{where}rewards must read an earlier stage of kind reward_model"
             raise ValueError(f"{rule} ({', '.join(known) or 'there is none'}), got '{name}'; add it before")
-        path = stage.spec.model if directory is None else str(fitted(directory, name))
+        path = stage.spec.model if directory is None else str(reward_model_folder(directory, name))
         return self.model_copy(update={"path": path})
 
     @property

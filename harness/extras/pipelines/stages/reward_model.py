@@ -41,7 +41,7 @@ class RewardFit(StageKind):
         from ..reward_fit import reward_fit_step
 
         kept = [list(map(run.rollouts, steps)) for steps in sources(run.stage)]
-        models = [fitted(run.directory, name) for name in (*fits(run.stage), run.stage.name)]
+        models = [reward_model_folder(run.directory, name) for name in (*fits(run.stage), run.stage.name)]
         return reward_fit_step(self, run, kept, models, should_stop)
 
 
@@ -50,7 +50,7 @@ def fits(stage: Any) -> list[str]:
     return [one.name for one in stage.before if isinstance(one.does, RewardFit)]
 
 
-def fitted(directory: Path, name: str) -> Path:
+def reward_model_folder(directory: Path, name: str) -> Path:
     """Folder of a stage's reward model, inside the run's folder."""
     return directory / CHECKPOINTS / f"reward-model-{name}"
 

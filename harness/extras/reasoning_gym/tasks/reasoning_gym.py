@@ -2,8 +2,8 @@
 
 The package makes the problems and scores answers from 0 to 1; a score of exactly 1 is correct, and the rest is partial
 credit. It runs in a child process (`tasks._child`, which calls `prepare`), and an answer that is not scored within the
-limits scores 0. A split is a stream of problems with its own seed; equal prompts count once, and those of test are left
-out of all other splits, those of validation out of train.
+limits scores 0. A split is a stream of problems with its own seed; equal prompts count once. All other splits leave out
+the prompts of test, and train also leaves out validation's.
 
 A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, so that the verifier finds
 the problem again. A completion's answer cannot end like this, because that part is cut off.
@@ -41,11 +41,11 @@ MAX_PLAIN_CHARS = 200  # of an answer to a verifier that could evaluate it
 SCORE_SECONDS = 3.0  # of processor time for one answer
 MAKE_SECONDS = 60.0  # the same for problems that are made at once
 MAKE_AT_ONCE = 8
-PATIENCE = 4.0  # the clock's limit, as a multiple of that of processor time
+PATIENCE = 4.0  # the clock's limit, as a multiple of the limit of processor time
 
 # A generator's problem i follows from seed + i, so the seeds are far apart.
 _SEEDS = {"test": 0, "validation": 100_000_000, "train": 200_000_000, "demonstrations": 300_000_000}
-_HELD_OUT = ("test", "validation")  # each leaves out the problems of those before it, other streams those of both
+_HELD_OUT = ("test", "validation")  # each leaves out the problems before it, other streams leave out both
 _KEY = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]\s*$")
 
