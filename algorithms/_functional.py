@@ -1,9 +1,9 @@
-"""What objectives are made of: pure functions for advantages, ratios, clips, KL and sums over tokens, and the settings
+"""The parts of objectives: pure functions for advantages, ratios, clips, KL and sums over tokens, and the settings
 that several algorithms have, each declared once.
 
 An aggregation mode is the weight of each token in the loss of a minibatch. The learner asks for weights that sum to 1,
-so that metrics are means; `Algorithm.loss_weights` is the mean over a row's tokens, then over rows. A mode that does
-not sum to 1 (`summed_weights`) multiplies those by a fact of the row alone, so that micro-batches still add up.
+so that metrics are means; `Algorithm.loss_weights` takes the mean over a row's tokens, then over rows. A mode that does
+not sum to 1 (`summed_weights`) multiplies them by a factor of the row alone, so that micro-batches still add up.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from ..harness.interfaces import Algorithm
 STD_FLOOR = 1e-4  # added to a standard deviation in a denominator, as TRL does; verl adds 1e-6
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# Settings, with the words in which `objective` tells of them. What they do stands in the file of each algorithm.
+# Settings, with their words for `objective`. The file of each algorithm shows their effect.
 
 
 class ClipSettings(Algorithm):
-    """Bounds of a ratio; the algorithm decides what the ratio is taken over."""
+    """Bounds of a ratio; the algorithm decides whether a token or a completion has one."""
 
     objective = {"clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound"}
     clip_epsilon: float = Field(
@@ -132,8 +132,8 @@ def rewards_less_kl(batch: Batch, kl_beta: float, estimator: KLEstimator) -> Bat
     """The batch with rewards less kl_beta times the KL to the reference, if there is one: the sum over a completion's
     tokens, at the sampling policy, before the group is compared.
 
-    There k1 alone has the gradient of KL(policy, reference), that through later tokens included (arXiv:2512.21852).
-    With rewards of steps it is paid at the last token.
+    In the reward k1 alone has the gradient of KL(policy, reference), with its part through later tokens
+    (arXiv:2512.21852). With rewards of steps it is paid at the last token.
     """
     if batch.ref_logprobs_BT is None:
         return batch
@@ -148,7 +148,7 @@ def rewards_less_kl(batch: Batch, kl_beta: float, estimator: KLEstimator) -> Bat
 
 
 def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
-    """[P, G] bool: `mask_PG`, or every reward without one."""
+    """[P, G] bool: `mask_PG`, or all True without one."""
     return rewards_PG.new_ones(rewards_PG.shape).bool() if mask_PG is None else mask_PG
 
 
@@ -186,8 +186,8 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
 
 
 def shrunk_leave_one_out(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: each reward minus (1 - w) * the mean of the others in its group + w * the mean of the other groups, none
-    of which depends on the reward.
+    """[P, G]: each reward minus (1 - w) * the mean of the others in its group + w * the mean of the other groups; w and
+    the means do not depend on the reward.
 
     James-Stein baseline, arXiv:2511.03710, eq. 10 and 13-16: w = (P - 1) / P * v / (v + s). Over the other groups, v is
     the mean of the estimated variance of a group's mean and s the variance of these means (by their number). Without

@@ -3,7 +3,7 @@
 Group reward-Decoupled Normalization Policy Optimization: Liu et al. 2026 (GDPO, arXiv:2601.05242): each reward is
 standardised in its group, the results are summed with the rewards' weights, and the sum is standardised over the batch.
 GRPO standardises the weighted sum instead, in which different mixtures of rewards can have the same advantage. Loss as
-in GRPO. Whole answers: process rewards count with their total; of a control arm only what it pays counts. As in TRL
+in GRPO. Whole answers: process rewards count with their total; in a control arm its pay alone counts. As in TRL
 (`multi_objective_aggregation="normalize_then_sum"`) the batch is its rows; verl's are its tokens. Departures: the
 standard deviations have n - 1 and GRPO's floor; no KL by default.
 """

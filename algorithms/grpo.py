@@ -3,10 +3,10 @@
 Group Relative Policy Optimization: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), eq. 3 (clipped surrogate, mean
 over a completion's tokens, then over completions), eq. 4 (k3 KL to the frozen reference, in the loss and not in the
 reward), section 4.1.2 (outcome supervision: advantage = reward standardised within its group) and, with rewards of
-steps, 4.1.3 (process supervision). Departure, also of all that call `group_standardised`: the standard deviation uses
-G - 1 and a stated floor (the paper gives neither). Settings: other KL estimators, their weight by the ratio
-(DeepSeek-V3.2), the KL in the reward (eq. 2, PPO's there), a higher upper clip (DAPO's), a bound on the ratio of bad
-answers (dual clip), a weight of good answers.
+steps, 4.1.3 (process supervision). Departure, shared by all that call `group_standardised`: the standard deviation uses
+G - 1 and a stated floor (the paper gives neither). Settings add other KL estimators, the KL times the ratio
+(DeepSeek-V3.2), the KL in the reward (eq. 2, the paper's PPO), a higher upper clip (DAPO), a bound on the ratio of bad
+answers (dual clip) and a weight for good answers.
 """
 
 from typing import Literal
@@ -29,7 +29,8 @@ class GRPO(F.ClipSettings, F.PlacedKLSettings):
     )
 
     def advantages(self, batch: Batch) -> Batch:
-        """(r - mean) / (std + 0.0001) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
+        """(r - mean) / (std + 0.0001) in the group, on every token of the answer (sections 4.1.2 and 4.1.3); where it
+        is positive, times positive_weight."""
         paid = F.rewards_less_kl(batch, self.kl_beta, self.kl_estimator) if self.kl_in == "reward" else batch
         credit_BT = F.group_advantages(paid, F.group_standardised)
         return batch.replace(advantages_BT=credit_BT.clamp(max=0) + self.positive_weight * credit_BT.clamp(min=0))

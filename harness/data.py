@@ -106,7 +106,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class PromptDraw:
-    """What a training step asks of a prompt sampler: `count` prompts for its batch number `batch` (above 0 only with
+    """A training step's request to a prompt sampler: `count` prompts for its batch number `batch` (above 0 only with
     dynamic sampling), `progress` from 0 to 1 into the run's steps.
 
     `pass_rates` is the history of the run: prompt id -> running share of right answers (the mean of the last group's

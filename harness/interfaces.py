@@ -2,7 +2,7 @@
 
 A plugin is one file with one public class. Algorithms, rewards, tasks and samplers are frozen values whose fields are
 the settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`). A
-mirror has none but the environment variables of what it writes to.
+mirror's settings are environment variables alone.
 """
 
 from __future__ import annotations
@@ -306,15 +306,15 @@ class Sampler(Section, ABC):
 
     @abstractmethod
     def order(self, prompts: Sequence[Prompt], draw: PromptDraw) -> Sequence[int]:
-        """Places of the problems to draw, the first ones first. Those that the step has drawn before are passed over;
-        its first batch begins again if they are too few."""
+        """Places of the problems to draw, the first ones first. Problems that the step has drawn before are passed
+        over; if too few are left for its first batch, the order begins again."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """ValueError for training problems that it cannot order, before any model loads."""
 
 
 class StageKind(Section, ABC):
-    """What a stage of a run does in place of learning from rewards; its settings are the `section` of the stage.
+    """A kind of stage that does something else than learn from rewards; its settings are the `section` of the stage.
 
     A subclass lives in the file of its name. `stage` is a `settings.stages.Stage`, whose `does` is this value.
     """
@@ -412,7 +412,7 @@ class RolloutEngine(ABC):
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
-        """The groups of `generate`; InvalidRun, which names the class, for what no sampling of these prompts gives."""
+        """The groups of `generate`; InvalidRun, which names the class, if no sampling of these prompts gives them."""
         found: Any = self.generate(prompts, group_size, sampling, seed=seed, step=step)
         groups: Any = found if isinstance(found, list | tuple) else []
         wrong = ""
@@ -446,7 +446,7 @@ class RolloutEngine(ABC):
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """What a mirror is told of a run.
+    """The facts of a run that a mirror gets.
 
     id          letters and digits: the same at each opening of the run, and no other run has it
     experiment  the study, or `train`, `evaluate` or `probe`
@@ -485,13 +485,13 @@ class Mirror(ABC):
 
     @staticmethod
     def numbers(event: Mapping[str, Any]) -> dict[str, float]:
-        """What an event of a step measured, or as `summary/...` what the last one sums up; else empty."""
+        """The numbers of an event: a step's metrics, or the last event's summary as `summary/...`; else empty."""
         given = {f"summary/{key}": value for key, value in event.get("summary", {}).items()} or event.get("values", {})
         return {key: float(value) for key, value in given.items()}
 
 
 def _flaw(rollout: Rollout, max_tokens: int | None) -> str:
-    """What a completion that was sampled cannot be; empty if it can."""
+    """The property that no sampled completion can have, such as no tokens; empty if there is none."""
     ids, logprobs = rollout.token_ids, rollout.logprobs
     if not isinstance(rollout.text, str) or rollout.finish_reason not in get_args(FinishReason):
         return f"the text {rollout.text!r:.40} with finish_reason {rollout.finish_reason!r:.40}"

@@ -78,7 +78,7 @@ def of_package(package: str) -> list[tuple[Kind, str]]:
         owners = sorted({point.dist.name for kind in groups for point in _external(kind) if point.dist})
         raise ValueError(
             f"no installed package '{package}' declares plugins (entry points {', '.join(groups.values())}); install "
-            f"it first (pip install -e .); those that do: {', '.join(owners) or 'none'}"
+            f"it first (pip install -e .); packages that do: {', '.join(owners) or 'none'}"
         )
     return found
 
@@ -86,7 +86,7 @@ def of_package(package: str) -> list[tuple[Kind, str]]:
 def raised_by(error: BaseException) -> str | None:
     """A sentence with plugin, file, line and error, if a plugin raised it; otherwise None.
 
-    Also None for an error by which a plugin of Cohort itself tells a user what is wrong.
+    Also None for an error of a plugin of Cohort itself that tells a user the fault.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in _files_loaded:

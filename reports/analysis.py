@@ -149,7 +149,7 @@ class Comparison(Contrast):
 
 @dataclass(frozen=True)
 class Gap:
-    """An (arm, seed) without a usable result, and why; `state` is its trial's or says what is missing."""
+    """An (arm, seed) without a usable result, and why; `state` is its trial's or names the missing part."""
 
     arm: str
     seed: int
@@ -159,7 +159,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class ControlArm:
-    """A control arm: what it changes, its result, and the arms that share its task and its start, each minus it."""
+    """A control arm: its kind, its result, and the arms that share its task and its start, each minus it."""
 
     control: str
     summary: ArmSummary
@@ -173,7 +173,7 @@ class Analysis:
 
     usable       the complete trials with a finite outcome
     comparisons  every arm that can be compared with the baseline
-    same         the arms that cannot differ from what they are compared with by construction: no hypothesis, so no p
+    same         the arms that by construction cannot differ from their reference: no hypothesis, so no p
     """
 
     record: StudyRecord

@@ -67,7 +67,7 @@ class Crossover:
     """The smallest k at which pass@k of `other` is above `leader`'s, which leads at smaller k.
 
     k          such a k in the means; None if there is none up to `most`, or if the two agree everywhere
-    low, high  limits of k; None if the lead is not shown on that side, so that k may lie outside the measured range
+    low, high  limits of k; None if the test shows no lead on that side, so that k may lie outside the measured range
     """
 
     leader: str

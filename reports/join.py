@@ -95,7 +95,7 @@ def _label(record: StudyRecord, arm: str) -> str:
 
 
 def _tuning(records: Sequence[StudyRecord]) -> dict[str, Any] | None:
-    """What the searches found that tuned arms of these studies; None without any."""
+    """The findings of the searches that tuned arms of these studies; None without any."""
     found = {
         _label(record, arm): {
             **search,
@@ -130,7 +130,7 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
 
 
 def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
-    """Settings that differ between the base runs; those that a study varies itself are left out."""
+    """Settings that differ between the base runs, without the settings that a study varies itself."""
     varied = {path for record in records for trial in record.trials for path in trial.factors}
     values: dict[str, dict[str, dict[str, None]]] = {}  # setting -> study -> its values
     for record in records:

@@ -155,7 +155,7 @@ def _varied(trial: TrialRecord, path: str) -> Any:
 
 
 def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
-    """Columns, and one row per arm of the comparison, its numbers in full; those that are not known are NaN or None."""
+    """Columns, and one row per arm of the comparison, its numbers in full; unknown ones are NaN or None."""
     name, wanted = analysis.outcome.name, [label for label, _ in wanted_pairs(analysis.record)]
     compared = ("difference", "difference_low", "difference_high", "p", "p_holm")
     columns = ["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *_PER_ARM]

@@ -26,6 +26,6 @@ class ReportSection:
 
 
 def sections(analysis: Analysis) -> list[ReportSection]:
-    """Those of all extras that have something to show."""
+    """The sections of all extras that have something to show."""
     found = [module.section(analysis) for module in extras.modules("section").values()]
     return [one for one in found if one is not None]

@@ -44,8 +44,8 @@ def suite(analysis: Analysis) -> Suite | None:
 
 
 def suite_table(found: Suite | None, analysis: Analysis) -> dict[str, Any] | None:
-    """`table`, whose columns name each test with its number of problems and whose cells are an arm's mean and its
-    difference from the baseline with its p, both with limits, and `reading`, what it shows; None without tests."""
+    """`table`, with a column for each test and its number of problems, and an arm's mean and its difference from the
+    baseline with its p in a cell, both with limits; and `reading`, the table in words. None without tests."""
     if found is None:
         return None
     names = {name: f"{name} ({one.arms[0].num_problems} problems)" for name, one in found.tests.items()}

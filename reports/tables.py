@@ -117,8 +117,8 @@ def comparison(analysis: Analysis, costs: bool = True) -> Table:
 
 
 def accuracies(analysis: Analysis, capable: Capabilities | None) -> Table | None:
-    """Every accuracy of the test split; none if there is none but the outcome, which stands in the comparison. pass@k
-    is in separate tables if there is a curve of it."""
+    """Every accuracy of the test split; None if the outcome, which stands in the comparison, is the only one. pass@k is
+    in separate tables if there is a curve of it."""
     found = held_out_accuracies(analysis)
     if capable is not None:
         found = {name: arms for name, arms in found.items() if "/pass_at_" not in name}
@@ -182,7 +182,7 @@ def search(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def components(analysis: Analysis) -> Table:
-    """What each component adds."""
+    """The contribution of each component."""
     rows = []
     for one in ranked_components(analysis):
         look = "strong" if one.comparison.is_detected else ""
@@ -192,7 +192,7 @@ def components(analysis: Analysis) -> Table:
 
 
 def controls(analysis: Analysis) -> tuple[Table, Table]:
-    """The control arms and then the others with what each is paid, and the verdict of each control on each arm."""
+    """The control arms and then the others with the reward of each, and the verdict of each control on each arm."""
     metric = analysis.outcome.name
     arms = [(MEANINGS.get(one.control, one.control), one.summary, len(one.gaps)) for one in analysis.controls]
     own = "the arm's own"

@@ -60,7 +60,7 @@ def choose_outcome(record: StudyRecord) -> Outcome:
 
 
 def families_of(trials: Iterable[TrialRecord]) -> dict[str, str]:
-    """Test problem -> its family, as far as a trial names one."""
+    """Test problem -> its family, where a trial names one."""
     return {problem: family for trial in trials for problem, family in trial.families.items()}
 
 
@@ -86,7 +86,7 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
 
 
 def awaits_seeds(record: StudyRecord, seeds: Collection[int]) -> bool:
-    """Whether planned seeds beside these are still to come, so that what these show may stop them: no test yet."""
+    """Whether more planned seeds are still to come, so that the results of these may stop them: no test yet."""
     if record.any_time or search_of(record) is not None:
         return False
     states = {(trial.arm, trial.seed): trial.state for trial in record.trials}
@@ -126,7 +126,7 @@ def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
 
 
 def tuning_of(record: StudyRecord) -> Mapping[str, Mapping[str, Any]]:
-    """Arm -> what the search that tuned it found; empty for a study that tuned nothing."""
+    """Arm -> the findings of the search that tuned it; empty for a study that tuned nothing."""
     return (record.search or {}).get("tuning", {})
 
 

@@ -203,7 +203,7 @@ def _parse(text: str) -> Any:
 
 
 def _is_odd_root(value: Any) -> bool:
-    """Whether a value is a rational power, with an odd denominator, of what has variables, all of them real."""
+    """Whether a value is a rational power, with an odd denominator, of a term with variables, all of them real."""
     if not (isinstance(value, Pow) and isinstance(value.exp, sympy.Rational) and value.exp.q % 2 == 1 < value.exp.q):
         return False
     variables = value.base.free_symbols
@@ -287,7 +287,7 @@ def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def _solutions(value: Any) -> tuple[Any, Any]:
-    """The variable, if it is named, and the set of its values; None for what is no condition of one variable.
+    """The variable, if it is named, and the set of its values; None for a text that is no condition of one variable.
 
     Alternatives must be disjoint, and each possible: else `x>3 or x>5` would be right where either of them is.
     """

@@ -134,7 +134,7 @@ class Child:
         return Reply(None, stage, self.process.returncode in (-SIGPROF, -SIGSEGV, -SIGABRT, NO_MEMORY))
 
     def _line(self, seconds: float) -> Any:
-        """What the next line says, or None if the child has ended or does not write one in time."""
+        """The value in the next line, or None if the child has ended or does not write one in time."""
         assert self.process.stdout is not None
         descriptor, end = self.process.stdout.fileno(), time.monotonic() + seconds
         poll = select.poll()

@@ -190,7 +190,7 @@ def _read(task: DatasetTask, split: SourceSplit) -> Sequence[Problem]:
 
 @lru_cache(maxsize=8)
 def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Problem]:
-    """What `_read` gives; `version` stands for the content of the sources: the expected, or else the present one."""
+    """The result of `_read`; `version` stands for the content of the sources: the expected, or else the present one."""
     path, _ = task.source(split)
     problems: list[Problem] = []
     rows = list(_find(task, split)[1]())
@@ -286,7 +286,7 @@ def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> Missing
 
 
 def _listing(folder: Path) -> str:
-    """What a folder holds, as the end of a clause; empty if there is no such folder."""
+    """The content of a folder, as the end of a clause; empty if there is no such folder."""
     names = sorted(f"{file.name}{'/' * file.is_dir()}" for file in folder.iterdir()) if folder.is_dir() else []
     shown = ", ".join([*names[:8], *[f"{len(names) - 8} more"] * (len(names) > 8)])
     return f"; '{folder}' has {shown or 'nothing'}" if folder.is_dir() else ""

@@ -86,7 +86,7 @@ def _work(value: Any) -> Iterator[str]:
 
 
 def _terms(value: Any) -> Iterator[Any]:
-    """The terms of a sum, terms of sums in it included, as far as only a constant stands before them."""
+    """The terms of a sum, and of sums in it that have only a constant before them."""
     if isinstance(value, Add):
         for part in value.args:
             yield from _terms(part)

@@ -8,14 +8,13 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from queues import wait_for as wait_for
 
-Found = TypeVar("Found")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 DRIVER = "chromedriver"
 
@@ -60,12 +59,3 @@ def requests(chromium: Any) -> list[str]:
 def text(chromium: Any) -> str:
     """The text that a reader sees on the page."""
     return chromium.execute_script("return document.body.innerText")
-
-
-def wait_for(find: Callable[[], Found], what: str, timeout_seconds: float = 240.0) -> Found:
-    """What `find` returns as soon as it is true; AssertionError naming `what` where it stays false."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (found := find()):
-        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_seconds:.0f} s"
-        time.sleep(0.1)
-    return found

@@ -36,12 +36,17 @@ def chat_tokenizer(template=SHORT + OPEN, special=True) -> PreTrainedTokenizerFa
     return tokenizer
 
 
-def chat_model(tokenizer):
+def llama(**changes):
+    """The built-in model with another config, drawn with seed 0."""
     config = tiny_config()
-    config.vocab_size = len(tokenizer)
+    config.update(changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()
+
+
+def chat_model(tokenizer):
+    return llama(vocab_size=len(tokenizer))
 
 
 def chat_folder(folder, template=SHORT + OPEN):

@@ -8,6 +8,7 @@ A test counts as one try for each set of its parameters; one that tries many thi
 import functools
 import gc
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -16,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_trials
 import pytest
 from cohort.harness import engines
+from cohort.harness.cli import app
 from cohort.reports.figures import curves
 from cohort.tasks import _latex
 
@@ -101,6 +104,33 @@ def new_runs(empty_store) -> Callable[[Path], Path]:
 @pytest.fixture
 def runs(tmp_path, new_runs) -> Path:
     return new_runs(tmp_path / "runs")
+
+
+@pytest.fixture
+def endless_disk(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
+
+
+class Shell:
+    """Runs `cohort` in this process and keeps what it printed; `said` is its errors in one line."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> int:
+        with pytest.raises(SystemExit) as ended:
+            app.main([str(one) for one in arguments])
+        self.out, self.err = self._capsys.readouterr()
+        self.said = " ".join(self.err.split())
+        return int(ended.value.code or 0)
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cohort(capsys) -> Shell:
+    return Shell(capsys)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -281,16 +281,16 @@ def _answered(record: StudyRecord) -> bool:
 
 
 def _arms(count: int) -> list[FakeArm]:
-    return [FakeArm(f"arm {number}", "grpo", 0.5, {}, {}) for number in range(count)]
+    return [FakeArm(f"arm {number}") for number in range(count)]
 
 
 def _components(count: int) -> list[FakeArm]:
     labels = ("all", *(f"without part {number}" for number in range(1, count)))
-    return [FakeArm(label, "grpo", 0.5, {}, {"arm": label}) for label in labels]
+    return [FakeArm(label, factors={"arm": label}) for label in labels]
 
 
 def _ladder(_: int) -> list[FakeArm]:
-    return [FakeArm(label, "grpo", 0.5, {}, {"arm": label}) for label in ("none", "+a", "+b", "+c", "+d")]
+    return [FakeArm(label, factors={"arm": label}) for label in ("none", "+a", "+b", "+c", "+d")]
 
 
 def _grid(_: int) -> list[FakeArm]:
@@ -300,10 +300,10 @@ def _grid(_: int) -> list[FakeArm]:
 def _claimed(_: int) -> list[FakeArm]:
     """PPO and GRPO; GRPO also with other group sizes and other weights of the KL term."""
     common = {"model": "other", "autocast": True}
-    found = [FakeArm("ppo", "ppo", 0.5, common, {})]
+    found = [FakeArm("ppo", "ppo", settings=common)]
     for size, beta in ((8, 0.04), (4, 0.04), (16, 0.04), (8, 0.0), (8, 0.1)):
-        settings = {**common, "algorithm.group_size": size, "algorithm.kl_beta": beta}
-        found.append(FakeArm(f"grpo {size} {beta}", "grpo", 0.5, settings, {}))
+        own = {"algorithm.group_size": size, "algorithm.kl_beta": beta}
+        found.append(FakeArm(f"grpo {size} {beta}", settings={**common, **own}))
     return found
 
 

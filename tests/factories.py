@@ -27,6 +27,12 @@ def make_spec(algorithm: Any = "grpo", /, **changes: Any) -> RunSpec:
     return parse_run(with_overrides({"task": "arithmetic", "algorithm": algorithm}, changes), "test")
 
 
+def staged(*stages: Mapping[str, Any], **changes: Any) -> RunSpec:
+    """The smallest run with these stages."""
+    steps = sum(stage.get("steps", 1) for stage in stages)
+    return parse_run({**FEW, "stages": [*stages], "steps": steps, **changes}, "test")
+
+
 def make_study(**changes: Any) -> StudySpec:
     """A study of the built-in task: two KL weights, seeds 0 and 1. `changes` are fields of a study, whole or by dotted
     path (`**{"run.steps": 2}`); other arms replace the factors."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.harness.interfaces import Mirror, MirroredRun
+from entry_points import declare
 
 KEPT = "kept.jsonl"
 
@@ -63,18 +64,10 @@ class Missing(Keeps):
 
 def install(folder: Path, monkeypatch: Any) -> None:
     """Make them plugins of this process and of its children: `keeps`, `raises` and so on."""
-    info = folder / "fake_mirrors-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-mirrors\nVersion: 1\n")
     named = {"keeps": Keeps, "raises": Raises, "raises_for_one": RaisesForOne, "hangs": Hangs, "dies": Dies,
              "missing": Missing}  # fmt: skip
-    lines = [f"{name} = fake_mirrors:{cls.__name__}\n" for name, cls in named.items()]
-    (info / "entry_points.txt").write_text(f"[cohort.mirrors]\n{''.join(lines)}")
-    here = str(Path(__file__).parent)
-    paths = [str(folder), here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.syspath_prepend(here)
-    monkeypatch.syspath_prepend(str(folder))
+    places = {name: f"fake_mirrors:{cls.__name__}" for name, cls in named.items()}
+    declare(folder, monkeypatch, "fake-mirrors", {"mirrors": places})
 
 
 def kept(place: Path) -> list[Any]:

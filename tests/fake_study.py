@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,15 @@ class FakeArm:
     """`accuracy` is the expected final test accuracy over new seeds; `settings` are dotted overrides of its run."""
 
     label: str
-    algorithm: str
-    accuracy: float
-    settings: Mapping[str, Any]
-    factors: Mapping[str, Any]
+    algorithm: str = "grpo"
+    accuracy: float = 0.5
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    factors: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arms_of(*accuracies: float, labels: Iterable[str] = "abcdef") -> list[FakeArm]:
+    """Arms of GRPO with these accuracies and no settings of their own."""
+    return [FakeArm(label, accuracy=value) for label, value in zip(labels, accuracies, strict=False)]
 
 
 def three_algorithms() -> list[FakeArm]:

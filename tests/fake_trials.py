@@ -28,6 +28,7 @@ from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import keep_document, study_document
 from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.settings.study import StudySpec
+from entry_points import declare
 from factories import make_study
 
 EXECUTE = "fake_trials:train"
@@ -36,16 +37,9 @@ CHECKPOINT_EVERY = 3
 
 def install(folder: Path, monkeypatch: Any) -> None:
     """Make the plugins known to this process and to its children."""
-    info = folder / "fake_plugins-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-plugins\nVersion: 1\n")
     points = {"tasks": "FakeTask", "algorithms": "FakeAlgorithm", "engines": "FakeEngine"}
-    lines = [f"[cohort.{group}]\nfake = fake_trials:{cls}\n" for group, cls in points.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), here]))
-    monkeypatch.syspath_prepend(here)
-    monkeypatch.syspath_prepend(str(folder))
+    places = {group: {"fake": f"fake_trials:{cls}"} for group, cls in points.items()}
+    declare(folder, monkeypatch, "fake-plugins", places)
 
 
 def empty_store(factory: Any) -> Path:

@@ -1,6 +1,7 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
 import contextlib
+import json
 
 import torch
 from cohort.harness.data import Batch, GradedGroup, SampleRow
@@ -166,6 +167,20 @@ def check_same_run(one, other):
     assert one[1].without_clocks() == other[1].without_clocks()
     assert one[1].files == other[1].files
     assert_same_weights(final_weights(one[0]), final_weights(other[0]))
+
+
+def changed(policy, change):
+    """The policy, whose parameters are now what `change` makes of each."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(change(parameter))
+    return policy
+
+
+def rollout_rows(directory, step):
+    """What a run has kept of its rollouts of a step."""
+    lines = (directory / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def final_weights(directory):

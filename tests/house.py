@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import MagicMock
 
 PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports", "cohort")
 NAMED = ("base", "devices", "settings", "data", "interfaces", "policy", "engines", "plugins")
@@ -65,10 +66,6 @@ def step_stays() -> tuple[int, int]:
         if file.startswith(PRODUCT) and not file.startswith(NOT_FOLLOWED):
             read.append(file)
 
-    class Forgetful:
-        def __getattr__(self, _: str) -> Any:
-            return lambda *args: None
-
     class AtOnce:  # reads what a thread does where it begins
         def submit(self, work: Any, *args: Any) -> Any:
             done = Future[Any]()
@@ -77,7 +74,7 @@ def step_stays() -> tuple[int, int]:
 
     load("harness.run.grading")._thread = AtOnce()
     with tempfile.TemporaryDirectory() as folder:
-        run, _ = load("harness.run.build").prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
+        run, _ = load("harness.run.build").prepare(spec, Path(folder), MagicMock(), Path(folder), lambda: False)
         prompts, train_step = spec.task.prompts("train"), load("harness.run.step").train_step
         sys.setprofile(note)
         try:

@@ -19,21 +19,18 @@ from cohort.harness.data import Batch, GradedGroup, Group, Rollout
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.interfaces import Reward, StepReward
 from cohort.tasks.arithmetic import Arithmetic
+from entry_points import declare
 
-POINTS = {"tasks": "OddTask", "rewards": "OddReward", "algorithms": "OddAlgorithm", "engines": "OddEngine"}
+POINTS = {
+    "tasks": {"odd": "odd_plugins:OddTask"}, "algorithms": {"odd": "odd_plugins:OddAlgorithm"},
+    "rewards": {"odd": "odd_plugins:OddReward", "odd_steps": "odd_plugins:OddSteps"},
+    "engines": {"odd": "odd_plugins:OddEngine"},
+}  # fmt: skip
 CALLS: dict[str, int] = {}  # of each kind of plugin
 
 
 def install(folder: Path, monkeypatch: Any) -> None:
-    info = folder / "odd_plugins-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-plugins\nVersion: 1\n")
-    points = [f"[cohort.{group}]\nodd = odd_plugins:{cls}\n" for group, cls in POINTS.items()]
-    (info / "entry_points.txt").write_text("\n".join([*points, "[cohort.rewards]\nodd_steps = odd_plugins:OddSteps\n"]))
-    here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), here, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.syspath_prepend(here)
-    monkeypatch.syspath_prepend(str(folder))
+    declare(folder, monkeypatch, "odd-plugins", POINTS)
 
 
 # What any plugin may do besides its work.

@@ -1,6 +1,7 @@
 """Studies of fakes and their queues: starts, kills, and what must be left at the end."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -26,11 +27,13 @@ DONE = TrialOutcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, 
                metrics={METRIC: 0.5})  # fmt: skip
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
+def wait_for(find: Callable[[], Any], what: str = "it", seconds: float = 240) -> Any:
+    """What `find` returns as soon as it is true; AssertionError naming `what` where it stays false."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
+    while not (found := find()):
+        assert time.monotonic() < deadline, f"{what} did not appear within {seconds:.0f} s"
         time.sleep(0.05)
+    return found
 
 
 def open_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
@@ -52,6 +55,13 @@ def claimed(queue: Queue) -> ClaimedTrial:
     claim = queue.claim()
     assert claim is not None
     return claim
+
+
+def python(code: str, *words: object, path: object = None, **options: Any) -> Any:
+    """A python that has run this code with these arguments; `path` is its PYTHONPATH."""
+    environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
 
 
 def gone() -> int:
@@ -97,6 +107,17 @@ def run(
 def at_work(status: StudyStatus) -> int:
     """The number of trials that run and have done a step; with the file `hold` they then wait."""
     return sum(trial.state == "running" and trial.done >= 1 for trial in status.trials)
+
+
+def once_at_work(act: Callable[[], object], least: int = 1) -> Callable[[StudyStatus], None]:
+    """Does `act` the first time that so many trials are at work."""
+    left = [act]
+
+    def look(status: StudyStatus) -> None:
+        if left and at_work(status) >= least:
+            left.pop()()
+
+    return look
 
 
 def executions(runs: Path) -> list[str]:

@@ -15,18 +15,14 @@ from cohort.harness.run.guards.agreement import check_agreement
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
-from fakes import MemoryLog
+from fakes import MemoryLog, changed
 
 
 class EngineThatIsOff(TransformersEngine):
     """States log-probs of a policy with 0.01 added to its weights."""
 
     def __init__(self, settings, policy, codec):
-        other = tiny_model(0)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.add_(0.01)
-        super().__init__(settings, other, codec)
+        super().__init__(settings, changed(tiny_model(0), lambda weights: weights + 0.01), codec)
 
 
 class LearnerThatIsOff(Learner):

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -19,13 +17,13 @@ from cohort.harness import extras
 from cohort.harness.api.result import intervals
 from cohort.harness.base.files import write_json
 from cohort.harness.data import EvaluationResult, SampleRow
-from cohort.harness.record.study import StudyRecord
 from cohort.reports import statistics
 from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
-from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from fake_study import factor_grid, fake_study
 from IPython.core.formatters import DisplayFormatter
-from test_report import read_page
+from queues import python
+from test_report import hostile_study, read_page
 
 import cohort
 
@@ -33,25 +31,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
-def hostile_study() -> StudyRecord:
-    arms = three_algorithms()
-    settings = {"algorithm.name": "grpo_self_consistency"}
-    arms[2] = FakeArm(HOSTILE_ARM, "grpo_self_consistency", 0.35, settings, {"algorithm.name": "=1+1"})
-    return fake_study(arms, states={("ppo", 2): "invalid"}, num_problems=16)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A study's folder alone, with its report, but without a store: what is copied from another machine."""
     folder = tmp_path_factory.mktemp("copied") / "fake"
-    record = hostile_study()
+    record = hostile_study(num_problems=16)
     write_report(record, folder / "report", formats=())
     return folder
 
 
 @pytest.fixture(scope="module")
 def result(folder) -> cohort.Result:
-    return cohort.Result(hostile_study(), folder, None)
+    return cohort.Result(hostile_study(num_problems=16), folder, None)
 
 
 def as_csv(frame: pd.DataFrame) -> list[list[str]]:
@@ -80,14 +71,7 @@ def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path
         "import json, cohort; study = cohort.load_study('quickstart').with_set(seeds=[7]);"
         "print(json.dumps([study.arms, study.spec.seeds, cohort.Result.__name__]))"
     )
-    path = os.pathsep.join(["", str(ROOT)])
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    ended = python(code, path=f"{os.pathsep}{ROOT}", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], "Result"]
 
@@ -150,7 +134,7 @@ def test_the_comparison_is_the_reports_table_to_the_last_digit(result, folder):
 
 
 def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result, tmp_path):
-    record = dataclasses.replace(hostile_study(), baseline="grpo")
+    record = dataclasses.replace(hostile_study(num_problems=16), baseline="grpo")
     other = cohort.Result(record, tmp_path, None)
     pd.testing.assert_frame_equal(result.compare("grpo"), other.compare())
     assert result.compare("grpo")["difference"].isna().tolist() == [False, True, False]
@@ -159,7 +143,7 @@ def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result, 
 
 
 def test_frames_are_tidy(result):
-    record = hostile_study()
+    record = hostile_study(num_problems=16)
     curves = result.curves
     assert list(curves.columns) == ["arm", "seed", "metric", "step", "value"]
     one = curves[(curves.arm == "grpo") & (curves.seed == 1) & (curves.metric == "validation/accuracy")]

@@ -17,7 +17,7 @@ from cohort.reports import statistics
 from cohort.reports.analysis import analysed
 from cohort.reports.claims import JudgedClaim, check_claims
 from cohort.reports.render import write_report
-from fake_study import FakeArm, fake_study, with_claims, with_trials
+from fake_study import FakeArm, arms_of, fake_study, with_claims, with_trials
 from scipy import stats
 
 
@@ -28,8 +28,7 @@ def checked(record: StudyRecord, **claim: Any) -> JudgedClaim:
 
 def scored(differences: list[float], base: float = 0.5, num_problems: int = 0, **claim: Any) -> JudgedClaim:
     """A claim on b minus a, with these differences of a validation accuracy over the seeds."""
-    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in ("a", "b")]
-    record = fake_study(arms, seeds=range(len(differences)), num_problems=2, num_steps=10)
+    record = fake_study(arms_of(0.5, 0.5), seeds=range(len(differences)), num_problems=2, num_steps=10)
 
     def curve(trial: TrialRecord) -> dict[str, Any]:
         value = base + (differences[trial.seed] if trial.arm == "b" else 0.0)
@@ -76,8 +75,7 @@ def test_the_p_of_a_region_is_that_of_two_one_sided_tests():
 
 
 def test_a_contrast_of_several_arms_says_which_are_taken_from_which():
-    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in "abcd"]
-    record = fake_study(arms, seeds=range(3))
+    record = fake_study(arms_of(*[0.5] * 4), seeds=range(3))
     for contrast, words in (
         ({"a": 1, "b": -1, "c": -1, "d": 1}, "('a' + 'd') - ('b' + 'c')"),
         ({"a": 1, "b": 1, "c": -2}, "('a' + 'b') - 2 x c"),
@@ -103,8 +101,7 @@ def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end():
 
 
 def test_p_values_are_corrected_over_the_claims_of_a_study():
-    arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.64), ("c", 0.7))]
-    record = fake_study(arms, seeds=range(5))
+    record = fake_study(arms_of(0.6, 0.64, 0.7), seeds=range(5))
     pair = {"contrast": {"b": 1, "a": -1}}, {"contrast": {"c": 1, "a": -1}}
     single = [checked(record, **claim).p_adjusted for claim in pair]
     both = [claim.p_adjusted for claim in check_claims(analysed(with_claims(record, *pair)))]
@@ -125,17 +122,16 @@ def test_p_values_are_corrected_over_the_claims_of_a_study():
 
 def test_all_contrasts_of_a_claim_must_hold_and_one_that_does_not_contradicts():
     def verdict(*accuracies: float, **claim: Any) -> str:
-        arms = [FakeArm(f"arm {i}", "grpo", one, {}, {}) for i, one in enumerate(accuracies)]
-        return checked(fake_study(arms, seeds=range(5)), **claim).verdict
+        return checked(fake_study(arms_of(*accuracies), seeds=range(5)), **claim).verdict
 
-    best = {"contrast": [{"arm 1": 1, "arm 0": -1}, {"arm 1": 1, "arm 2": -1}]}
+    best = {"contrast": [{"b": 1, "a": -1}, {"b": 1, "c": -1}]}
     assert verdict(0.5, 0.8, 0.6, **best) == "supported"
     assert verdict(0.5, 0.8, 0.8, **best) == "undecided"
     assert verdict(0.5, 0.7, 0.9, **best) == "contradicted"
-    order = {"predicts": "ordered", "order": ["arm 0", "arm 1", "arm 2"]}
+    order = {"predicts": "ordered", "order": ["a", "b", "c"]}
     assert verdict(0.5, 0.65, 0.8, **order) == "supported"
     assert verdict(0.5, 0.8, 0.65, **order) == "contradicted"
-    mean = {"contrast": {"arm 0": 0.5, "arm 1": 0.5, "arm 2": -1}, "predicts": "below"}
+    mean = {"contrast": {"a": 0.5, "b": 0.5, "c": -1}, "predicts": "below"}
     assert verdict(0.5, 0.5, 0.8, **mean) == "supported"
 
 
@@ -147,7 +143,7 @@ def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio, verdict)
         value = 1e9 * (ratio * noise[trial.seed] if trial.arm == "ppo" else 1.0)
         return {"summary": {**trial.summary, "peak_memory_bytes": value}}
 
-    record = with_trials(fake_study([FakeArm(n, n, 0.7, {}, {}) for n in ("ppo", "grpo")]), peak)
+    record = with_trials(fake_study([FakeArm(n, n, 0.7) for n in ("ppo", "grpo")]), peak)
     claim = {"contrast": {"ppo": 1, "grpo": -1}, "metric": "peak_memory_bytes", "ratio": True, "margin": 1.7}
     found = checked(record, **claim)
     assert found.verdict == verdict
@@ -157,7 +153,7 @@ def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio, verdict)
 
 
 def test_what_a_single_arm_gains_may_be_claimed():
-    record = fake_study([FakeArm("a", "grpo", 0.7, {}, {})], seeds=range(3), num_steps=10)
+    record = fake_study(arms_of(0.7), seeds=range(3), num_steps=10)
     found = checked(record, contrast={"a": 1}, value="gain")  # from 40 to 70 %, give or take a seed's luck
     assert (found.verdict, found.predicted) == ("supported", "above 0.0 points")
     assert found.measured.startswith("Validation accuracy: a +")
@@ -175,7 +171,7 @@ def test_what_a_single_arm_gains_may_be_claimed():
     ],  # of 0.1, 0.9, 0.2, 0.3 and 0.1 s more at the end
 )
 def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value, expected):
-    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
+    record = fake_study(arms_of(0.7, 0.7), seeds=range(3), num_steps=10)
 
     def curve(trial: TrialRecord) -> dict[str, Any]:
         bend = 1e-6 * trial.seed
@@ -187,7 +183,7 @@ def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(value, expected):
 
 
 def test_the_first_step_of_a_timing_warms_up_and_is_left_out():
-    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], seeds=range(3), num_steps=10)
+    record = fake_study(arms_of(0.7, 0.7), seeds=range(3), num_steps=10)
 
     def steps(trial: TrialRecord) -> dict[str, Any]:
         values = [9.0 * (trial.arm == "b"), *[2.0 + (trial.arm == "b") + 0.01 * trial.seed * (trial.arm == "b")] * 3]
@@ -206,7 +202,7 @@ def test_the_first_step_of_a_timing_warms_up_and_is_left_out():
     ],
 )
 def test_a_claim_without_a_test_is_not_tested_and_says_why(change, words):
-    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], **change)
+    record = fake_study(arms_of(0.7, 0.7), **change)
     found = checked(record, contrast={"b": 1, "a": -1})
     assert found.verdict == "not tested" and math.isnan(found.p_adjusted)
     assert words in found.measured
@@ -214,13 +210,13 @@ def test_a_claim_without_a_test_is_not_tested_and_says_why(change, words):
 
 def test_differences_without_spread_test_nothing_and_invalid_trials_are_named():
     assert "without any spread over seeds" in scored([0.25, 0.25, 0.25]).measured
-    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), states={("b", 3): "invalid"})
+    record = fake_study(arms_of(0.7, 0.7), range(4), states={("b", 3): "invalid"})
     assert checked(record, contrast={"b": 1, "a": -1}).measured.endswith(" 1 invalid trial left out.")
 
 
 def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():
     # b gains 1 on half of the problems and loses 0.8 on the others: 10 points in every seed, but perhaps not on others
-    record = fake_study([FakeArm(n, "grpo", 0.7, {}, {}) for n in "ab"], range(4), num_problems=16)
+    record = fake_study(arms_of(0.7, 0.7), range(4), num_problems=16)
 
     def cells(trial: TrialRecord) -> dict[str, Any]:
         own = np.tile([1.0, 0.0], 8) if trial.arm == "b" else np.tile([0.0, 0.8], 8)
@@ -285,7 +281,7 @@ def test_a_claim_is_registered_at_the_first_start_and_stays_as_it_was(tmp_path):
     with pytest.raises(SpecError, match="a started study cannot change"):
         check_unchanged(sizes(claim={**CLAIM, "margin": 0.01}, **more), started)  # pyright: ignore
     keep_document(tmp_path, {**document, "claim": [{**document["claim"][0], "margin": 0.3}]})
-    with pytest.raises(ValueError, match="its claims are not those that it was started with"):
+    with pytest.raises(ValueError, match="its claims differ from the ones that it was started with"):
         read_folder(tmp_path, {})
 
 
@@ -320,9 +316,8 @@ def test_claims_of_shipped_studies_are_on_metrics_that_runs_log():
 
 @pytest.mark.slow
 def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_path):
-    arms = [FakeArm(label, "grpo", accuracy, {}, {}) for label, accuracy in (("a", 0.6), ("b", 0.8))]
     record = with_claims(
-        fake_study(arms, seeds=range(5)),
+        fake_study(arms_of(0.6, 0.8), seeds=range(5)),
         {"contrast": {"b": 1, "a": -1}, "predicts": "equivalent", "margin": 0.05, "sentence": "b <matches> a."},
     )
     files = write_report(record, tmp_path, formats=("svg",))
@@ -331,4 +326,4 @@ def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_p
     assert "b &lt;matches&gt; a." in page and ">contradicted</span>" in page
     assert "between -5.0 and +5.0 points" in page.replace("\u2212", "-") and "between -5.0 and +5.0 points" in text
     assert (tmp_path / "figures" / "claims_0.svg").exists()
-    assert 'id="claims"' not in write_report(fake_study(arms), tmp_path, formats=()).html.read_text()
+    assert 'id="claims"' not in write_report(fake_study(), tmp_path, formats=()).html.read_text()

@@ -22,7 +22,7 @@ def test_the_page_is_what_the_findings_and_the_studies_give():
 def test_another_analysis_that_changes_a_verdict_is_named():
     """b ends 2 points below a in each seed, 20 above it at its best, and 6 above it on the mean of its steps."""
     ends = {"a": [0.50, 0.50, 0.50], "b": [0.50, 0.70, 0.48]}
-    record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in ends], seeds=range(4), num_steps=20)
+    record = fake_study(list(map(FakeArm, ends)), seeds=range(4), num_steps=20)
 
     def curve(trial: TrialRecord) -> dict[str, Any]:
         noise = 0.001 * (trial.seed - 1.5) * (trial.arm == "b")

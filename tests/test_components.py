@@ -91,7 +91,7 @@ def test_the_record_and_the_page_compare_each_step_with_the_one_before(tmp_path)
     known = read_folder(folder, {})
     assert (known.baseline, dict(known.references)) == ("none", ladder.references())
     accuracies = {"none": 0.5, "+high": 0.7, "+mean": 0.7, "+batches": 0.55}
-    arms = [FakeArm(label, "grpo", accuracy, {}, {"arm": label}) for label, accuracy in accuracies.items()]
+    arms = [FakeArm(label, accuracy=accuracy, factors={"arm": label}) for label, accuracy in accuracies.items()]
     record = dataclasses.replace(fake_study(arms, seeds=range(4)), references=known.references)
     analysis = analysed(record)
     assert [one.name for one in analysis.comparisons] == ["+high - none", "+mean - +high", "+batches - +mean"]
@@ -165,7 +165,7 @@ def test_the_shipped_study_of_dapo_has_five_arms_that_share_all_but_their_part()
 
 
 def record_of(design: str, accuracies: dict[str, float]) -> StudyRecord:
-    arms = [FakeArm(label, "grpo", accuracy, {}, {"arm": label}) for label, accuracy in accuracies.items()]
+    arms = [FakeArm(label, accuracy=accuracy, factors={"arm": label}) for label, accuracy in accuracies.items()]
     record = fake_study(arms, seeds=range(4))
     spec = {**record.spec, "design": design, "components": {"small": {}, "large": {}, "harmful": {}}}
     return StudyRecord(**{**vars(record), "spec": spec})
@@ -188,14 +188,9 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     files = write_report(record_of("leave_one_out", out), tmp_path, formats=())
     ranks = files.answer.partition("components ranked by contribution (points, Holm-adjusted p): ")[2]
     stated = {one.name: one for one in ranked_components(analysed(record_of("leave_one_out", out)))}
-    assert (
-        ranks
-        == ", ".join(
-            f"'{name}' {100 * stated[name].effect:+.1f} ({p_equals(stated[name].comparison.p_adjusted)})"
-            for name in ("large", "small", "harmful")
-        )
-        + "."
-    )
+    three = (stated[name] for name in ("large", "small", "harmful"))
+    words = [f"'{one.name}' {100 * one.effect:+.1f} ({p_equals(one.comparison.p_adjusted)})" for one in three]
+    assert ranks == f"{', '.join(words)}."
     page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
     assert page.index("large") < page.index("small") < page.index("harmful")
     assert "## Components" in files.markdown.read_text()

@@ -1,7 +1,6 @@
 """Control arms: each changes what it says and nothing else, and the report keeps them apart and believes them."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from cohort.harness.api.study import comparison
 from cohort.harness.data import Group, Prompt, Rollout
-from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
 from cohort.harness.record.study import StudyRecord
 from cohort.harness.run.grading import control_rewards, grade
@@ -21,9 +19,10 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.reports.findings import verdicts
 from cohort.reports.render import analysed, results_csv, write_report
+from cohort.tasks.arithmetic import Arithmetic
 from factories import make_study
 from fake_study import FakeArm, fake_study
-from fakes import MemoryLog, assert_same_weights, final_weights, graded_group
+from fakes import MemoryLog, assert_same_weights, final_weights, graded_group, rollout_rows
 from safetensors.torch import load_file
 from test_gates import make_spec as stuck_spec
 from test_train import BASE
@@ -53,15 +52,13 @@ def runs(tmp_path_factory, cache) -> Runs:
     return found
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts/step-000001.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
 def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(runs, control):
     (folder, log), (plain, plain_log) = runs[control], runs[None]
-    assert [{**row, "reward": 0} for row in rows_of(folder)] == [{**row, "reward": 0} for row in rows_of(plain)]
+    assert [{**row, "reward": 0} for row in rollout_rows(folder, 1)] == [
+        {**row, "reward": 0} for row in rollout_rows(plain, 1)
+    ]
     names = ("train/accuracy", "reward/accuracy", "completion/length", "mismatch/kl", "train/generated_tokens",
              "train/rollouts", "train/optimizer_steps")  # fmt: skip
     for name in names:
@@ -71,7 +68,7 @@ def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_control_pays_what_it_says(runs, control):
-    rows, log = rows_of(runs[control][0]), runs[control][1]
+    rows, log = rollout_rows(runs[control][0], 1), runs[control][1]
     paid, right = [row["reward"] for row in rows], [float(row["correct"]) for row in rows]
     formats = [spec_of().task.format_score(row["completion"]) for row in rows]
     assert len(set(formats)) > 1
@@ -98,7 +95,7 @@ def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_p
     spec = spec_of(algorithm={"name": "remax", "group_size": 4}, control="random", rollouts_per_step=40)
     log = MemoryLog()
     train(spec, tmp_path, log, cache=cache)
-    rows = rows_of(tmp_path)
+    rows = rollout_rows(tmp_path, 1)
 
     def coins(count: int, first: int = 0) -> list[list[float]]:
         ids = dict.fromkeys(row["prompt_id"] for row in rows)
@@ -137,21 +134,13 @@ def test_what_must_not_see_gold_is_paid_without_it():
         assert spec_of(algorithm=blinded, control=control).control == control
 
 
-class Toy(Task):
+class Toy(Arithmetic):
     """Answers are the completions; a grader that accepts everything calls any two of them equal."""
 
-    name: str = "toy"
     accepts_everything: bool = False
-
-    @property
-    def max_completion_tokens(self) -> int:
-        return 4
 
     def prompts(self, split: Any) -> list[Prompt]:
         return [Prompt(str(i), f"{i}?", gold=str(i % 8)) for i in range(8)]
-
-    def demonstrations(self) -> list[Any]:
-        return []
 
     def extract(self, completion: str) -> str | None:
         return completion or None

@@ -281,7 +281,7 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
         run(2, 4)
     monkeypatch.setattr(preflight, "usable_cores", lambda: 8)
     with pytest.raises(SpecError, match="must divide the 2 attention heads of 'tiny', got 4; use 2"):
-        preflight.check_runs([run(4, 4)], tmp_path, here=False)
+        preflight.check_runs([run(4, 4)], tmp_path, copies=None)
     preflight.check_devices([run(4, 2)])
     monkeypatch.setattr(group, "_own", group.RankGroup(None, 0, 4, 1, ""))  # four hosts
     with pytest.raises(SpecError, match="must divide the processes on each host, 1, got 2"):

@@ -120,21 +120,6 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rewards.format": 0.5}, "rewards must have weight 0 for distill, .* got 0.5 for format"),
-        ({"kl.refresh_reference_every": 3}, "kl.refresh_reference_every must be 0 with kl.reference, got 3"),
-        ({"dynamic_sampling": 2}, "dynamic_sampling=2 reads rewards"),
-        ({"control": "random"}, "control=random reads rewards"),
-        ({"algorithm": {"name": "grpo", "kl_beta": 0.0}}, "kl.reference belongs to algorithm.kl_beta above 0"),
-    ],
-)
-def test_settings_that_contradict_a_teacher_are_refused(teacher, changes, words):
-    with pytest.raises(SpecError, match=words):
-        distilled(teacher, **changes)
-
-
 def test_a_missing_teacher_is_refused(runs, tmp_path):
     for reference, words in (
         (None, "must name the teacher of distill"),

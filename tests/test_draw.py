@@ -11,7 +11,6 @@ from cohort.harness.run.build import prepare
 from cohort.harness.run.loop import charge_step
 from cohort.harness.run.rollout import Rollouts, generate
 from cohort.harness.run.step import sampling_metrics, train_step
-from cohort.harness.settings.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
 
@@ -154,11 +153,6 @@ def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
     assert sampling_metrics(make_spec(1), Rollouts()) == {}
     names = ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
     assert [*sampling_metrics(make_spec(2), Rollouts())] == names
-
-
-def test_groups_of_one_cannot_differ():
-    with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
-        make_spec(4, **{"algorithm.group_size": 1})
 
 
 def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():

@@ -176,27 +176,23 @@ def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path):
     assert ([arm["arm"] for arm in found["arms"]], found["trials"], found["steps"]) == (["group_size=2"], 2, 14)
 
 
-def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path):
-    found = budgeted(a_study(), tmp_path)
-    # 2 arms x 2 seeds = 4 trials of 7 steps of 64 rollouts of at most 8 tokens
-    assert (found["trials"], found["steps"], found["rollouts"]) == (4, 28, 1792)
-    assert found["generated_tokens_bound"] == 14336
+RATE = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
+GREEDY = fake_trials.run_settings(algorithm={"name": "remax", "group_size": 8})
 
 
-def test_greedy_answers_are_budgeted(tmp_path):
-    run = {**a_study().model_dump()["run"], "algorithm": {"name": "remax", "group_size": 8}, "rollouts_per_step": 64}
-    found = budgeted(a_study(run=run, factors={}), tmp_path)
-    # 1 arm x 2 seeds = 2 trials of 7 steps of 64 rollouts and 8 prompts
-    assert (found["trials"], found["rollouts"]) == (2, 2 * 7 * 72)
-
-
-def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path):
-    space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
-    changes = {"design": "search", "factors": {}, "search": {"space": space, "trials": 5}}
+@pytest.mark.parametrize(
+    ("changes", "trials", "rollouts"),
+    [  # two seeds, and 7 steps of 64 rollouts of at most 8 tokens
+        ({}, 2 * 2, 64),
+        ({"run": GREEDY, "factors": {}}, 1 * 2, 64 + 8),  # a greedy answer of each prompt
+        ({"design": "search", "factors": {}, "search": {"space": RATE, "trials": 5}}, 5 * 2, 64),  # all it may run
+    ],
+)
+def test_a_budget_counts_trials_steps_rollouts_and_tokens(changes, trials, rollouts, tmp_path):
     found = budgeted(a_study(**changes), tmp_path)
-    # 5 arms x 2 seeds = 10 trials of 7 steps of 64 rollouts
-    assert (found["trials"], found["steps"], found["rollouts"]) == (10, 70, 4480)
-    assert [arm["arm"] for arm in found["arms"]] == ["search of 5 arms"]
+    assert (found["trials"], found["steps"], found["rollouts"]) == (trials, 7 * trials, 7 * trials * rollouts)
+    assert found["generated_tokens_bound"] == 8 * found["rollouts"]
+    assert ("search" in changes) == ([arm["arm"] for arm in found["arms"]] == ["search of 5 arms"])
 
 
 def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path):

@@ -1,12 +1,10 @@
 """`extends:` in a study file, and settings from a file after `--set @FILE`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cohort.harness.cli import app
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run, load_study, runs_of
 from cohort.harness.settings.raw import parse_overrides
@@ -79,16 +77,14 @@ def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path, files, words):
         load_study(str(tmp_path / "own.yaml"))
 
 
-def test_show_prints_what_a_file_changes(tmp_path, capsys):
+def test_show_prints_what_a_file_changes(tmp_path, cohort):
     write(tmp_path, "base.yaml", BASE)
     file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"steps": 7}, "seeds": None})
-    with pytest.raises(SystemExit, match="0"):
-        app.main(["study", "show", file, "--diff", "--json"])
-    rows = {row["path"]: (row["extended"], row["here"]) for row in json.loads(capsys.readouterr().out)}
+    assert cohort("study", "show", file, "--diff", "--json") == 0
+    rows = {row["path"]: (row["extended"], row["here"]) for row in cohort.json()}
     assert rows == {"run.steps": ("5", "7"), "seeds": ("[0, 1]", "absent")}
-    with pytest.raises(SystemExit, match="2"):
-        app.main(["study", "show", str(tmp_path / "base.yaml"), "--diff"])
-    assert "extends none" in capsys.readouterr().err
+    assert cohort("study", "show", tmp_path / "base.yaml", "--diff") == 2
+    assert "extends none" in cohort.err
 
 
 def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_ones_win(tmp_path):

@@ -28,7 +28,6 @@ from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
 from queues import METRIC, a_queue, completions, executions
 from test_learner import make_batch
-from test_memory import cohort
 
 RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
 Usage = namedtuple("Usage", "total used free")
@@ -226,13 +225,13 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path, mon
     record_property("tried", 3)
 
 
-def test_doctor_states_the_disk_of_each_arm_and_refuses_what_does_not_fit(capsys, monkeypatch):
+def test_doctor_states_the_disk_of_each_arm_and_refuses_what_does_not_fit(cohort, monkeypatch):
     arms = ["--run", "quickstart", "--set", "checkpoints.every=1"]
     assert cohort("doctor", *arms) == 0
-    assert re.search(r"Largest disk use of a run's checkpoints, MiB: grpo [\d.]+, ppo \d+, ", capsys.readouterr().out)
+    assert re.search(r"Largest disk use of a run's checkpoints, MiB: grpo [\d.]+, ppo \d+, ", cohort.out)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**6))
     assert cohort("doctor", *arms) == 2
-    assert "grpo: the run must fit on the disk of" in " ".join(capsys.readouterr().err.split())
+    assert "grpo: the run must fit on the disk of" in cohort.said
 
 
 def test_a_dry_run_states_the_disk_and_what_is_complete_needs_none(tmp_path, monkeypatch):

@@ -1,10 +1,8 @@
 """A full disk ends a command in one sentence, fails no arm, and the same command goes on once there is space."""
 
 import errno
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +11,9 @@ import fake_trials
 import psutil
 import pytest
 from cohort.harness.base.disk import DiskFull, disk_full
-from cohort.harness.cli import app
-from cohort.harness.record.status import StudyStatus
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
-from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
+from queues import check_as_undisturbed, once_at_work, open_queue, python, run, workers_of
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
@@ -63,12 +59,8 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(dis
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.15")
     fillers: list[Path] = []
 
-    def fill_once(status: StudyStatus) -> None:
-        if not fillers and at_work(status):
-            fillers.append(fill(disk))
-
     with pytest.raises(DiskFull, match=rf"^a disk is full.* \('{disk}.*' has [\d,]+ bytes free\).*the same command"):
-        run(study, runs, fill_once)
+        run(study, runs, once_at_work(lambda: fillers.append(fill(disk))))
     assert not workers_of(psutil.Process())
     assert {trial.state for trial in study_status("sizes", runs).trials} <= {"stopped", "waiting", "complete"}
     fillers[0].unlink()
@@ -102,18 +94,15 @@ ERRORS = [
 
 @pytest.mark.attack("Disk full at any write of a command")
 @pytest.mark.parametrize("error", ERRORS, ids=range(len(ERRORS)))
-def test_every_words_for_a_full_disk_become_one_sentence(error, tmp_path, monkeypatch, capsys):
+def test_every_words_for_a_full_disk_become_one_sentence(error, tmp_path, monkeypatch, cohort):
     def refuse(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("cohort.harness.study.queue.open_queue", refuse)
-    with pytest.raises(SystemExit) as ended:
-        app.main(["study", "status", "any", "--runs", str(tmp_path)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 1
-    assert said.startswith("Error: a disk is full")
-    assert len(said.splitlines()) == 1
-    assert "bytes free" in said
+    assert cohort("study", "status", "any", "--runs", tmp_path) == 1
+    assert cohort.err.startswith("Error: a disk is full")
+    assert len(cohort.err.splitlines()) == 1
+    assert "bytes free" in cohort.err
 
 
 def test_other_errors_do_not_tell_of_a_full_disk(tmp_path):
@@ -134,12 +123,5 @@ def test_a_limit_of_a_files_size_is_named(tmp_path):
             write_text(Path("file"), "x" * 20_000)
         except OSError as error:
             print(disk_full(error, Path()))"""
-    here = os.fspath(Path(__file__).resolve().parents[1])
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": here},
-        capture_output=True,
-        text=True,
-    )
+    ended = python(code, path=Path(__file__).resolve().parents[1], cwd=tmp_path)
     assert "a file has at most 10,000 bytes by `ulimit -f`" in ended.stdout, ended.stderr

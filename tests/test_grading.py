@@ -2,23 +2,20 @@
 
 import math
 import threading
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pytest
 import torch
 from cohort.algorithms.grpo import GRPO
 from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
-from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
 from cohort.harness.run.build import prepare
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import begin_grading, grade, sample_rows
 from cohort.harness.run.step import rollout_metrics, train_step
-from cohort.harness.settings.errors import SpecError
-from cohort.harness.settings.run import EvaluationSettings, parse_run
+from cohort.harness.settings.run import EvaluationSettings
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fakes import MemoryLog, batch_of
@@ -27,20 +24,8 @@ asked: list[tuple[str, str]] = []
 read: list[str] = []
 
 
-class FractionTask(Task):
+class FractionTask(Arithmetic):
     """Answers are what follows `=`; equality is that of fractions. It notes what it is asked."""
-
-    name: Literal["fractions"] = "fractions"
-
-    @property
-    def max_completion_tokens(self) -> int:
-        return 8
-
-    def prompts(self, split) -> Sequence[Prompt]:
-        return []
-
-    def demonstrations(self):
-        return []
 
     def extract(self, completion: str) -> str | None:
         read.append(completion)
@@ -213,12 +198,6 @@ def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():
     assert Accuracy(partial=True).score(graded) == [1.0, 0.5, 0.0]
     with pytest.raises(AssertionError):
         Accuracy(partial=True).score(graded.blind())
-
-
-def test_partial_credit_is_refused_for_a_task_without_it():
-    run = {"task": "arithmetic", "algorithm": "grpo"}
-    with pytest.raises(SpecError, match=r"rewards\.accuracy\.partial must be false for arithmetic, .* got true"):
-        parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
 
 
 def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_phase_is_timed(tmp_path, monkeypatch):

@@ -48,9 +48,8 @@ def test_a_field_of_the_rows_names_the_family_and_a_row_without_it_has_none(tmp_
     families = {prompt.text: prompt.family for prompt in prompts}
     assert [families[row["question"]] for row in rows_like(6)] == ["dogs", "7", "", "", "", ""]
     assert {prompt.family for prompt in task(file).prompts("test")} == {""}
-    with pytest.raises(
-        ValueError, match=r"family_field must be a field of the rows, got 'tale', which none of the 6 rows"
-    ):
+    words = r"family_field must be a field of the rows, got 'tale', which none of the 6 rows"
+    with pytest.raises(ValueError, match=words):
         task(file, family_field="tale").prompts("test")
 
 
@@ -94,9 +93,8 @@ def test_worked_examples_need_a_training_split_with_enough_of_them(tmp_path):
     with pytest.raises(ValueError, match=r"task\.shots must be 0 without a training split .* got 1: .*mine\.jsonl"):
         task(file, shots=1).prompts("test")
     num_train = len(task().prompts("train"))
-    with pytest.raises(
-        ValueError, match=rf"shots must be below .* \({num_train}\), got 32; use {num_train - 1} or less"
-    ):
+    words = rf"shots must be below .* \({num_train}\), got 32; use {num_train - 1} or less"
+    with pytest.raises(ValueError, match=words):
         task(shots=32).prompts("test")
     with pytest.raises(ValueError, match=rf"got {num_train}; use {num_train - 1} or less"):
         task(shots=num_train).prompts("test")

@@ -34,7 +34,7 @@ from cohort.harness.study import runner, steering, worker
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
-from queues import a_queue, at_work, check_as_undisturbed, completions, open_queue, run
+from queues import a_queue, at_work, check_as_undisturbed, completions, once_at_work, open_queue, run
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -57,15 +57,8 @@ def workers_killed(runs: Path, _: Any) -> None:
 
 
 def interrupted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    interrupts: list[int] = []
-
-    def interrupt_once(status: StudyStatus) -> None:
-        if not interrupts and at_work(status) == 2:
-            interrupts.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
     before = signal.getsignal(signal.SIGINT)
-    status = run(a_study(), runs, interrupt_once)
+    status = run(a_study(), runs, once_at_work(lambda: os.kill(os.getpid(), signal.SIGINT), 2))
     assert signal.getsignal(signal.SIGINT) is before
     assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again" in capsys.readouterr().err
     assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
@@ -254,7 +247,7 @@ def train(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Cal
 
     def asked() -> bool:
         if log.step == LEAVES and not (runs / "cloned").exists() and directory.name.startswith(f"{PARENT}-seed"):
-            steering.steer("stop", "storm", runs, PARENT)
+            steering.hold_arm("storm", runs, PARENT, True)
         return should_stop()
 
     return loop.train(spec, directory, log, cache=cache, should_stop=asked, **more)
@@ -269,7 +262,7 @@ def clone(runs: Path, status: StudyStatus) -> None:
     if all((trial.directory / CHECKPOINTS / f"step-{LEAVES:08d}").exists() for trial in trials):
         steering.clone_arm("storm", runs, PARENT, {"optimizer.learning_rate": 0.01}, warm=True)
         (runs / "cloned").touch()
-    steering.steer("resume", "storm", runs, PARENT)
+    steering.hold_arm("storm", runs, PARENT, False)
 
 
 def mixed(kind: str) -> StudySpec:

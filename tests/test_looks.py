@@ -16,13 +16,13 @@ from cohort.reports.prose.answer import answer
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import write_report
 from cohort.reports.trials import share_of_alpha
-from fake_study import FakeArm, factor_grid, fake_study
+from fake_study import FakeArm, arms_of, factor_grid, fake_study
 from fake_trials import a_study
 from scipy import stats
 
 
 def arms(*accuracies: float) -> list[FakeArm]:
-    return [FakeArm(f"arm {number}", "grpo", accuracy, {}, {}) for number, accuracy in enumerate(accuracies)]
+    return arms_of(*accuracies, labels=("arm 0", "arm 1", "arm 2"))
 
 
 def test_the_shares_of_all_numbers_of_seeds_add_up_to_one():

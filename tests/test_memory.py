@@ -13,7 +13,6 @@ from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
 from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
-from cohort.harness.cli import app
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
 from cohort.harness.policy import fused_llama
@@ -236,27 +235,20 @@ def test_a_model_that_cannot_be_counted_has_a_reason_instead_of_an_estimate(tmp_
     check_memory(make_spec(model=str(tmp_path)))
 
 
-def cohort(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        app.main(arguments)
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.slow
-def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit_or_there_is_no_run(tmp_path, capsys):
-    run_file = str(tmp_path / "run.yaml")
-    Path(run_file).write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))
+def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit_or_there_is_no_run(tmp_path, cohort):
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))
     assert cohort("doctor", "--run", run_file, "--json") == 0
-    (told,) = json.loads(capsys.readouterr().out)
+    (told,) = cohort.json()
     assert (told["run"], told["algorithm"], told["problem"]) == ("ppo", "ppo", None)
     assert told["peak_bytes"] == peak_bytes(told["components"]) < told["device_bytes"]
     huge = ["--set", "rollouts_per_step=800000", "--set", "optimizer.tokens_per_microbatch=100000000"]
     assert cohort("doctor", "--run", run_file, *huge) == 2
-    shown = capsys.readouterr()
-    assert "critic" in shown.out and "activations" in shown.out
-    assert shown.err.startswith("Error: ppo: the run must fit in memory")
+    assert "critic" in cohort.out and "activations" in cohort.out
+    assert cohort.err.startswith("Error: ppo: the run must fit in memory")
     assert cohort("doctor", "--set", "steps=3") == 2
-    assert "--set changes a run: name its file with --run" in capsys.readouterr().err
+    assert "--set changes a run: name its file with --run" in cohort.err
 
 
 class LiveMemory(TorchDispatchMode):

@@ -1,13 +1,11 @@
 """The built-in model and tokenizer, and clear errors for folders that are no model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from cohort.harness.devices.device import resolve_device
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from queues import python
 
 
 @pytest.fixture
@@ -92,4 +90,4 @@ def test_a_model_needs_no_scikit_learn_which_stays_available():
     code += "; import sys; assert 'transformers.models.llama.modeling_llama' in sys.modules"
     code += "; assert 'sklearn' not in sys.modules"
     code += "; from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python(code, check=True)

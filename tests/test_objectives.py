@@ -8,7 +8,6 @@ import pytest
 import torch
 from cohort.algorithms._functional import group_centred
 from cohort.algorithms.dppo import _binary_kl
-from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
@@ -29,6 +28,7 @@ EVERYWHERE = (
     {"kl_beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
     {"kl_beta": 0.1, "kl_in": "reward", "loss_denominator": 16.0},
     {"clip_epsilon": 0.1, "ratio_bound": 1.5},
+    {"clip_epsilon": 0.25, "ratio_bound": 1.25},  # at the upper clip itself
     {"clip_epsilon": 0.3, "clip_epsilon_high": 0.4, "kl_beta": 0.05},
     {"baseline": "group", "kl_beta": 0.05, "gamma": 0.9},
     {"baseline": "shrinkage", "kl_beta": 0.05},
@@ -222,22 +222,6 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
     loss, gradient = loss_and_gradient(algorithm, algorithm.advantages(batch), old)
     assert math.isfinite(loss)
     assert gradient[:, 1].tolist() == pytest.approx([-1.0, 1.0] if gap < 0 else [0.0, 0.0], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "words"),
-    [
-        ("dapo", {"ratio_bound": 1.2}, "algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"),
-        ("reinforce_plus_plus", {"group_size": 1, "baseline": "group"},
-         "group_size must be at least 2 with algorithm.baseline=group, got 1"),
-        ("grpo", {"kl_in": "reward", "kl_importance_weighted": True},
-         "kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(name, settings, words):
-    with pytest.raises(ValueError, match=words):
-        plugins.load("algorithm", name)(**settings)
-    assert GRPO(ratio_bound=1.2).ratio_bound == 1.2  # at the upper clip itself
 
 
 @pytest.mark.parametrize(

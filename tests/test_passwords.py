@@ -6,7 +6,6 @@ import fake_trials
 import pytest
 import typer
 from cohort.harness.base.addresses import hides, shown, without_secrets
-from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
 
 SECRET = "s3cret"
@@ -54,7 +53,7 @@ def test_the_words_of_a_server_lose_every_secret():
     assert without_secrets("me a/s3cret a%2Fs3cret '-c x=y' db", url) == "me *** *** '***' db"
 
 
-def test_a_password_on_the_command_line_is_warned_of(capsys, monkeypatch):
+def test_a_password_on_the_command_line_is_warned_of(cohort, monkeypatch):
     words = "can read a password in --storage (with ps); give it in COHORT_STORAGE or ~/.pgpass"
     status = ["study", "status", "sizes"]
     nowhere = "postgresql://me:s3cret@127.0.0.1:1/x"
@@ -64,15 +63,13 @@ def test_a_password_on_the_command_line_is_warned_of(capsys, monkeypatch):
         ([*status, "--storage", "postgresql://me@127.0.0.1:1/x"], False),
         (status, False),
     ):
-        with pytest.raises(SystemExit):
-            app.main(arguments)
-        out, err = capsys.readouterr()
-        assert (words in err) == warned
-        assert SECRET not in out + err
+        cohort(*arguments)
+        assert (words in cohort.err) == warned
+        assert SECRET not in cohort.out + cohort.err
 
 
 @pytest.mark.parametrize("workers", [["--workers", "3"], []])
-def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(workers, monkeypatch):
+def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(workers, monkeypatch, cohort):
     asked: dict[str, Any] = {}
 
     def run(*_: object, **given: Any) -> StudyStatus:
@@ -82,8 +79,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(w
     monkeypatch.setattr("cohort.harness.study.runner.run_study", run)
     monkeypatch.setattr("cohort.harness.api.study.default_workers", lambda devices: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
-    with pytest.raises(SystemExit, match="0"):
-        app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])
+    assert cohort("study", "run", "quickstart", "--seeds", "0", *storage, *workers) == 0
     count = 3 if workers else 7
     assert asked["command"] == f"cohort study run quickstart --set 'seeds=[0]' --workers {count}"
     assert asked["workers"] == count  # named because it is used

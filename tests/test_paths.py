@@ -7,7 +7,6 @@ from pathlib import Path
 
 import fake_trials
 import pytest
-from cohort.harness.cli import app
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import catch_up
 from cohort.harness.mirror.store import check_runs_folder, moved_from
@@ -60,7 +59,7 @@ def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(t
 
 @pytest.mark.attack("Paths that MLflow would read as another one")
 @pytest.mark.parametrize("part", REFUSED, ids=ascii)
-def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written(part, tmp_path, capsys):
+def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written(part, tmp_path, cohort):
     before = contents(tmp_path)
     runs = tmp_path / "here" / f"a{part}b"
     with pytest.raises(ValueError, match=r"must not have '\?', '%' before two hexadecimal digits"):
@@ -71,9 +70,8 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
     evaluate = ["evaluate", "tiny", "--task", "arithmetic"]
     train = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo"]
     for command in (["ui"], evaluate, train):
-        with pytest.raises(SystemExit, match="2"):
-            app.main([*command, "--runs", str(runs)])
-        assert "must not have '?'" in capsys.readouterr().err
+        assert cohort(*command, "--runs", runs) == 2
+        assert "must not have '?'" in cohort.err
     assert contents(tmp_path) == before
 
 

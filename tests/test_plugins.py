@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,8 @@ import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Algorithm, Reward, Task
 from cohort.harness.settings.load import load_run
+from entry_points import declare
+from queues import python
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS: dict[plugins.Kind, str] = {
@@ -35,12 +36,7 @@ def install(
     """Put a distribution with one plugin on the path, as an installer would; `entry` is its name, if not `name`."""
     module = f"plugin_{name}"
     (folder / f"{module}.py").write_text(source)
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[cohort.{kind}s]\n{entry or name} = {module}:{class_name}\n")
-    monkeypatch.syspath_prepend(str(folder))
-    importlib.invalidate_caches()
+    declare(folder, monkeypatch, module, {f"{kind}s": {entry or name: f"{module}:{class_name}"}})
 
 
 def printed(page: str, language: str, number: int = 0) -> str:
@@ -59,8 +55,7 @@ def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind):
 
 def test_listing_names_imports_no_plugin():
     code = "import sys; from cohort.harness import plugins; print(*plugins.names('algorithm')); print(*sys.modules)"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    listed, loaded = child.stdout.splitlines()
+    listed, loaded = python(code, check=True).stdout.splitlines()
     assert "grpo" in listed.split()
     assert [name for name in loaded.split() if name.startswith("cohort.algorithms.")] == []
 

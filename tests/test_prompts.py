@@ -12,7 +12,6 @@ from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.run.grading import grade
 from cohort.harness.run.loop import train
-from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import ColdStart
 from factories import make_spec
 from fakes import MemoryLog
@@ -43,12 +42,6 @@ def test_settings_from_a_file_or_a_command_keep_their_types():
     arguments = {"flag": False, "count": 1, "share": 0.5, "word": "high"}
     spec = make_spec(prompt={"template_arguments": arguments})
     assert repr(spec.prompt.template_arguments) == repr(arguments)
-
-
-@pytest.mark.parametrize("wish", [{"system": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
-def test_what_only_a_template_can_do_is_refused_in_plain_prompts(wish):
-    with pytest.raises(SpecError, match=r"prompt\.template_arguments need a chat template, got "):
-        make_spec(prompt={"format": "plain", **wish})
 
 
 @pytest.mark.parametrize("wish", [{"format": "chat"}, {"system": ""}, {"template_arguments": {"deep": True}}])

@@ -17,7 +17,6 @@ from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
-from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
@@ -110,22 +109,6 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     assert Accuracy(false_negative=1.0).score(group) == [0.0] * 3
     rates = inverted.metrics(graded_group([0, 0], (True, True)), [0.0, 0.0])
     assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rewards.accuracy": {"false_positive": 1.5}}, "false_positive: Input should be less than or equal to 1"),
-        ({"rewards.accuracy": {"partial": True, "false_negative": 0.1}}, "must be 0 with partial"),
-        (
-            {"rewards.accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}},
-            "must be below 1 with corrected, or the verifier says nothing; got 1; lower one or",
-        ),
-    ],
-)
-def test_rates_that_a_verifier_cannot_have_are_refused(changes, words):
-    with pytest.raises(SpecError, match=words):
-        make_spec(**changes)
 
 
 def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
@@ -231,25 +214,6 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rewards": {"acuracy": 1}}, "did you mean 'accuracy'"),
-        ({"rewards": {"accuracy": "much"}}, "rewards.accuracy must be a weight or a mapping of settings, got 'much'"),
-        ({"rewards": ["accuracy"]}, "rewards must be a mapping"),
-        ({"rewards": {"accuracy": 0}}, "rewards must have a weight other than 0"),
-        ({"rewards": {"overlong": {"bufer_fraction": 1}}}, "did you mean 'buffer_fraction'"),
-        (
-            {"algorithm": "grpo_self_consistency", "rewards": {"accuracy": 0.5}},
-            "rewards.accuracy sees gold answers, and grpo_self_consistency must not",
-        ),
-    ],
-)
-def test_rewards_that_cannot_be_paid_are_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        run(**changes)
-
-
 BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", None, np.float16(1), 1j, [1.0])
 
 
@@ -302,24 +266,17 @@ def test_the_value_that_a_reward_must_not_give_is_told(values, told):
 def test_dense_rewards_are_added_by_their_weights_and_one_without_weight_is_only_measured():
     class Steps(StepReward):
         value: float
+        end: int = 2
 
         def steps(self, group):
             assert group.correct is None  # it does not see gold
-            return [[(2, self.value)], []]
+            return [[(self.end, self.value)], []]
 
-    rewards = {"a": Steps(value=1, weight=2.0), "b": Steps(value=3), "c": Steps(value=5, weight=0)}
+    # a step may end before the first character
+    rewards = {"a": Steps(value=1, weight=2.0), "b": Steps(value=3, end=0), "c": Steps(value=5, weight=0)}
     (found,) = score(rewards, [graded_group([0, 1], [True, False])])
-    assert found.steps == [[(2, 2.0), (2, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
+    assert found.steps == [[(2, 2.0), (0, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
     assert found.parts == {"a": [1, 0], "b": [3, 0], "c": [5, 0]}
-
-
-def test_a_step_may_end_before_the_first_character():
-    class Steps(StepReward):
-        def steps(self, group):
-            return [[], [(0, 1.0)]]
-
-    (found,) = score({"dense": Steps()}, [graded_group([0, 1], [True, False])])
-    assert found.steps == [[], [(0, 1.0)]]
 
 
 @pytest.mark.attack("A reward that gives no finite number")

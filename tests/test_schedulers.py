@@ -7,11 +7,9 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import factories
 import fake_trials
@@ -20,7 +18,6 @@ import typer
 import yaml
 from cohort.harness.checks import preflight
 from cohort.harness.cli.app import app
-from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import pool as work
@@ -30,8 +27,8 @@ from cohort.harness.study.runner import start_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
 from pretend_cuda import pretend_cuda
-from queues import at_work, check_as_undisturbed
-from typer.testing import CliRunner
+from queues import check_as_undisturbed, once_at_work
+from test_cli import cohort_process
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 
@@ -47,15 +44,13 @@ def started(study: StudySpec, runs: Path) -> StudySpec:
 @pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
 def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(runs):
     (runs / "hold").touch()  # else the trial may end before the signal arrives
-    study, sent = started(a_study(seeds=[0]), runs), []
+    study = started(a_study(seeds=[0]), runs)
 
-    def preempt_once(status: StudyStatus) -> None:
-        if not sent and at_work(status):
-            sent.append(True)
-            os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does it: more than one
-            os.kill(os.getpid(), signal.SIGUSR2)
+    def preempt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does it: more than one
+        os.kill(os.getpid(), signal.SIGUSR2)
 
-    status, signals = work.work("sizes", runs, execute=fake_trials.EXECUTE, on_status=preempt_once)
+    status, signals = work.work("sizes", runs, execute=fake_trials.EXECUTE, on_status=once_at_work(preempt))
     assert set(signals) == {signal.SIGTERM, signal.SIGUSR2}
     assert status.counts() == {"stopped": 1, "waiting": 1}
     stopped = next(trial.directory for trial in status.trials if trial.state == "stopped")
@@ -76,36 +71,27 @@ def test_a_worker_does_not_wait_for_trials_that_others_run(runs):
     assert not (runs / "executions.log").exists()
 
 
-def test_a_study_that_was_not_started_is_one_sentence_that_says_how(runs):
-    shown = CliRunner().invoke(app, ["study", "work", "sizes", "--runs", str(runs)])
-    assert shown.exit_code == 2
-    assert "cohort study run NAME --workers 0" in " ".join(shown.output.split())
+def test_a_study_that_was_not_started_is_one_sentence_that_says_how(runs, cohort):
+    assert cohort("study", "work", "sizes", "--runs", runs) == 2
+    assert "cohort study run NAME --workers 0" in cohort.said
     assert not (runs / "studies").exists()
 
 
 @pytest.mark.long
 @pytest.mark.attack("Several study commands at once on one study")
-def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(runs, monkeypatch, tmp_path):
+def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(runs, cohort):
     settings = ["--set", "steps=2", "--set", "evaluation.num_prompts=4", "--set", "cold_start.steps=2"]
-    start = ["study", "run", "quickstart", *settings, "--seeds", "0,1", "--runs", str(runs), "--workers", "0"]
-    shown = CliRunner().invoke(app, start)
-    assert shown.exit_code == 0, shown.output
-    assert f"cohort study work quickstart --runs {runs}" in " ".join(shown.output.split())
+    start = ["study", "run", "quickstart", *settings, "--seeds", "0,1", "--runs", runs, "--workers", "0"]
+    assert cohort(*start) == 0, cohort.err
+    assert f"cohort study work quickstart --runs {runs}" in " ".join((cohort.out + cohort.err).split())
     assert set(study_status("quickstart", runs).counts()) == {"waiting"}
-    main = "from cohort.harness.cli.app import main; main()"
-    command = [sys.executable, "-c", main, "study", "work", "quickstart", "--runs", str(runs)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [cohort_process("study", "work", "quickstart", "--runs", str(runs)) for _ in range(3)]
     said = [process.communicate(timeout=280)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], said
     assert all("No trial of 'quickstart' is left" in words for words in said)
     status = study_status("quickstart", runs)
     assert status.finished
     assert len(list((runs / "studies/quickstart/logs").glob("worker-*.log"))) == 3
-
-
-@pytest.fixture
-def endless_disk(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import torch
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner, correct_mismatch
 from cohort.harness.run.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
-from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import KLControl, Mismatch, Optimizer, parse_run
 from test_learner import make_batch
 from test_train import BASE
@@ -161,21 +160,3 @@ def test_large_weights_are_what_they_are_up_to_exp_20():
     assert weights == pytest.approx([math.exp(5), math.exp(-5), math.exp(2.5)], rel=1e-5)
     weights, _ = corrected(40, correction="truncated", bound=1e12)
     assert weights == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kl": {"schedule": "adaptive"}}, "kl.target belongs to kl.schedule=adaptive, got None"),
-        ({"kl": {"target": 0.1}}, "kl.target belongs to kl.schedule=adaptive, got 0.1 with constant"),
-        ({"kl": {"schedule": "cosine"}, "algorithm": {"name": "grpo", "kl_beta": 0}}, "kl.schedule must be constant"),
-        ({"kl": {"refresh_reference_every": 5}, "lora": {}}, "kl.refresh_reference_every must be 0 with lora"),
-        ({"kl": {"schedule": "cosine"}, "algorithm": "online_dpo"},
-         "kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"),
-        ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
-         "mismatch.correction must be none for online_dpo"),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        run(**changes)

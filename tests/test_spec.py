@@ -35,6 +35,7 @@ def error_of(action: Any, *arguments: Any) -> str:
 
 
 DIVISORS = {"rollouts_per_step": 64}
+TAUGHT = {"algorithm": "distill", "kl": {"reference": "m"}}
 REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"stepps": 3}, ["stepps: ", "unknown key 'stepps'", "did you mean 'steps'?", "valid keys: model, task"]),
     ({"optimizer": {"lerning_rate": 1}}, ["optimizer.lerning_rate: ", "did you mean 'learning_rate'?"]),
@@ -77,8 +78,87 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"overlong": "drop"}, ["overlong", "'count', 'mask' or 'penalise'", "got 'drop'"]),
     ({"overlong": "penalise", "rewards": {"overlong": 0}},
      ["rewards.overlong must have a weight other than 0 with overlong=penalise, got 0; remove one of the two"]),
-    ({"algorithm": {"name": "distill"}, "kl": {"reference": "m"}, "overlong": "penalise"},
-     ["rewards must have weight 0 for distill", "got 0.5 for overlong"]),
+    ({**TAUGHT, "overlong": "penalise"}, ["rewards must have weight 0 for distill", "got 0.5 for overlong"]),
+    ({**TAUGHT, "rewards": {"format": 0.5}}, ["rewards must have weight 0 for distill", "got 0.5 for format"]),
+    ({**TAUGHT, "kl": {"reference": "m", "refresh_reference_every": 3}},
+     ["kl.refresh_reference_every must be 0 with kl.reference, got 3"]),
+    ({**TAUGHT, "dynamic_sampling": 2}, ["dynamic_sampling=2 reads rewards"]),
+    ({**TAUGHT, "control": "random"}, ["control=random reads rewards"]),
+    ({"algorithm": {"name": "grpo", "kl_beta": 0.0}, "kl": {"reference": "m"}},
+     ["kl.reference belongs to algorithm.kl_beta above 0"]),
+    ({"kl": {"schedule": "adaptive"}}, ["kl.target belongs to kl.schedule=adaptive, got None"]),
+    ({"kl": {"target": 0.1}}, ["kl.target belongs to kl.schedule=adaptive, got 0.1 with constant"]),
+    ({"kl": {"schedule": "cosine"}, "algorithm": {"name": "grpo", "kl_beta": 0}}, ["kl.schedule must be constant"]),
+    ({"kl": {"refresh_reference_every": 5}, "lora": {}}, ["kl.refresh_reference_every must be 0 with lora"]),
+    ({"kl": {"schedule": "cosine"}, "algorithm": "online_dpo"},
+     ["kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"]),
+    ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
+     ["mismatch.correction must be none for online_dpo"]),
+    ({"staleness": 2, "engine": "vllm"},
+     ["staleness must be 0 with engine=vllm, which keeps separate weights, got 2"]),
+    ({"staleness": 2, "engine": "scripted"}, ["staleness must be 0 with engine=scripted"]),
+    ({"staleness": 2, "devices": 2}, ["staleness must be 0 with several devices, got 2; set devices=1"]),
+    ({"dynamic_sampling": 4, "algorithm": {"name": "ppo", "group_size": 1}},
+     ["dynamic_sampling must be 1 with algorithm.group_size=1", "got 4"]),
+    ({"prompt": {"format": "plain", "system": "Be brief."}},
+     ["prompt.template_arguments need a chat template, got "]),
+    ({"prompt": {"format": "plain", "template_arguments": {"enable_thinking": False}}},
+     ["prompt.template_arguments need a chat template, got "]),
+    ({"algorithm": {"name": "dapo", "ratio_bound": 1.2}},
+     ["algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"]),
+    ({"algorithm": {"name": "reinforce_plus_plus", "group_size": 1, "baseline": "group"}},
+     ["group_size must be at least 2 with algorithm.baseline=group, got 1"]),
+    ({"algorithm": {"name": "grpo", "kl_in": "reward", "kl_importance_weighted": True}},
+     ["kl_importance_weighted must be false with algorithm.kl_in=reward, where the ratio is 1, got true; leave"]),
+    # Rewards.
+    ({"rewards": {"acuracy": 1}}, ["did you mean 'accuracy'"]),
+    ({"rewards": {"accuracy": "much"}}, ["rewards.accuracy must be a weight or a mapping of settings, got 'much'"]),
+    ({"rewards": ["accuracy"]}, ["rewards must be a mapping"]),
+    ({"rewards": {"accuracy": 0}}, ["rewards must have a weight other than 0"]),
+    ({"rewards": {"overlong": {"bufer_fraction": 1}}}, ["did you mean 'buffer_fraction'"]),
+    ({"rewards": {"accuracy": 0.5}, "algorithm": "grpo_self_consistency"},
+     ["rewards.accuracy sees gold answers, and grpo_self_consistency must not"]),
+    ({"rewards": {"accuracy": {"partial": True}}},
+     ["rewards.accuracy.partial must be false for arithmetic, ", " got true"]),
+    ({"rewards": {"accuracy": {"false_positive": 1.5}}}, ["false_positive: Input should be less than or equal to 1"]),
+    ({"rewards": {"accuracy": {"partial": True, "false_negative": 0.1}}}, ["must be 0 with partial"]),
+    ({"rewards": {"accuracy": {"false_positive": 0.5, "false_negative": 0.5, "corrected": True}}},
+     ["must be below 1 with corrected, or the verifier says nothing; got 1; lower one or"]),
+    # Other tests.
+    ({"evaluation": {"tests": ["arithmetic", {"name": "arithmetic", "min_operands": 3}]}},
+     ["must name each task once, got 'arithmetic' twice; remove one"]),
+    ({"evaluation": {"tests": 3}}, ["must be a list of tasks, got 3"]),
+    ({"evaluation": {"tests": ["nope"]}}, ["unknown task 'nope'; available: a"]),
+    ({"evaluation": {"tests": [{"path": "x"}]}}, ["task must be a name or a mapping with a 'name'"]),
+    ({"evaluation": {"tests": [{"name": "math500", "pth": "x"}]}}, ["pth"]),
+    # Stages, and runs that cannot have any.
+    *(({"steps": 1, "stages": stages}, words) for stages, words in (
+        ([{"steps": 3}], ["stages must have distinct words as names, got "]),
+        ([{"name": "a", "steps": 3}, {"name": "a", "steps": 3}], ["must have distinct words as names, got a, a"]),
+        ([{"name": "../a", "steps": 3}], ["must have distinct words as names, got ../a"]),
+        ([{"name": "a", "kind": "sft"}], ["stage 'a': kind must be one of train", ", got 'sft'"]),
+        ([{"name": "a", "steps": 0}], ["stage 'a': steps must be at least 1, got 0"]),
+        ([{"name": "a"}], ["stage 'a': steps must be at least 1, got none"]),
+        ([{"name": "a", "steps": 1, "stps": 1}], ["unknown key 'stps'; did you mean 'steps'"]),
+        ([{"name": "a", "steps": 1, "task": "countdown"}], ["stage 'a': task belongs to the whole run; set it there"]),
+        ([{"name": "a", "steps": 1, "algorithm": {"group_size": 3}}], ["stage 'a': algorithm.group_size must divide"]),
+    )),
+    *(({"stages": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}], "steps": 3, **change}, words)
+      for change, words in (
+        ({"steps": 9}, ["steps must be at most the sum over the stages, 3, got 9; leave it out"]),
+        ({"lora": {}}, ["lora must be left out with stages, which train all weights in one process, got rank=16"]),
+        ({"devices": 2}, ["devices must be left out with stages"]),
+        ({"staleness": 1}, ["staleness must be left out with stages"]),
+    )),
+    # Samplers of prompts.
+    ({"sampler": "success_bnad"}, ["unknown sampler 'success_bnad'", "did you mean 'success_band'?"]),
+    ({"sampler": {"name": "success_band", "lowest": -1}}, ["sampler.lowest", "greater than or equal to 0", "got -1"]),
+    ({"sampler": {"name": "success_band", "highest": 1.1}}, ["sampler.highest", "less than or equal to 1", "got 1.1"]),
+    ({"sampler": {"name": "success_band", "lowest": 0.9}},
+     ["sampler.lowest must be at most sampler.highest (0.8), got 0.9; lower it"]),
+    ({"sampler": {"name": "replay", "share": 2}}, ["sampler.share", "less than or equal to 1", "got 2"]),
+    ({"sampler": "replay", "algorithm": "grpo_self_consistency"},
+     ["sampler must not see gold answers with grpo_self_consistency, which must not, got replay; use uniform or easy"]),
     ({"high_entropy_tokens": 0}, ["high_entropy_tokens", "greater than 0", "got 0"]),
     ({"high_entropy_tokens": 1.2}, ["high_entropy_tokens", "less than or equal to 1", "got 1.2"]),
     ({"algorithm": {"name": "gspo", "entropy_bonus": -1}}, ["algorithm.entropy_bonus", "equal to 0", "got -1"]),
@@ -197,7 +277,6 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
         (None, "cannot be read: No such file or directory"),
         ("a: [1", "not valid YAML"),
         ("- 1\n- 2\n", "must be a mapping, got list"),
-        ("", "must be a mapping, got an empty file"),
     ],
 )
 def test_an_unreadable_file_is_named(tmp_path, content, words):
@@ -229,6 +308,11 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
     parsed = parse_study(study(factors=factors, design="one_at_a_time"), "toy.yaml")
     assert [arm.label for arm in parsed.design_arms()] == ["base", "ppo", "positive_weight=0.5"]
     assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.positive_weight": None}
+
+
+CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
+INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
+BATCHES = {"optimizer.num_minibatches": [1, 4]}
 
 
 @pytest.mark.parametrize(
@@ -268,20 +352,7 @@ def test_one_at_a_time_takes_the_base_run_and_each_other_level_also_where_an_alg
             {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
             "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'",
         ),
-    ],
-)
-def test_a_study_that_cannot_be_run_is_refused(changes, words):
-    assert words in error_of(parse_study, study(**changes), "toy.yaml")
-
-
-CLIP, KL = "algorithm.clip_epsilon_high", "algorithm.kl_estimator"
-INERT = f"{CLIP} has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio"
-BATCHES = {"optimizer.num_minibatches": [1, 4]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # arms that cannot differ
         ({"arms": {"low": {CLIP: 0.2}, "high": {CLIP: 0.3}}}, f"arms 'low' and 'high' cannot differ: {INERT}"),
         ({"factors": {CLIP: [0.2, 0.3]}}, "'clip_epsilon_high=0.2' and 'clip_epsilon_high=0.3' cannot differ: "),
         ({"factors": {CLIP: [0.3]}, "design": "one_at_a_time"}, "'base' and 'clip_epsilon_high=0.3' cannot differ: "),
@@ -293,8 +364,8 @@ BATCHES = {"optimizer.num_minibatches": [1, 4]}
         ),
         ({"factors": {"mismatch.bound": [2, 3]}}, "mismatch.bound has an effect only with a mismatch.correction"),
     ],
-)  # fmt: skip
-def test_an_arm_that_cannot_differ_from_another_is_refused(changes, words):
+)
+def test_a_study_that_cannot_be_run_is_refused(changes, words):
     assert words in error_of(parse_study, study(**changes), "toy.yaml")
 
 

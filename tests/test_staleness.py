@@ -16,7 +16,6 @@ from cohort.harness.run.build import prepare
 from cohort.harness.run.checkpoint import latest_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.step import train_step
-from cohort.harness.settings.errors import SpecError
 from factories import FEW
 from fakes import MemoryLog
 
@@ -111,19 +110,6 @@ def test_a_correction_weighs_stale_rollouts_and_the_ratio_starts_at_the_policy_o
     assert weights[1] == pytest.approx(1, abs=1e-5)
     assert abs(weights[5] - 1) > 1e-5
     assert all(value == pytest.approx(1, abs=1e-4) for _, value in log.history("policy/ratio_max"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which keeps separate weights, got 2"),
-        ({"engine": "scripted"}, "staleness must be 0 with engine=scripted"),
-        ({"devices": 2}, "staleness must be 0 with several devices, got 2; set devices=1"),
-    ],
-)
-def test_staleness_that_cannot_work_is_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        make_spec(staleness=2, **changes)
 
 
 def test_older_weights_count_in_memory_and_on_disk():

@@ -26,7 +26,7 @@ from cohort.harness.run import loop
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import HELD, Queue, TrialOutcome, study_status
-from cohort.harness.study.steering import clone_arm, drop_arm, remove_study, steer
+from cohort.harness.study.steering import clone_arm, drop_arm, hold_arm, remove_study
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
 from cohort.reports.prose.answer import answer
@@ -51,12 +51,12 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to stop changed anything."""
-    return "is already stopped" not in steer("stop", name, runs, arm, storage=storage)
+    return hold_arm(name, runs, arm, True, storage)
 
 
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Whether a request to resume changed anything."""
-    return "nothing changed" not in steer("resume", name, runs, arm, storage=storage)
+    return hold_arm(name, runs, arm, False, storage)
 
 
 # Stop and resume ------------------------------------------------------------------------------------------------------
@@ -191,12 +191,9 @@ def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered):
     assert all(parent[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
     assert {step: warm[step] for step in (0, 1, 2)} == {step: parent[step] for step in (0, 1, 2)}
     assert warm[3]["policy/grad_norm"] != parent[3]["policy/grad_norm"]  # of the KL term
-    changed, same = (max_change(weights(folder), weights(trial(steered[1], start)[0])) for start in ("one", "clone-1-"))
+    ours, others = weights(folder), [weights(trial(steered[1], start)[0]) for start in ("one", "clone-1-")]
+    changed, same = (max(float((ours[name] - other[name]).abs().max()) for name in ours) for other in others)
     assert changed == same > 0.005  # two steps of Adam at 0.01
-
-
-def max_change(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.slow
@@ -275,9 +272,8 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
             assert drop_arm("sizes", runs, clones[0])
             assert drop_arm("sizes", runs, ARMS[1])
             assert not drop_arm("sizes", runs, ARMS[1])
-            with pytest.raises(
-                SpecError, match=r"'group_size=2' has: its results count; stop it instead: cohort study"
-            ):
+            words = r"'group_size=2' has: its results count; stop it instead: cohort study"
+            with pytest.raises(SpecError, match=words):
                 drop_arm("sizes", runs, ARMS[0])
             with pytest.raises(SpecError, match="ARM must be an arm of study 'sizes', got 'group_size=4'; "):
                 stop_arm("sizes", runs, ARMS[1])

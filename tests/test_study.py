@@ -97,9 +97,8 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
 @pytest.mark.slow
 def test_a_started_study_may_gain_seeds_and_lose_none(runs):
     run(a_study(seeds=[0]), runs, workers=1)
-    with pytest.raises(
-        SpecError, match=r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
-    ):
+    words = r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
+    with pytest.raises(SpecError, match=words):
         run(a_study(seeds=[1]), runs)
     assert run(a_study(seeds=[0, 1]), runs, workers=1).counts() == {"complete": 4}
     assert len(executions(runs)) == 4  # the two of seed 0 were not run again
@@ -189,9 +188,8 @@ def test_a_report_says_which_versions_of_packages_its_trials_had():
 
 @pytest.mark.slow
 def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs):
-    with pytest.raises(
-        RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"
-    ):
+    words = r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"
+    with pytest.raises(RuntimeError, match=words):
         run(a_study(), runs, workers=1, execute="fake_trials:gone")
 
 

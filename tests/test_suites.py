@@ -14,7 +14,6 @@ from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.harness.run.loop import train
 from cohort.harness.run.standalone import evaluate_once
-from cohort.harness.settings.errors import SpecError
 from cohort.reports.analysis import analysed
 from cohort.reports.statistics import holm
 from cohort.reports.suites import suite, suite_table
@@ -52,21 +51,6 @@ def test_a_test_keeps_the_limit_and_the_sampling_of_its_run():
     other = spec.tests["math500"]
     assert (other.max_tokens, other.sampling.stop) == (spec.max_tokens, ("x",))
     assert other.task.max_completion_tokens > spec.max_tokens
-
-
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (["arithmetic", LONGER], "must name each task once, got 'arithmetic' twice; remove one"),
-        (3, "must be a list of tasks, got 3"),
-        (["nope"], "unknown task 'nope'; available: a"),
-        ([{"path": "x"}], "task must be a name or a mapping with a 'name'"),
-        ([{"name": "math500", "pth": "x"}], "pth"),
-    ],
-)
-def test_tests_that_are_none_are_refused(tests, words):
-    with pytest.raises(SpecError, match=words):
-        make_spec(**{"evaluation.tests": tests})
 
 
 def test_a_test_without_data_is_refused_before_a_model_loads(runs, tmp_path):

@@ -13,7 +13,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.guards import sync
 from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.step import train_step
-from fakes import tiny_codec
+from fakes import changed, tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 
@@ -50,12 +50,15 @@ def update(policy, size):
             parameter.add_(size * signs.to(parameter.dtype))
 
 
-def update_and_check(engine, policy, size=1e-4):
-    """An update, the sync and the check."""
-    before = spot_check(engine, policy, sampled(engine))
-    update(policy, size)
-    engine.load_weights(policy.state_dict(), 1)
-    return check_sync(engine, policy, before)
+def update_and_check(engine, policy, size=1e-4, times=1):
+    """An update of `size` per weight, the sync and the check, so many times; what the last check found."""
+    groups, before, found = sampled(engine), None, None
+    for _ in range(times):
+        before = spot_check(engine, policy, groups, before)
+        update(policy, size)
+        engine.load_weights(policy.state_dict(), 1)
+        found = check_sync(engine, policy, before)
+    return found
 
 
 STALE = {"takes": lambda name: False}
@@ -124,20 +127,12 @@ def test_an_engine_that_shares_the_learners_weights_is_not_checked():
     assert spot_check(engine, policy, sampled(engine)) is None
 
 
-def planted(precision, size, rates=1, missed=True):
-    """A spot check, `rates` updates of `size` per weight, and the check, with an engine of its own precision."""
+def planted(precision, size, times=1, missed=True):
+    """Updates beside an engine of its own precision."""
     policy = tiny_model(0)
-    engine = EngineWithACopy(policy, takes=lambda name: not missed)
+    engine = EngineWithACopy(policy, takes=lambda name: not missed, precision=precision)
     engine.policy.to(getattr(torch, precision))
-    engine.precision = precision
-    groups = sampled(engine)
-    before = None
-    for _ in range(rates):
-        before = spot_check(engine, policy, groups, before)
-        update(policy, size)
-        engine.load_weights(policy.state_dict(), 1)
-        check_sync(engine, policy, before)
-    return before
+    update_and_check(engine, policy, size, times)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -153,8 +148,8 @@ def test_a_missed_sync_is_noticed_beside_a_float32_learner_and_one_in_step_is_no
 def test_an_update_below_notice_is_noticed_when_several_have_been_missed():
     planted("bfloat16", 1e-7)
     with pytest.raises(InvalidRun, match="stale weights: the update moved"):
-        planted("bfloat16", 1e-7, rates=20)
-    planted("bfloat16", 1e-7, rates=20, missed=False)
+        planted("bfloat16", 1e-7, times=20)
+    planted("bfloat16", 1e-7, times=20, missed=False)
 
 
 def test_a_spot_check_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_runs_usual_difference():
@@ -163,9 +158,7 @@ def test_a_spot_check_goes_on_until_the_learner_has_moved_far_enough_and_keeps_t
     groups = sampled(engine)
     first = spot_check(engine, policy, groups)
     assert spot_check(engine, policy, groups, first) is first
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(1e-3)
+    changed(policy, lambda weights: weights + 1e-3)
     second = spot_check(engine, policy, groups, first)
     assert second is not first
     assert second.usual == first.usual == pytest.approx(0.05, abs=1e-5)

@@ -124,9 +124,8 @@ def test_a_run_counts_what_it_leaves_out_and_pays_the_penalty_once(tmp_path, cac
     ((_, cut),), ((_, length),), ((_, masked),) = (
         log.history(f"{area}") for area in ("completion/truncated", "completion/length", "train/masked_tokens")
     )
-    assert (
-        masked == pytest.approx(cut * spec.max_tokens / length) and 0 < masked < 1
-    )  # each cut one is as long as can be
+    # each cut one is as long as can be
+    assert masked == pytest.approx(cut * spec.max_tokens / length) and 0 < masked < 1
     ((_, learning),) = log.history("train/gradient_tokens")
     assert 0.1 < learning < 0.35
     for algorithm in ("grpo", "dapo"):

@@ -19,7 +19,6 @@ import mlflow
 import pytest
 from cohort.harness.base.arms import GREY, PALETTE
 from cohort.harness.base.files import file_lock, write_json
-from cohort.harness.cli import app
 from cohort.harness.data import SampleRow
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
@@ -42,7 +41,7 @@ from cohort.harness.study.plan import Plan
 from fake_trials import a_spec, a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
-from queues import wait_for
+from queues import python, wait_for
 
 COLUMN = "validation/accuracy"
 
@@ -139,7 +138,7 @@ def test_progress_says_what_a_watcher_needs(runs):
 def test_a_run_log_loads_neither_mlflow_nor_torch():
     code = "import sys, cohort.harness.record.run, cohort.harness.record.study\n"
     code += "print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert python(code, check=True).stdout == "set()\n"
 
 
 # Its copy -----------------------------------------------------------------------------------------------------------
@@ -412,18 +411,16 @@ def kept_policy(directory: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_kept_policy_is_registered_once_with_arm_and_accuracy_and_mlflow_loads_it(runs, capsys, caplog, monkeypatch):
+def test_a_kept_policy_is_registered_once_with_arm_and_accuracy_and_mlflow_loads_it(runs, cohort, caplog, monkeypatch):
     begin_study(runs, a_study())
     log = log_trial(runs, "group_size=2", 0, "complete", checkpoints={"finished": "weights"})
-    register = ["register", str(log.directory), "--name", "sizes", "--runs", str(runs)]
-    with pytest.raises(SystemExit, match="2"):
-        app.main(register)
-    assert "a trial of a study keeps them with checkpoints.finished=weights" in capsys.readouterr().err
+    register = ["register", log.directory, "--name", "sizes", "--runs", runs]
+    assert cohort(*register) == 2
+    assert "a trial of a study keeps them with checkpoints.finished=weights" in cohort.err
     policy = kept_policy(log.directory)
     for _ in range(2):
-        with pytest.raises(SystemExit, match="0"):
-            app.main(register)
-        assert capsys.readouterr().out == f"sizes, version 1: {policy}\n"
+        assert cohort(*register) == 0
+        assert cohort.out == f"sizes, version 1: {policy}\n"
     drop_checkpoints(log.directory, "weights")  # as the next `cohort train` of a run that has ended
     assert {file.name for file in policy.parent.iterdir()} == {"policy", "components", "MLmodel"}
     assert not [record for record in caplog.records if record.name.startswith("cohort")]

@@ -149,9 +149,8 @@ def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed)
     (_, warm, result), (_, plain, full) = undisturbed("warming"), undisturbed("ppo")
     assert result.summary["rollouts"] == full.summary["rollouts"] == 5 * 16
     (_, alone), (_, both) = warm.history("flops/learning")[0], plain.history("flops/learning")[0]
-    assert (
-        0.6 < alone / both < 0.9
-    )  # of one batch: without 2 of 6 parts, or a few less, as the critic has no vocabulary
+    # of one batch: without 2 of 6 parts, or a few less, as the critic has no vocabulary
+    assert 0.6 < alone / both < 0.9
     assert [value for _, value in warm.history("kl/reference")][:4] == [0.0] * 4
     assert [value for _, value in warm.history("policy/no_signal")] == [1, 1, 1, 1, 0]
     assert [step for step, _ in warm.history("critic/fitted_variance")] == [1]

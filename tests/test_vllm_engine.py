@@ -23,7 +23,7 @@ from cohort.harness.record.events import read_events
 from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import LoRA, parse_run
-from fakes import MemoryLog, tiny_codec
+from fakes import MemoryLog, changed, tiny_codec
 from ranks_at_work import RUN
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
@@ -138,10 +138,7 @@ def test_prompts_longer_than_a_cache_block_are_sampled_from_new_weights_after_a_
 
 @needs_vllm
 def test_a_bfloat16_engine_rounds_float32_weights_and_the_spot_check_notices_a_missed_sync_of_them():
-    policy, newer = tiny_model(0), tiny_model(0)
-    with torch.no_grad():
-        for parameter in newer.parameters():
-            parameter.add_(1e-5 * parameter.sign())  # 5e-4 nats
+    policy, newer = tiny_model(0), changed(tiny_model(0), lambda weights: weights + 1e-5 * weights.sign())  # 5e-4 nats
     engine = start(policy, dtype="bfloat16")
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
     expected = learner_logprobs(tiny_model(0).to(torch.bfloat16), rows_of(groups))
@@ -164,10 +161,7 @@ def test_two_starts_of_one_shape_have_one_key_in_vllms_cache_of_compiled_graphs(
 
 @needs_vllm
 def test_the_spot_check_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(engine):
-    policy, newer = tiny_model(0), tiny_model(0)
-    with torch.no_grad():
-        for parameter in newer.parameters():
-            parameter.add_(1e-3 * parameter.sign())
+    policy, newer = tiny_model(0), changed(tiny_model(0), lambda weights: weights + 1e-3 * weights.sign())
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
     before = spot_check(engine, policy, groups)
     with pytest.raises(InvalidRun, match="stale weights"):

@@ -18,8 +18,9 @@ from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import LoRA, parse_run
-from fakes import MemoryLog, StopAfter, tiny_codec
+from fakes import MemoryLog, StopAfter, changed, tiny_codec
 from pretend_cuda import pretend_cuda
+from test_vllm_engine import start
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)
@@ -30,10 +31,6 @@ BFLOAT16 = {"name": "vllm", "dtype": "bfloat16"}
 def llm(monkeypatch, tmp_path):
     monkeypatch.setattr(VLLMEngine, "_last", None)
     return fake_vllm.install(monkeypatch, tmp_path / "vllm")
-
-
-def start(policy, **settings):
-    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_codec())
 
 
 def run_spec(**changes):
@@ -123,9 +120,8 @@ def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm
     assert engine.llm.settings["distributed_executor_backend"] == "external_launcher"
     assert (engine.llm.environment["RANK"], engine.llm.environment["LOCAL_RANK"]) == ("3", "0")
     assert "RANK" not in os.environ
-    with pytest.raises(
-        ValueError, match=r"engine.batch_invariant must be the same .* got True where vLLM began without"
-    ):
+    words = r"engine.batch_invariant must be the same .* got True where vLLM began without"
+    with pytest.raises(ValueError, match=words):
         start(tiny_model(0), batch_invariant=True)
     assert "distributed_executor_backend" not in start(tiny_model(0)).llm.settings  # each rank has its own
 
@@ -178,10 +174,8 @@ def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(
 
 
 def test_one_stale_tensor_is_found_whichever_it_is_and_the_scores_alone_decide_nothing(llm, monkeypatch):
-    policy, newer = tiny_model(0), tiny_model(0)
-    with torch.no_grad():
-        for parameter in newer.parameters():
-            parameter.mul_(1 + 2**-7)  # a unit in the last place of bfloat16: no score tells
+    # by a unit in the last place of bfloat16: no score tells
+    policy, newer = tiny_model(0), changed(tiny_model(0), lambda weights: weights * (1 + 2**-7))
     engine, load = start(policy, dtype="bfloat16"), llm.collective_rpc
     for kept in (own := engine.llm.model.state_dict()):
 

@@ -1,4 +1,4 @@
-"""What a user can ask for: each is a function or a class, and the command line and `import cohort` are its clients.
+"""All that a user can ask for, as functions and classes; the command line and `import cohort` are the clients.
 
 Names load on first use. `import cohort` hands on those that are documented; the others serve commands.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..study.estimates import cost
     from ..study.pool import work
     from ..study.queue import study_status
-    from ..study.steering import remove_study, steer
+    from ..study.steering import clone_arm, drop_arm, hold_arm, remove_study
     from .catalog import describe_plugins, describe_settings, describe_task
     from .machine import check_machine
     from .reporting import report

@@ -1,4 +1,4 @@
-"""Says what there is: plugins and settings with defaults and ranges, and the problems of a task."""
+"""Lists plugins, settings with defaults and ranges, and the problems of a task."""
 
 import importlib
 import re

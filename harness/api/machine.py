@@ -86,7 +86,7 @@ def check_driver() -> Check:
 
 
 def _helpers() -> list[Check]:
-    """The checks of what Triton, vLLM and NCCL need beside a GPU. Not every run uses them, so none is a problem."""
+    """Checks of the needs of Triton, vLLM and NCCL beside a GPU. Not every run uses them, so none is a problem."""
     found, free = machine.compiler(), machine.shared_memory_bytes()
     tools = Check("compiler", "ok", f"{found}, and Python's headers")
     if found is None:

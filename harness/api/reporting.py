@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
-    """Write a study's report again; several studies of one task give one report, in RUNS/reports."""
+    """The files of the report that `cohort report` writes of one study, or of several."""
     folder = runs_folder(runs)
     with phase_bar(f"report of {' and '.join(names)}", REPORTING):
         from ...reports import render

@@ -128,7 +128,7 @@ class Result:
             arm, seed          of the trial
             step, split        training step, and train, validation or test
             prompt_id, prompt  of the problem, as the policy reads it
-            completion         what it wrote
+            completion         its text
             gold, answer       the reference answer, and the one found in the completion, if there is one
             correct            True or False
             reward             sum of all rewards with their weights; NaN in an evaluation

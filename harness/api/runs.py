@@ -41,10 +41,10 @@ def train(
     runs: str | Path | None = None,
     command: Sequence[str] | None = None,
 ) -> Trained:
-    """Train one run in RUNS/train/NAME, from a file or from settings alone; the same call resumes it.
+    """How a run ended that `cohort train` trains or resumes; shows progress, and Ctrl-C stops it after its step.
 
-    Shows progress; Ctrl-C stops it after its step. A run with several devices needs a group of processes: `command`,
-    the words after `cohort` that ask for this run, starts one.
+    A run with several devices needs a group of processes: `command`, the words after `cohort` that ask for this run,
+    starts one.
     """
     folder, texts = runs_folder(runs), as_texts(settings)
     run = load_run(None if spec is None else str(spec), texts)
@@ -87,18 +87,10 @@ def evaluate(
     name: str | None = None,
     runs: str | Path | None = None,
 ) -> Evaluation:
-    """Held-out accuracy of a model, as `cohort evaluate` measures it; a call that was cut off continues.
+    """Held-out accuracy of a model; a call that was cut off continues.
 
-    The arguments:
-
-        model     `tiny`, a Hub id, a model folder, a checkpoint, or the folder of a run
-        task      by name; the setting `task.path` says where its data are: a Hub id, a local file or folder
-        split     train, validation or test
-        samples   completions of each problem
-        limit     number of problems: the first ones of the split
-        tests     names of other tasks whose test problems are measured too, with the split `test`
-        settings  dotted path -> value, as after `--set`
-        name      of the folder RUNS/evaluate/NAME that keeps every completion
+    The arguments are as for `cohort evaluate`; `settings` are dotted path -> value, as after `--set`, of which
+    `task.path` says where the data are: a Hub id, a local file or folder. `tests` need the split `test`.
     """
     part, folder = checked_split(split), runs_folder(runs)
     if tests and part != "test":
@@ -126,7 +118,7 @@ def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpe
 
 
 def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:
-    """Register the final policy of a run in MLflow's registry; returns the version and the folder of the policy."""
+    """The version that `cohort register` makes of a run's final policy, and the folder of the policy."""
     folder, name = runs_folder(runs), checked_name(name)
     check_runs_folder(folder)
     policy = Path(model_folder(str(run)))
@@ -134,7 +126,7 @@ def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> t
 
 
 def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | None = None) -> list[dict[str, Any]]:
-    """Memory and disk for each run of a file, or a trial of each arm of a study; `problem` if one cannot fit."""
+    """What `cohort doctor --run` estimates, a document for each run or arm; `problem` if one cannot fit."""
     from ..checks.disk import check_disk, estimate_disk
     from ..checks.memory import judge
 

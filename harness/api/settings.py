@@ -1,4 +1,4 @@
-"""Reads what the functions of the API are given, settings and folders, and chooses settings that a model asks for."""
+"""Reads the settings and folders that the functions of the API get, and chooses settings that suit a model."""
 
 import json
 import os

@@ -138,16 +138,11 @@ def comparison(
 
 
 def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> Result:
-    """Run every arm with every seed, once, and write the report, as `cohort study run` does; the study's result.
+    """The result of a study, run as by `cohort study run`, whose options `workers` (None: auto) and `runs` are.
 
     Blocks until nothing is left to run, and shows progress. Ctrl-C (or the interrupt of a notebook) lets each trial
     finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that fails
-    or becomes invalid is named and does not stop the others.
-
-        study    from `load_study`, or a name or path; by the name alone, a study of the runs folder continues with the
-                 settings that it was started with
-        workers  trials at a time; by default one per GPU, or else one per core
-        runs     folder of results, by default COHORT_RUNS or `runs`
+    or becomes invalid is named and does not stop the others. `study` is from `load_study`, or a name or path.
     """
     from .result import Result
 
@@ -170,7 +165,7 @@ def compare(
     runs: str | Path | None = None,
     **settings: Any,
 ) -> Result:
-    """Run one study with an arm for each algorithm and task and all else equal, as `cohort compare` does.
+    """The result of the study that `cohort compare` runs.
 
     `settings` go to `comparison`: seeds, tune, controls, settings, name.
     """
@@ -295,7 +290,7 @@ def changes(name_or_path: str) -> list[tuple[str, str, str]]:
 
 
 def launcher(words: str, study: Study) -> Launcher | None:
-    """What runs the workers instead of this machine: `local` (None) or the name of a launcher, then its settings
+    """The launcher that runs the workers: `local` (None, this machine) or the name of one, then its settings
     NAME=VALUE. ValueError if its package is not installed."""
     name, *given = shlex.split(words) or [""]
     known = extras.modules("launcher")
@@ -329,7 +324,7 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
-    """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
+    """Show what `cohort study watch` shows, until nothing is left to run or Ctrl-C."""
     with suppress(KeyboardInterrupt):
         progress.show_live(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
 

@@ -33,7 +33,7 @@ def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came from."""
+    """An error and the errors that caused it."""
     one: BaseException | None = error
     while one is not None:
         yield one

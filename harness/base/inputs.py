@@ -1,7 +1,7 @@
 """Records a run's inputs as part of its identity: the hash of every file, and the commit of a Hub repository.
 
-A task, a model and a reward name their sources. A process may be told what it has to find there: it then asks the Hub
-for that commit, and whatever reads a source compares afterwards, so that what was read is what the record says.
+A task, a model and a reward name their sources. A process may expect certain content there: it then asks the Hub for
+that commit, and every reader of a source compares afterwards, so that a run has read exactly what its record names.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def digested(sources: Sources, notes: Path | None = None) -> Inputs:
 
 @contextmanager
 def expecting(inputs: Inputs) -> Iterator[None]:
-    """Inside, this thread may read of these sources only what `inputs` says. InputsChanged if it is told otherwise."""
+    """Inside, this thread expects `inputs` of these sources. InputsChanged if it already expects other content."""
     before = _expected.get()
     check_same(before, inputs)
     token = _expected.set({**inputs, **before})
@@ -60,7 +60,7 @@ def all_expected() -> Inputs:
 
 
 def check_expected(sources: Sources) -> None:
-    """InputsChanged if sources that were just read are not what was expected there."""
+    """InputsChanged if sources that were just read differ from the expected content."""
     there = _expected.get()
     check_same(there, digested({source: files for source, files in sources.items() if source in there}))
 

@@ -1,4 +1,4 @@
-"""Named streams of random numbers: what draws for one purpose never shares its numbers with what draws for another.
+"""Named streams of random numbers: draws for one purpose never share their numbers with draws for another.
 
 The cold start alone draws without a name, from its seed as it is.
 """

@@ -63,9 +63,9 @@ def checksum(values: Tensor) -> int:
 
 
 def rounded_on_average(values: Tensor) -> Tensor:
-    """float32 values in bfloat16, each up or down so that its mean is the value (stochastic rounding): what bfloat16
-    holds stays, and of moves smaller than its steps their share arrives. All values together seed the noise, so equal
-    tensors are rounded alike on one kind of device."""
+    """float32 values in bfloat16, each up or down so that its mean is the value (stochastic rounding): a value that
+    bfloat16 holds stays, and moves smaller than its steps arrive on average. All values together seed the noise, so
+    equal tensors are rounded alike on one kind of device."""
     import torch
 
     noise = torch.Generator(values.device).manual_seed(checksum(values))

@@ -22,7 +22,7 @@ from .memory_count import Shape, models
 @dataclass(frozen=True)
 class Disk:
     """Bytes of one checkpoint, of a run's checkpoints at their peak (the next is written before the oldest is deleted),
-    of those that an ended run keeps, and of a cold start (0: none)."""
+    of the checkpoints that an ended run keeps, and of a cold start (0: none)."""
 
     checkpoint: int
     running: int

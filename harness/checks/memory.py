@@ -76,7 +76,7 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
     learning = components["activations"] >= components["kv_cache"] + components["sampling"]
-    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # less than what they take turns with
+    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # the smaller of two that take turns
     wider = "spread it over more GPUs (devices)"
     adapters = ["train adapters (lora.rank=16)"] * (spec.lora is None)
     rows = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
@@ -109,8 +109,8 @@ def gib(size: int) -> str:
 def judge(spec: RunSpec) -> dict[str, Any]:
     """The verdict on a run on this machine; ValueError for a model folder that cannot be used.
 
-    `components` has bytes by component and `peak_bytes` their peak (None: unknown), `device_bytes` what a run may use,
-    `recomputes` whether it would recompute activations, `problem` why bytes are unknown or do not fit.
+    `components` has bytes by component, `peak_bytes` their peak (None: unknown), `device_bytes` the bytes that a run
+    may use, `recomputes` whether it would recompute activations, `problem` why bytes are unknown or do not fit.
     """
     check_model(spec.model)
     components, device = None, resolve_device(spec.device)
@@ -229,7 +229,7 @@ def estimate(
         gathered = roots + 2 * counts.layer + min(roots + counts.layer, counts.trainable)
 
     def part(size: int) -> int:
-        """Bytes of each device, of those that are spread over all."""
+        """Each device's part of `size` bytes that are spread over all devices."""
         return -(-size // spec.devices)
 
     return {

@@ -69,7 +69,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep."""
+    """Bytes of parameters (a critic's without the parameters that it shares) and bytes that passes keep."""
 
     policy: int
     weights: int  # number of them without an adapter, as an engine or a saved model has them
@@ -81,7 +81,7 @@ class Counts:
     cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
     vocabulary: int
     layer: int  # of the policy's largest layer
-    root: int  # of what is in no layer: embeddings, norm and head
+    root: int  # outside of layers: embeddings, norm and head
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
     can_share: bool  # rows of one prompt may share its keys and values
     states: int  # of the completions, which the head reads
@@ -139,7 +139,7 @@ def _built(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
 
 
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
-    """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
+    """(bytes that the trunk keeps, bytes that log-probs of its states add, bytes that values add)."""
     from transformers.cache_utils import DynamicCache
 
     class PassingCache(DynamicCache):

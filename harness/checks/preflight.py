@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..base.inputs import Inputs, digested, expecting
+from ..base.inputs import Inputs, Unreachable, digested, expecting
 from ..base.machine import SHARED_BYTES, shared_memory_bytes, usable_cores, usable_gpus
 from ..data import Split
 from ..interfaces import Task
 from ..mirror.store import check_runs_folder
-from ..policy.sources import model_sources
+from ..policy.sources import is_here, model_sources
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 
@@ -25,14 +25,13 @@ def check_runs(
     *,
     trained: Sequence[RunSpec] | None = None,
     models: bool = True,
-    here: bool = True,
-    copies: Callable[[RunSpec], int] = lambda spec: 1,
+    copies: Callable[[RunSpec], int] | None = lambda spec: 1,
 ) -> None:
     """ValueError for runs that cannot start: of a run, a study or a dry run. Reads no weights and writes nothing.
 
     Each of the `splits` must have problems, by default all that a run reads. `trained` are the runs that train, by
-    default those with steps: they must fit this machine, where `copies` processes run each, unless others run them (not
-    `here`). Without `models` only the folder and the data are checked. Settings that specs share are checked once.
+    default those with steps: they must fit this machine, where `copies` processes run each, unless others run them
+    (None). Without `models` only the folder and the data are checked. Settings that specs share are checked once.
     Warns of training on a cut distribution.
     """
     check_runs_folder(runs)
@@ -79,15 +78,15 @@ def check_runs(
     if models:
         for spec in specs:
             check_countable(spec)
-        if here:
+        if copies is not None:
             check_capacity(specs, trained, copies)
 
 
 def check_capacity(
     specs: Sequence[RunSpec], trained: Sequence[RunSpec], copies: Callable[[RunSpec], int] = lambda spec: 1
 ) -> None:
-    """ValueError for runs that this machine cannot hold: their device and engine and, of those that train, the number
-    of devices and the memory, where `copies` processes run each."""
+    """ValueError for runs that this machine cannot hold: by their device and engine and, for the runs that train, by
+    the number of devices and the memory, where `copies` processes run each."""
     from ..devices.device import resolve_device
     from .memory import check_memory
 
@@ -125,6 +124,35 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
             raise SpecError(
                 f"engine.tensor_parallel_size must divide the processes on each host, {group.size_here()}, got {size}"
             )
+
+
+def missing_here(specs: Sequence[RunSpec]) -> list[str]:
+    """Everything that the runs need and this machine lacks, as text: a device, a model, data of the Hub, an engine.
+
+    ValueError for local data that are missing or lack a split.
+    """
+    from ..devices.device import resolve_device
+    from ..policy.model import check_model
+
+    missing: dict[str, None] = {}
+
+    def note(subject: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except (ValueError, OSError, ImportError) as error:
+            if subject.startswith("data") and isinstance(error, ValueError) and not isinstance(error, Unreachable):
+                raise
+            missing[f"{subject}: {' '.join(str(error).split())}"] = None
+
+    for spec in specs:
+        note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
+        note(f"engine '{spec.engine.name}'", spec.engine.check_machine)
+        check_model(spec.model)
+        if not is_here(spec.model):
+            missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
+    for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
+        note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
+    return list(missing)
 
 
 def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:

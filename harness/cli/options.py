@@ -82,7 +82,7 @@ Storage = Annotated[
         help="; ".join(["Where the queue is, by default in files", *extras.told("storage").values()]),
     ),
 ]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder, a checkpoint or a run.")]
 Task = Annotated[str, typer.Option(help="Task by name.")]
 Split = Annotated[str, typer.Option(help="train, validation or test.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and estimate only; run and write nothing.")]

@@ -201,7 +201,9 @@ def study_stop(
 
     The trials then wait for `cohort study resume`, and the study ends without them.
     """
-    terminal.say(api.steer("stop", study, runs, arm, storage=storage))
+    new = api.hold_arm(study, runs, arm, held=True, storage=storage)
+    words = "stops: its trials finish their step and write a checkpoint." if new else "is already stopped."
+    terminal.say(f"{arm} {words} To continue it: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
 
 
 @command("study resume", "cohort study resume compare_algorithms dapo")
@@ -209,7 +211,9 @@ def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
-    terminal.say(api.steer("resume", study, runs, arm, storage=storage))
+    new = api.hold_arm(study, runs, arm, held=False, storage=storage)
+    words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
+    terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
 
 @command("study drop", "cohort study drop compare_algorithms 'clone 1 of grpo: algorithm.kl_beta=0.1'")
@@ -217,7 +221,8 @@ def study_drop(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Take back a clone or an arm that has not begun; the study's record and report say so."""
-    terminal.say(api.steer("drop", study, runs, arm, storage=storage))
+    new = api.drop_arm(study, runs, arm, storage)
+    terminal.say(f"{arm} {'is taken back: none of its trials will run.' if new else 'was already taken back.'}")
 
 
 @command("study rm", "cohort study rm quickstart", "cohort study rm quickstart --yes")
@@ -253,7 +258,12 @@ def study_clone(
 
     It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
-    terminal.say(api.steer("clone", study, runs, arm, sets=sets or (), warm=warm, storage=storage))
+    from ..settings.raw import parse_overrides
+
+    clone = api.clone_arm(study, runs, arm, parse_overrides(sets or ()), warm=warm, storage=storage)
+    steps = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
+    terminal.say(f"New arm: {clone.label}{f' ({steps})' if warm else ''}")
+    terminal.say("It runs as soon as a worker is free. If the study has ended, run its command again.")
 
 
 @command(

@@ -58,8 +58,8 @@ UNMAPPED = Unmapped()  # of this process
 
 
 def device_bytes(device: torch.device) -> int:
-    """Bytes that a run may use: what other processes leave of a GPU, less RESERVE, or what is free of the machine's
-    RAM (or the container's)."""
+    """Bytes that a run may use: the part of a GPU that other processes leave, less RESERVE, or the free RAM of the
+    machine (or the container)."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for a use
         return max(0, torch.cuda.mem_get_info(device)[0] + held - RESERVE)

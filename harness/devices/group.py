@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """This process as one of `size`, of which `size_here` are on this host; rank 0 leads and the others follow."""
+    """This process as one of `size`, with `size_here` on this host; rank 0 leads and the others follow."""
 
     def __init__(self, store: Any, rank: int, size: int, size_here: int, secret: str):
         self.rank, self.size, self.size_here = rank, size, size_here
@@ -84,7 +84,7 @@ class RankGroup:
         self._attempt, self._store = attempt, dist.PrefixStore(attempt, self._store)  # pyright: ignore
 
     def _welcomed(self, ours: Mapping[str, str]) -> tuple[str, str | None]:
-        """The name of this attempt and the reason that there is none, which rank 0 tells this process."""
+        """(name of this attempt, reason that there is none), as rank 0 tells this process."""
         nonce = secrets.token_hex(8)
         while True:
             self._say(f"hello-{self.rank}", {"nonce": nonce, "host": socket.gethostname(), "versions": ours})
@@ -125,7 +125,7 @@ class RankGroup:
         self._say(f"trial-{self._trials}", job)
 
     def _told(self) -> Any:
-        """The next trial, empty if there is none; SpecError if it was not rank 0 who told it."""
+        """The next trial, empty if there is none; SpecError if another process than rank 0 told it."""
         self._trials += 1
         job = self._heard(f"trial-{self._trials}")
         if job is None:
@@ -180,7 +180,7 @@ class RankGroup:
         self._store.set(key, json.dumps([self._signature(key, body), body]))
 
     def _heard(self, key: str) -> Any:
-        """What was said; None if whoever said it does not know the secret. Waits for it."""
+        """The message of this key, for which it waits; None if the sender does not know the secret."""
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)
         signature, body = json.loads(self._store.get(key))

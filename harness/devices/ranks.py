@@ -60,7 +60,7 @@ def dealt(rows: Tensor) -> Tensor:
 
 
 def all_dealt(part: Tensor, count: int) -> Tensor:
-    """The `count` rows of which each rank has its `dealt` part."""
+    """All `count` rows, gathered from the `dealt` part of each rank."""
     if world_size() == 1:
         return part
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(world_size())]
@@ -95,7 +95,7 @@ def gathered(value: T, group: Any) -> list[T]:
 
 
 def joined_rows(rows: Tensor, shape: Sequence[int], owner: int, group: Any) -> Tensor | None:
-    """The whole tensor of which each rank of the group has rows, as `chunk` deals them; None but on its owner."""
+    """The whole tensor, joined from the rows that `chunk` deals to each rank of the group; None but on its owner."""
     if rank() != owner:
         if len(rows):
             dist.send(rows, owner, group=group)
@@ -122,7 +122,7 @@ def from_first(work: Callable[[], T]) -> T:
 
 
 def without_storage(value: Any) -> Any:
-    """A copy of a model or a tree whose parameters, or tensors with axes, are on `meta`."""
+    """A copy of a model or a tree, with its parameters, or tensors with axes, on `meta`."""
     if isinstance(value, nn.Module):
         empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in value.parameters()}
     else:

@@ -76,7 +76,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def under_hooks(function: F) -> F:
-    """The function, whose first argument is a model, run inside the model's forward hooks if it is sharded. The root's
+    """The function, run inside the forward hooks of the model that is its first argument, if it is sharded. The root's
     group stays gathered for a backward pass; without one it is freed here."""
 
     @wraps(function)
@@ -155,9 +155,9 @@ class Part:
 
 
 def copied(tree: Any, *, on_first: bool = False) -> Any:
-    """Copies on the CPU of this process's parts of all tensors in a tree; no process waits for another. Each tensor is
-    for the rank whose own have the fewest bytes so far, or all for the first (`on_first`); one that is not spread is
-    None on other ranks."""
+    """Copies on the CPU of this process's parts of all tensors in a tree; no process waits for another. Each tensor
+    gets as its owner the rank that owns the fewest bytes so far, or always the first (`on_first`); one that is not
+    spread is None on other ranks."""
     taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
 
     def copy(item: Tensor) -> Any:
@@ -182,7 +182,7 @@ def assembled(tree: Any, group: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The tree of which each rank has `assembled` a part."""
+    """The whole tree, from the part that each rank has `assembled`."""
     return tree_map(lambda *items: next((item for item in items if item is not None), None), *parts)
 
 

@@ -222,12 +222,12 @@ class VLLMEngine(RolloutEngine):
         self._begin_anew()
 
     def check_weights(self) -> None:
-        """InvalidRun if vLLM's weights, adapters apart, are not those that it was given, as far as the two compare."""
+        """InvalidRun if vLLM's weights, adapters apart, differ from the given ones, as far as the two compare."""
         self._compare(self._base, _weights)
 
     def _compare(self, given: Mapping[str, int], held: Callable[[Any], Mapping[str, int]]) -> None:
-        """InvalidRun if the weights that vLLM holds are not those that it was given, though once they were. It fuses,
-        pads and renames tensors, which the sum of their checksums does not see. Where it changes values too (a CPU's
+        """InvalidRun if the weights that vLLM holds differ from the given ones, but once were equal. It fuses, pads
+        and renames tensors, which the sum of their checksums does not see. Where it changes values too (a CPU's
         packed products) or holds a part (tensor parallel), the two differ from the start: the check of scores decides.
         """
         (found,) = self.llm.collective_rpc(held)

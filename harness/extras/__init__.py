@@ -1,17 +1,17 @@
-"""The wing: finds what is built on top of the three jobs, a folder for each.
+"""The wing: finds the features that are built on top of the three jobs, a folder for each.
 
-The core imports this file alone and names no extra; an extra imports the core and no other extra. What `NAME/` brings
-is found by the name of its file or folder:
+The core imports this file alone and names no extra; an extra imports the core and no other extra. The parts of `NAME/`
+are found by the name of their file or folder:
 
     __init__.py   says in its docstring what the extra is for; `API`: its public functions, each with its module
     commands.py   registers its commands
     section.py    `section(analysis)`: its section of a report, or None
-    record.py     `kept(runs, trials, inputs)`: what a study's record has of it, as plain data, or nothing
+    record.py     `kept(runs, trials, inputs)`: the plain data that a study's record has of it, or nothing
     launcher.py   the launcher called as the extra: `NEEDS`, a package; `place(given, wanted)`, where workers with these
                   settings run, each with so many GPUs unless they say more; the extra's docstring is its help
     storage.py    `FORM`, of the URLs that it serves; `open_storage(study, url)`: a study's storage, or None
-    notices.py    `notices(study)`: a context that yields a function which is told of events
-    pages.py      `ROUTES`: pages that `cohort ui` serves below /NAME; the extra's docstring is what it calls them
+    notices.py    `notices(study)`: a context that yields a function, which gets the events
+    pages.py      `ROUTES`: pages that `cohort ui` serves below /NAME; the extra's docstring is their title
     tasks/, rewards/, mirrors/, ...   its plugins
     studies/      studies that need it, as files
 

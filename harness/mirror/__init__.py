@@ -1,1 +1,1 @@
-"""What follows the record and shows it elsewhere: MLflow, and mirrors that are plugins."""
+"""Mirrors follow the record and show it elsewhere: MLflow, and mirrors that are plugins."""

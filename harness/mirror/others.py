@@ -30,7 +30,7 @@ from ..record.run import RunInfo
 FOLLOW_SECONDS = 1.0  # between two looks at a live record
 CALL_SECONDS = 20.0  # after which a call of a mirror counts as hanging
 DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for its mirrors
-MIRRORS = "mirrors"  # the folder of the runs folder with what they keep there
+MIRRORS = "mirrors"  # the folder of the runs folder for their own files
 log = logging.getLogger(__name__)
 
 
@@ -91,7 +91,7 @@ class _Copy:
             self._copied = known["size"], known["id"]
 
     def copy(self) -> None:
-        """Hand over what is new. Raises what the mirror raises; ValueError for a record that cannot be read."""
+        """Hand over new events. Raises the mirror's errors; ValueError for a record that cannot be read."""
         size = self._tail.file.stat().st_size
         if self._copied == (size, self._number):
             return
@@ -125,7 +125,7 @@ class _Copy:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Ends this process, with the tracebacks of its threads, if what is inside hangs."""
+        """Inside, a call that hangs ends this process, with the tracebacks of its threads."""
         faulthandler.dump_traceback_later(self.seconds, exit=True)
         try:
             yield
@@ -136,7 +136,7 @@ class _Copy:
 def follow(name: str, runs: Path, folder: Path, seconds: float) -> int:
     """Copy a record to a mirror until standard input ends, then the rest; returns how many runs failed.
 
-    Raises what the mirror raises for the first run; after that, one run costs no other.
+    Raises the mirror's error for the first run; after that, an error of one run costs no other.
     """
     kind, place, copies = plugins.load("mirror", name), _place(runs, name, folder), dict[Path, _Copy]()
     lock, failed, over = file_lock(place / "lock"), set[Path](), False

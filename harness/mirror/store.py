@@ -77,7 +77,7 @@ def check_runs_folder(runs: Path) -> None:
     traces_per_split()
     mirrors()
     check_server()
-    _check_file(runs)
+    _adopt_file(runs)
 
 
 def check_server() -> None:
@@ -235,7 +235,7 @@ def as_stored(value: float) -> float:
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
-def _check_file(runs: Path) -> None:
+def _adopt_file(runs: Path) -> None:
     """Let the store of a runs folder that was moved or copied name the files here.
 
     ValueError if mlflow.db is not a store or has another schema, or while a worker is at work in a folder that was

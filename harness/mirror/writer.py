@@ -1,4 +1,4 @@
-"""Copies the record of one run to MLflow, whatever it has that the store lacks, each time it is asked."""
+"""Copies the record of one run to MLflow: each call adds everything that the store lacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MirrorState:
     """`mlflow.json`: the run in MLflow that shows the record of a folder.
 
     The token is stored before the run is created, so that a run created just before a crash is found again. `copied`
-    has what the run was last given whole: name of a file -> its size or stamp.
+    has the files that the run was last given whole: name of a file -> its size or stamp.
     """
 
     token: str = ""

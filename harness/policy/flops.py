@@ -27,13 +27,13 @@ from .model import empty_model, model_config
 
 Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and the tokens of each completion
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
-_INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's input
+_INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # weights that read a layer's input
 _END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that nothing needs again in the backward pass
 
 
 class Work(NamedTuple):
-    """What passes read: tokens, (token, key) pairs of attention, and tokens that reach the head; or the operations that
-    one of each takes."""
+    """Counts of passes: tokens, (token, key) pairs of attention, and tokens that reach the head; or the operations for
+    one of each."""
 
     tokens: float = 0.0
     pairs: float = 0.0
@@ -51,10 +51,10 @@ class Work(NamedTuple):
 class Costs:
     """Operations of a model's passes.
 
-    forward, backward   of a pass and of its gradient
+    forward, backward   operations of a pass and of its gradient
     keys                of the gradient of a pass over prompts, which begins at the keys and values of the last layer,
-                        or where a model is sharded at its last hidden states
-    again               of what gradient checkpointing computes again
+                        or, if a model is sharded, at its last hidden states
+    again               of the passes that gradient checkpointing repeats
     adapter             the share of a token in `forward` that is an adapter's
     reference           operations of the reference, if it is another model
     sampler             operations of the model that samples, if it is another one

@@ -354,7 +354,7 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
 
 @under_hooks
 def _prompt_pass(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
-    """The last hidden states, and the cache with what it has kept."""
+    """The last hidden states, and the cache with all that it has kept."""
     cache = _cache(model)
     read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
     return read.last_hidden_state, cache
@@ -389,8 +389,8 @@ def completion_states(
 
 
 def _cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
-    """A cache whose layers begin with the prompt of each row and take nothing up, as they may be computed again in a
-    backward pass; without prompts, `first` of a layer has the keys and values that it computes."""
+    """A cache whose layers begin with the prompt of each row and store nothing, because a backward pass may compute
+    them again; without prompts, `first` of a layer has the keys and values that it computes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 

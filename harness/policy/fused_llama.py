@@ -272,7 +272,7 @@ class LeanDecoder:
         return self._logits(x)
 
     def select(self, lines: Tensor) -> None:
-        """Keep these lines. Those that stay in their place are not touched; others must come from beyond the end."""
+        """Keep these lines. A line that stays in its place is not touched; others must come from beyond the end."""
         count = len(lines)
         places = (lines != torch.arange(count, device=lines.device)).nonzero()[:, 0]
         filled = self.cache[..., : self.length, :]

@@ -194,7 +194,7 @@ def save_model(
 
 
 def write_safetensors(weights: Mapping[str, Tensor], stream: Any) -> None:
-    """Write tensors in the format of safetensors, of whose library no function tells what it writes."""
+    """Write tensors to a stream in the format of safetensors, whose own functions take no stream."""
     order = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that each begins aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # as peft calls it
 
 @dataclass(frozen=True)
 class Base:
-    """The model that an adapter changes: its name as in a spec, the seed of `tiny`, and what it was read from."""
+    """The model that an adapter changes: its name as in a spec, the seed of `tiny`, and the files it was read from."""
 
     name: str
     seed: int
@@ -80,7 +80,7 @@ def pinned(name: str) -> str | None:
 
 
 def verify_model(name: str) -> None:
-    """InputsChanged if a model that was just read is not what was expected; asks nothing if nothing was."""
+    """InputsChanged if a model that was just read differs from the expected one; asks nothing if none is expected."""
     if expected(source_name(name)) is not None:
         check_expected(model_sources(name))
 

@@ -35,7 +35,7 @@ class RunHistory:
     finish: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take in an event. ValueError, KeyError, TypeError or AttributeError for what is none."""
+        """Take in an event. ValueError, KeyError, TypeError or AttributeError for anything else."""
         if event["type"] == "start":
             self.attempts.append(dict(event))
             self.finish.clear()

@@ -1,5 +1,5 @@
-"""Seals a report: `evidence.json` has the SHA-256 of every file that it was made from and of its own, when it was
-written, and what a mirror shows of it.
+"""Seals a report: `evidence.json` has the SHA-256 of every file that it was made from and of its own, the time of
+writing, and the answer and colours that a mirror shows.
 
 With it the study's folder is whole: the report can be derived again wherever the folder is copied.
 """

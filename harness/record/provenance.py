@@ -26,7 +26,7 @@ def versions() -> Mapping[str, str]:
 
 
 def write_diff(folder: Path) -> None:
-    """Keep the uncommitted changes of the checkout, if any, cut at MAX_DIFF, beside the record of what they ran."""
+    """Keep the uncommitted changes of the checkout, if any, cut at MAX_DIFF, beside the record of their run."""
     if versions()["git_commit"].endswith("-dirty"):
         text = _git("diff", "--no-ext-diff", "HEAD").stdout
         cut = f"\n[cut: the diff has {len(text)} characters]\n" if len(text) > MAX_DIFF else ""

@@ -1,6 +1,6 @@
 """A run's files: `run.json` (what it is), `events.jsonl` (what happened), `progress.json`, `result.json` (its end).
 
-They are the only truth about the run; whatever shows it elsewhere, as MLflow does, follows them.
+They are the only truth about the run; mirrors that show it elsewhere, such as MLflow, follow them.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class RunInfo:
                              "run then starts again from the beginning") from None  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """What each `start` says of its run, to tell runs apart: trial, arm, seed, digest of settings and tags."""
+        """The facts by which each `start` tells runs apart: trial, arm, seed, digest of settings and tags."""
         known = {key: self.tags.get(f"cohort.{key}", "") for key in ("trial", "arm", "seed")}
         return {**known, "settings": digest([self.spec, self.tags])}
 

@@ -1,8 +1,8 @@
 """The files of a study, and the plain data that reports read: a function of its folder, at any time.
 
-`study.json` is its document, written at each start; `status.json` has what the trials cannot know; `search.json` and
-`seeds.json` have the findings of its searches and of its first seeds; `looks.json` has when reports were written,
-`trials/` its trials' folders (`run.py`).
+`study.json` is its document, written at each start; `status.json` has the facts that trials cannot know; `search.json`
+has the findings of its searches; `looks.json` has the times at which reports were written; `trials/` has the trials'
+folders (`run.py`).
 """
 
 import json
@@ -100,10 +100,10 @@ class StudyRecord:
     exploratory  clones; neither `arms` nor `trials` has them
     strange   folder of a trial that cannot be read, or is not of this study -> why; neither `trials` nor `exploratory`
               has its numbers
-    extras    name of an extra -> what it keeps of the study, as plain data
+    extras    name of an extra -> its plain data on the study
     identical groups of arms that differ in settings without effect alone: their labels, and the reason
-    amendments what was added to the study after its first start: time (milliseconds since 1970); arms; seeds; digest;
-              and `dropped`, the arms and clones that were taken back before they began
+    amendments additions to the study after its first start: time (milliseconds since 1970); arms; seeds; digest; and
+              `dropped`, the arms and clones that were taken back before they began
     references arm -> the arm that it is compared with; empty if that is the baseline for all
     claims    the study's claims: their settings, contrasts, region, and when (time) under which digest they were fixed
     """
@@ -192,8 +192,8 @@ def keep_document(folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def write_status(folder: Path, status: StudyStatus, failed: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
-    """Keep what the trials' own files cannot say, if it changed: how the study stands, which arms were asked to stop,
-    and the trials (trial, arm, seed, factors, reason) that failed, perhaps without a word of their own."""
+    """Keep, if they changed, the facts that the trials' own files lack: the state of the study, the arms that a user
+    stopped, and the trials (trial, arm, seed, factors, reason) that failed, perhaps without a word of their own."""
     without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
     state: TrialState = "failed" if without and len(without) == len(status.trials) else "complete"
     document = {
@@ -230,8 +230,8 @@ def read_study(runs: Path, name: str) -> StudyRecord:
 def read_folder(folder: Path, kept: Mapping[str, Any] | None = None) -> StudyRecord:
     """The record of the study in a folder: one trial for each (arm, seed) that has begun.
 
-    `kept` is what extras keep of it, by default what they find in the runs folder around it. ValueError for documents
-    of another kind.
+    `kept` has the extras' data on it, by default from the runs folder around it. ValueError for documents of another
+    kind.
     """
     try:
         return _read_folder(folder, kept)
@@ -293,12 +293,12 @@ def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
 
 
 def _claims(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """ValueError if the claims are not those that were registered before the first trial."""
+    """The claims with their contrasts; ValueError if they differ from the ones registered before the first trial."""
     claims, registered = document.get("claim") or [], document.get("registered")
     if not claims:
         return []
     if registered is None or digest(claims) != registered["digest"]:
-        raise ValueError("its claims are not those that it was started with; restore study.json from a copy")
+        raise ValueError("its claims differ from the ones that it was started with; restore study.json from a copy")
     fixed = {key: registered[key] for key in ("time", "digest")}
     return [{**fixed, **claim, **own} for claim, own in zip(claims, registered["claims"], strict=True)]
 

@@ -68,7 +68,7 @@ class MajorityVote(Reward):
         }
 
     def _ballots(self, classes: Classes) -> list[tuple[Classes, Classes]]:
-        """(those who are judged, those who vote on them), in the order of the group."""
+        """(classes to judge, classes that vote on them) pairs, in the order of the group."""
         if not self.held_out:
             return [(classes, classes)]
         half = len(classes) // 2

@@ -77,7 +77,7 @@ class Run:
     codec: TextCodec
     now: Callable[[], float] = time.perf_counter  # seconds, from an arbitrary zero
     memory_before: int = 0  # bytes in use before the models were loaded
-    inputs: Inputs = field(default_factory=dict)  # what it reads, which its checkpoints name
+    inputs: Inputs = field(default_factory=dict)  # the files it reads, which its checkpoints name
     base: Base | None = None  # seed of its adapter
     spot_check: SpotCheck | None = None  # of the engine's weights in the last step
     totals: Totals = field(default_factory=Totals)
@@ -109,7 +109,7 @@ class Run:
         self._count()
 
     def _count(self) -> None:
-        """Note a completion's tokens, what the stage's models cost, and whether the engine's log-probs are exact."""
+        """Note a completion's tokens, the operations of the models, and whether the engine's log-probs are exact."""
         does, self.costs, self.max_tokens = self.stage.does, None, self.spec.max_tokens
         with suppress(Exception):  # counting fails in many ways for an unusual model, which may still train well
             costs = flops.Costs.of(self.learner.policy)
@@ -306,7 +306,7 @@ def run_facts(run: Run) -> dict[str, float]:
     """Metrics known before the first step, and the operations of the cold start, which are charged here.
 
     Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
-    `memory/recomputes` is what a GPU made of `gradient_checkpointing=auto`.
+    `memory/recomputes` is the decision of a GPU under `gradient_checkpointing=auto`.
     """
     spec, codec, start = run.spec, run.codec, run.spec.cold_start
 

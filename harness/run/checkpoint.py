@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 class Writer:
-    """Writes one checkpoint at a time in a thread of its own. Its error is raised here, by whatever asks next."""
+    """Writes one checkpoint at a time in a thread of its own. The next call of a method raises the thread's error."""
 
     def __init__(self) -> None:
         self.group = ranks.apart()
@@ -68,7 +68,7 @@ class Writer:
         self.copied.set()
 
     def begin(self, copy: Callable[[], T], write: Callable[[T], None]) -> None:
-        """Have the thread write what `copy` returns there; what it copies must not change before `copied` is set."""
+        """Have the thread call `write(copy())`; the values that it copies must not change before `copied` is set."""
         self.check(wait=True)
         self.copied.clear()
 
@@ -97,11 +97,11 @@ class Writer:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds of a run at one of its steps.
+    """The content of a checkpoint: a run at one of its steps.
 
     weights, base   as `save_model` takes them
     learner         `Learner.state`
-    facts           what `state.json` says besides: spec_digest, inputs, progress, is_last
+    facts           the other keys of `state.json`: spec_digest, inputs, progress, is_last
     """
 
     step: int
@@ -153,7 +153,7 @@ def latest_checkpoint(
 
 
 def _intact(directory: Path, passed: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The intact checkpoints in a folder and their states, newest first; `passed` gets what is wrong with others."""
+    """The intact checkpoints in a folder and their states, newest first; `passed` gets the faults of others."""
     for folder in sorted(directory.glob("step-*"), reverse=True):
         try:
             state = whole_manifest(folder, STATE)
@@ -165,14 +165,14 @@ def _intact(directory: Path, passed: list[str]) -> Iterator[tuple[Path, dict[str
 
 
 def say_passed(reasons: Sequence[str], instead: str) -> None:
-    """Warn that checkpoints are passed over for these reasons, if any, and what the run does instead."""
+    """Warn, if there are reasons, that checkpoints are passed over for them and what the run does instead."""
     if reasons:
         log.warning("a checkpoint must be as it was saved, but %s; the run %s", " and ".join(reasons), instead)
 
 
 def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tuple[int, list[str]]:
-    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target` with
-    a copy of its log so far, or 0; then why newer ones were passed over. That run may continue meanwhile."""
+    """(step, reasons): the newest intact checkpoint of the run in `source`, or 0, and why newer ones were passed over.
+    `spec` now continues from it in `target`, with a copy of the log so far; the other run may continue meanwhile."""
     passed: list[str] = []
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         passed.clear()

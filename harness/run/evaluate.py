@@ -36,8 +36,8 @@ ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
 
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
-    """What the metrics of a split need of one problem: by metric, the sum over its samples; the chance that a majority
-    vote of them is right; and whether the greedy completion is."""
+    """One problem's part in the metrics of a split: by metric, the sum over its samples; the chance that a majority
+    vote of them is right; and whether the greedy completion is right."""
 
     prompt_id: str
     num_samples: int

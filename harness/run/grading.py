@@ -2,7 +2,7 @@
 `Prompt.gold`.
 
 A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. Rows of
-completions for files and readers state gold too, and stand here for that reason.
+completions for files and readers are made here too, because they state gold.
 
 A control arm asks whether an effect needs the reward at all, and differs in nothing else: random rewards alone have
 raised accuracy (Shao et al. 2025, arXiv:2506.10947), and any reward teaches a policy to exploit a grader that accepts
@@ -35,7 +35,7 @@ _thread = ThreadPoolExecutor(1, "grading")  # one for all runs of the process: a
 
 
 def begin_grading(task: Task, groups: Sequence[Group], max_tokens: int) -> Future[list[GradedGroup]]:
-    """What `grade` will return: a thread grades while the device works. Nothing else may use the task meanwhile."""
+    """A future of `grade`: a thread grades while the device works. Nothing else may use the task meanwhile."""
     return _thread.submit(grade, task, groups, max_tokens)
 
 
@@ -97,8 +97,8 @@ def control_rewards(
     step: int,
     first: int,
 ) -> list[list[float]]:
-    """[P][G] rewards of the control in training step `step`; arguments as in `rollout.earned`. Gold answers are
-    shuffled over the split (`prompts`), fixed by the seed, so that one may equal the prompt's own."""
+    """[P][G] rewards of the control in training step `step`; arguments as in `rollout.earned`. The seed decides how
+    gold answers are shuffled over the split (`prompts`); one may equal the prompt's own."""
     if spec.control == "random":
         drawn = [(generator("random reward", spec.seed, step, g.prompt_id), len(g.completions)) for g in graded]
         coins = [random.integers(2, size=first + count) for random, count in drawn]
@@ -120,8 +120,8 @@ def score(
     instead: Sequence[list[float]] | None = None,
     step: int = 0,
 ) -> list[Score]:
-    """The rewards of each group in a training step; `graded` carries correctness. InvalidRun for a value that is no
-    finite number. In a control arm completions earn `instead` [P][G], and the rewards are only measured."""
+    """The rewards of each group in a training step; `graded` has correctness. InvalidRun for a value that is no finite
+    number. In a control arm completions earn `instead` [P][G], and the rewards are only measured."""
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
     dense = {n: r for n, r in rewards.items() if isinstance(r, StepReward)}
     is_dense = any(r.weight for r in dense.values())
@@ -147,7 +147,7 @@ def score(
 
 
 def _numbers(name: str, reward: Reward, group: GradedGroup, step: int, values: Any, count: int | None) -> list[float]:
-    """What a reward gave for a group; InvalidRun unless it is a list of `count` (None: any) finite numbers."""
+    """A reward's values for a group; InvalidRun unless they are a list of `count` (None: any) finite numbers."""
     most = MOST_PAID / max(1.0, abs(reward.weight))
     if not isinstance(values, list | tuple) or count not in (None, len(values)):
         wrong = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)

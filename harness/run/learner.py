@@ -116,7 +116,7 @@ class Learner:
         return self.spec.mismatch.correction != "none" and not self.sampler_is_exact
 
     def begin_step(self, step: int) -> dict[str, float]:
-        """Set rates, KL weight and reference for training step `step`; those that vary over the run, as metrics."""
+        """Set rates, KL weight and reference for training step `step`; returns, as metrics, those that vary."""
         metrics: dict[str, float] = {}
         step -= self.start
         settings = self.spec.optimizer
@@ -140,8 +140,8 @@ class Learner:
         """Make mu passes over the batch, and adapt the KL weight if its schedule says so. InvalidRun on a non-finite
         value.
 
-        Metrics are means over the optimiser steps, except that `mismatch/` (`staleness/` if older weights sampled) is
-        from the first step and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per
+        Metrics are means over the optimiser steps, but `mismatch/` (`staleness/` if older weights sampled) comes from
+        the first step, and `policy/ratio_max` is the largest. `mismatch/kl` is KL(sampler || policy), nats per
         token. A gradient norm of at most `LEAST_GRADIENT` is rounding: weights and moments stay, and `policy/no_signal`
         (or `critic/`) is the share of such steps. `staleness/effective_samples` is the effective sample size of the
         importance weights w (policy / sampler, of whole completions), as a share: (sum of w)^2 / (rows * sum of w^2).
@@ -171,8 +171,8 @@ class Learner:
     def operations(
         self, costs: flops.Costs, drawn: flops.Lengths, trained: flops.Lengths, greedy: flops.Lengths
     ) -> dict[str, float]:
-        """Operations of the training step of the last update by purpose; scoring is every pass without gradient, those
-        of the rewards' own models too."""
+        """Operations of the last update's training step by purpose; scoring is every pass without gradient, also of the
+        rewards' own models."""
         spec, algorithm = self.spec, self.spec.algorithm
         score = partial(flops.scored, costs, share=self.shares_prompts)
         learn = partial(flops.learned, costs, trained, spec, share=self.shares_prompts)

@@ -50,8 +50,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Groups that a step has sampled, in order, with their grades and rewards as soon as `earned` has them; `greedy`
-    has one completion for each of the same prompts, if the algorithm needs it; a thread is `grading` this rank's part.
+    """Groups that a step has sampled, in order. `earned` adds their grades and rewards; before that, a thread is
+    `grading` this rank's part. `greedy` has one completion for each of the same prompts, if the algorithm needs it.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Rollouts:
         return Rollouts(self.groups + more.groups, graded, scores, greedy, self.num_batches + more.num_batches)
 
     def at(self, places: Sequence[int]) -> "Rollouts":
-        """Those of some groups."""
+        """The rollouts of the groups at these places."""
         graded, scores = [self.graded[p] for p in places], [self.scores[p] for p in places]
         return Rollouts([self.groups[p] for p in places], graded, scores, self.greedy and self.greedy.at(places))
 
@@ -90,13 +90,13 @@ class Rollouts:
         return self.at(sorted(sorted(range(len(totals)), key=lambda p: len(set(totals[p])) == 1)[:count]))
 
     def lengths(self, count: int) -> list[Lengths]:
-        """Those of all samples, of the `count` groups of the batch, and of the greedy completions."""
+        """The lengths of all samples, of the `count` groups of the batch, and of the greedy completions."""
         greedy = self.greedy.groups if self.greedy else []
         return [lengths(groups) for groups in (self.groups, self.trained_on(count).groups, greedy)]
 
 
 def sample(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> Rollouts:
-    """All that a step samples: one batch of groups, which a thread still grades; or, with dynamic sampling, graded
+    """All rollouts of a step: one batch of groups, which a thread still grades; or, with dynamic sampling, graded
     batches until enough groups have unequal rewards, the budget is spent, or every prompt has been drawn. Then the
     engine sleeps."""
     spec, drawn = run.spec, Rollouts()
@@ -171,9 +171,9 @@ def _rest(run: Run, groups: Sequence[Group]) -> None:
 
 
 def earned(run: Run, prompts: Sequence[Prompt], drawn: Rollouts, step: int, first: int = 0) -> Rollouts:
-    """The rollouts with their grades, for which it waits, and rewards, or what a control pays. `prompts` is the whole
+    """The rollouts with their grades, for which it waits, and their rewards, or a control's. `prompts` is the whole
     split, `first` the number of a group's first sample among all of its prompt. The learner computes token means that
-    rewards need: from the policy that sampled, up to the engine's rounding, or the newest if older weights sampled.
+    rewards need, under the policy that sampled (up to the engine's rounding), or the newest if older weights sampled.
     """
     spec, groups, grading = run.spec, drawn.groups, drawn.grading
     if grading is None:
@@ -206,7 +206,8 @@ def note_pass_rates(run: Run, graded: Sequence[GradedGroup]) -> None:
 
 
 def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
-    """The batch of the groups, still without rewards, as the learner annotates it; what it sets for the step."""
+    """(batch, metrics): the groups as a batch, annotated by the learner and still without rewards; the rates and KL
+    weight that the learner sets for the step."""
     batch = collate(groups).to(resolve_device(run.spec.device))
     run.writer.copied.wait()  # nothing below may change weights or moments before
     scheduled = run.learner.begin_step(step)

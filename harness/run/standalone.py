@@ -58,7 +58,7 @@ def train_once(
                 with expecting(recorded_inputs(directory)), opened as log:
                     result = group.lead(train, spec, directory, log, cache=runs / "cache", should_stop=should_stop)
                     log.finish(result.state, result.reason, result.summary)
-            if result.state in FINAL:  # also those that a killed attempt had no time to delete
+            if result.state in FINAL:  # also checkpoints that a killed attempt had no time to delete
                 drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return result
 

@@ -18,13 +18,13 @@ from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, reward
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Rollouts]:
-    """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
+    """The metrics of one step, from prompts to new weights, and all its rollouts."""
     spec, engine, learner = run.spec, run.engine, run.learner
     unparsable, clock = _unparsable(run), Clock(run.now)
     drawn = sample(run, prompts, step, clock)
     batch, scheduled = annotated(run, drawn.trained_on(spec.prompts_per_step).groups, step)
     clock.lap("annotate")
-    drawn = earned(run, prompts, drawn, step)  # graded meanwhile
+    drawn = earned(run, prompts, drawn, step)  # a thread has graded them meanwhile
     note_pass_rates(run, drawn.graded)
     clock.lap("grade")
     batch = rewarded(batch, drawn.trained_on(spec.prompts_per_step), run.codec.tokenizer)
@@ -47,8 +47,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
 
 
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Metrics of the sampled completions, including those that need gold: for the reader, not for the algorithm;
-    rewards [P][G]."""
+    """Metrics of the sampled completions, for the reader and not for the algorithm: some need gold. rewards [P][G]."""
     rewards_PG = torch.tensor(rewards, dtype=torch.float32)
     scores = [score for group in graded for score in group.scores or ()]
     return {
@@ -76,8 +75,8 @@ def sampling_metrics(spec: RunSpec, drawn: Rollouts) -> dict[str, float]:
 
 
 def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:
-    """Shares of the batch's groups: `train/zero_advantage_groups` have no advantage on any token; `train/stuck_groups`
-    are those among them whose reward is not the best that the run has seen.
+    """Shares of the batch's groups: `train/zero_advantage_groups` have no advantage on any token, and
+    `train/stuck_groups` have none although their reward is not the best that the run has seen.
 
     A group in which every completion earns the best reward is solved, not stuck: a run whose groups are all solved (or,
     with votes, unanimous) has nothing left to learn. As long as all rewards of a run are equal, none counts as best.

@@ -16,7 +16,7 @@ Predicts = Literal["above", "below", "equivalent", "not_below", "not_above", "or
 
 
 class Claim(Section):
-    """What a source says about a contrast of arms, as the region in which the contrast must lie.
+    """A source's statement about a contrast of arms, as the region in which the contrast must lie.
 
     above: over the margin; below: under minus the margin; equivalent: between the two; not_below: over minus the
     margin (non-inferiority); not_above: under the margin; ordered: each arm of `order` over the one before.

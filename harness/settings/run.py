@@ -53,7 +53,7 @@ class Optimizer(Section):
 
 
 class CriticStart(Section):
-    """What the critic learns before the policy does."""
+    """How the critic learns before the policy does."""
 
     warmup_steps: int = Field(
         default=0, ge=0, description="first training steps, which cost as any, that train the critic alone (VC-PPO)"
@@ -374,7 +374,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _stages_agree(self) -> Self:
-        """Completes `stages` with what they leave out, and `steps` with their sum."""
+        """Fills in all settings that `stages` leave out, and `steps` by their sum."""
         for name, value in (completed(self) if self.stages else {}).items():
             object.__setattr__(self, name, value)
         return self

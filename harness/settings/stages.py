@@ -76,7 +76,7 @@ def staged(spec: RunSpec) -> list[Stage]:
 
 
 def completed(spec: RunSpec) -> dict[str, Any]:
-    """The fields `stages`, with what they leave out, and `steps`, by default their sum, of a run with stages."""
+    """The fields `stages`, with all settings filled in, and `steps`, by default their sum, of a run with stages."""
     names = [str(stage.get("name", "")) for stage in spec.stages]
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
@@ -104,7 +104,7 @@ def completed(spec: RunSpec) -> dict[str, Any]:
 
 
 def _stage(run: RunSpec, raw: Mapping[str, Any], before: tuple[Stage, ...]) -> Stage:
-    """A stage from what it changes; its sections change single settings, and its rewards take the others' place."""
+    """A stage from its changes to the run; its sections change single settings, its rewards replace the run's."""
     name, kind = str(raw["name"]), raw.get("kind", "train")
     where, start = f"stage '{name}'", before[-1].end if before else 0
     if kind not in (known := ["train", *plugins.names("stage")]):

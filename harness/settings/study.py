@@ -234,11 +234,11 @@ class StudySpec(Section):
         return [SearchPlan(base.label, base, one, seeds, final) for base, one in found]
 
     def arm_labels(self) -> list[str]:
-        """Labels of the compared arms, as far as they are known before the study runs."""
+        """Labels of the compared arms that are known before the study runs."""
         return [] if self.design == "search" else [arm.label for arm in self._known]
 
     def claimed(self) -> list[list[Weights]]:
-        """The contrasts of each claim. SpecError for one that does not fit the arms, of which controls are none."""
+        """The contrasts of each claim. SpecError for one that does not fit the arms other than controls."""
         levels = {arm.label: arm.levels for arm in self.design_arms() if arm.spec.control is None}
         try:
             return [claim.contrasts(levels) for claim in self.claim]

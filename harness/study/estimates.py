@@ -1,8 +1,8 @@
-"""Estimates what a study takes: the seconds until each trial's end and until the report, its budget, its cost so far.
+"""Estimates a study: the seconds until each trial's end and until the report, its budget, its cost so far.
 
-A trial takes the tokens that pass through its model times the seconds of one. Those are measured: by trials of its arm,
-or else of its study, or else by the newest runs in this runs folder with its model, engine and device. Where nothing
-was measured, they follow from the operations of a pass and the speed of a product of matrices on this machine.
+The time of a trial is the number of tokens that pass through its model times the seconds of one. These are measured in
+trials of its arm, or else of its study, or else in the newest runs of this runs folder with its model, engine and
+device; else they follow from the operations of a pass and the speed of a product of matrices on this machine.
 """
 
 import heapq
@@ -32,8 +32,8 @@ NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
 class Timed(NamedTuple):
-    """The seconds of a trial for so many passes of tokens. Of a past run also its kind, the digest of its cold start,
-    which is there now, and the seconds that it took besides (infinite if it waited for that)."""
+    """The seconds of a trial for so many passes of tokens. A past run also has its kind, the digest of its cold start,
+    which is there now, and its other seconds (infinite if it waited for the cold start)."""
 
     seconds: float
     passes: float
@@ -177,7 +177,7 @@ def _pace(found: Sequence[Timed]) -> float:
 
 
 def _stamped(paths: Iterable[Path]) -> Iterator[tuple[float, Path]]:
-    """When each was last written; without those that another process removed or renamed since they were listed."""
+    """(time of the last write, path), without paths that another process removed or renamed since they were listed."""
     for path in paths:
         with suppress(OSError):
             yield path.stat().st_mtime, path

@@ -36,8 +36,7 @@ def work(
     """Run trials of a started study, one after another, until none is left to take or a signal asks to stop; returns
     the study's progress and the signals that came.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 let the worker finish its step, write a checkpoint and return its trial at
-    once. ValueError for a study that was not started. `run_study` explains the other arguments.
+    ValueError for a study that was not started. `run_study` explains the other arguments.
     """
     runs = Path(runs).resolve()
     if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it

@@ -4,17 +4,16 @@ import ast
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ..base.inputs import Inputs, Unreachable
+from ..base.inputs import Inputs
 from ..base.machine import default_workers, usable_gpus
 from ..base.words import quoted
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..policy.sources import is_here
 from ..record.study import study_settings
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.raw import differences
@@ -32,35 +31,6 @@ _SUMMARY = (
 )  # fmt: skip
 
 
-def missing_here(specs: Sequence[RunSpec]) -> list[str]:
-    """Everything that the runs need and this machine lacks, as text: a device, a model, data of the Hub, an engine.
-
-    ValueError for local data that are missing or lack a split.
-    """
-    from ..devices.device import resolve_device
-    from ..policy.model import check_model
-
-    missing: dict[str, None] = {}
-
-    def note(subject: str, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except (ValueError, OSError, ImportError) as error:
-            if subject.startswith("data") and isinstance(error, ValueError) and not isinstance(error, Unreachable):
-                raise
-            missing[f"{subject}: {' '.join(str(error).split())}"] = None
-
-    for spec in specs:
-        note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
-        note(f"engine '{spec.engine.name}'", spec.engine.check_machine)
-        check_model(spec.model)
-        if not is_here(spec.model):
-            missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
-    for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
-        note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
-    return list(missing)
-
-
 def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str, *, here: bool = True) -> None:
     """ValueError for a study that cannot run; reads no weights and writes nothing.
 
@@ -75,10 +45,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         check_metrics(study, specs)
         check_claimed(study, specs)
 
-    def copies(spec: RunSpec) -> int:
-        return num_copies(study, spec, workers, len(specs) * len(study.seeds)) if here else 1
-
-    check_runs(specs, runs, models=execute == EXECUTE, here=here, copies=copies)
+    copies = partial(num_copies, study, workers=workers, trials=len(specs) * len(study.seeds)) if here else None
+    check_runs(specs, runs, models=execute == EXECUTE, copies=copies)
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
@@ -95,7 +63,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[
     """The bytes of disk that the trials still need for this study's workers, and the free ones; None if unknown.
 
     SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
-    database share the trials too, so this host counts only those that it runs at a time.
+    database share the trials too, so this host counts only the trials that it runs at a time.
     """
     from ..checks.disk import check_disk
 
@@ -172,7 +140,7 @@ def check_unchanged(study: StudySpec, storage: Storage) -> Inputs:
     if started is None:
         return {}
     if lost := {"digest", "seeds", "inputs"} - started.keys():
-        rule = f"the record of a started study must say what it was started with, {storage.document_place} has no "
+        rule = f"the record of a started study must keep its settings and inputs, {storage.document_place} has no "
         fix = "restore it from a copy, or choose another `name`"
         raise SpecError(f"{rule}{' and no '.join(sorted(lost))}; {fix}")
     if started["digest"] != study.digest() and not _only_adds_arms(started, study):

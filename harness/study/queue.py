@@ -174,7 +174,7 @@ class Queue:
             return [(arm, count) for (arm, _), count in zip(planned(study), counts, strict=True) if count]
 
     def status(self, workers: int | None = None) -> StudyStatus:
-        """The progress, and the time that is left with so many workers, by default those that work now."""
+        """The progress, and the time that is left with so many workers, by default as many as work now."""
         attempts = self._read()
         dead = {trial.number for trial in self._dead(attempts).values()}
         if dead:  # or just ended: a worker records the end before it gives up its lease

@@ -12,7 +12,7 @@ from typing import Any
 from ..base.files import write_json
 from ..base.inputs import Inputs, check_same, expecting
 from ..base.machine import default_workers
-from ..checks.preflight import run_inputs
+from ..checks.preflight import missing_here, run_inputs
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
@@ -22,7 +22,7 @@ from ..settings.study import StudySpec
 from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
 from .pool import supervise
-from .preflight import check_room, check_study, check_unchanged, missing_here
+from .preflight import check_room, check_study, check_unchanged
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
 
@@ -105,7 +105,7 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
 
 
 def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dict[str, Any]]:
-    """The trials that failed; once the study has ended also those whose files here cannot be read."""
+    """The trials that failed; once the study has ended, also trials with files here that cannot be read."""
     found = []
     for trial in status.trials:
         reason = trial.reason if trial.state == "failed" else None

@@ -9,7 +9,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from ..record.run import read_result
 from ..record.study import keep_document
 from ..settings.effect import identical
 from ..settings.errors import SpecError, did_you_mean
-from ..settings.raw import parse_overrides
 from ..settings.run import RunSpec
 from .plan import Clone
 from .preflight import check_metrics
@@ -33,31 +32,9 @@ NO_CHECKPOINT = "`warm` starts from a checkpoint, and '{}' has none for seed {};
 START = ("model", "prompt", "dtype", "lora", "cold_start", "stages")  # settings that decide the start of a run
 
 
-def steer(
-    verb: str, study: str, runs: Path, arm: str, *, sets: Sequence[str] = (), warm: bool = False,
-    storage: str | None = None,
-) -> str:  # fmt: skip
-    """What a request did, in words; asked again it does nothing more. ValueError for one that cannot be.
-
-    `sets` (PATH=VALUE) and `warm` are of a clone.
-    """
-    if verb == "clone":
-        clone = clone_arm(study, runs, arm, parse_overrides(sets), warm=warm, storage=storage)
-        steps = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
-        return (f"New arm: {clone.label}{f' ({steps})' if warm else ''}\n"
-                "It runs as soon as a worker is free. If the study has ended, run its command again.")  # fmt: skip
-    if verb == "stop":
-        new = _queue(study, runs, arm, storage).hold(arm, True)
-        words = "stops: its trials finish their step and write a checkpoint." if new else "is already stopped."
-        return f"{arm} {words} To continue it: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}"
-    if verb == "resume":
-        new = _queue(study, runs, arm, storage).hold(arm, False)
-        words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
-        return f"{arm} {words}. If the study has ended, run its command again."
-    if verb == "drop":
-        new = drop_arm(study, runs, arm, storage)
-        return f"{arm} {'is taken back: none of its trials will run.' if new else 'was already taken back.'}"
-    raise SpecError(f"a request to an arm must be stop, resume, clone, drop, got '{verb}'")
+def hold_arm(name: str, runs: Path, arm: str, held: bool, storage: str | None = None) -> bool:
+    """Ask an arm to stop, or let it continue; returns whether this changed anything."""
+    return _queue(name, runs, arm, storage).hold(arm, held)
 
 
 def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:

@@ -197,7 +197,7 @@ def claims(found: Sequence[JudgedClaim]) -> list[Drawing]:
     drawings = []
     for (is_ratio, unit), rows in units.items():
         if rows:
-            title = "Each claim against what it predicts"
+            title = "Each claim against its prediction"
             caption = "Shaded: where the contrast should lie; bar: 95 % interval."
             labels = [claim.sentence if len(claim.found) == 1 else name for claim, name, _ in rows]
             plot = partial(_claims, rows, is_ratio, unit)

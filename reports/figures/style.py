@@ -222,7 +222,7 @@ def _saved(figure: Figure, suffix: str) -> bytes:
 
 
 def roles(analysis: Analysis) -> dict[str, str]:
-    """Arm -> what it is among many, in the order of the palette; of equal arms the first is the highest or lowest."""
+    """Arm -> its role among many, in the order of the palette; of equal arms the first is the highest or lowest."""
     search = search_of(analysis.record)
     found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}
     found |= {analysis.baseline.label: "baseline"} if analysis.baseline is not None else {}

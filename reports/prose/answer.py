@@ -1,4 +1,4 @@
-"""Writes a study's answer: one sentence with its uncertainty and what is missing."""
+"""Writes a study's answer: one sentence with its uncertainty and its gaps."""
 
 import math
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def _unexplained(analysis: Analysis) -> str:
 
 
 def _twins(analysis: Analysis) -> str:
-    """The arms that are the same run by their settings, whatever a test would say; empty if there are none."""
+    """A clause on arms that are the same run by their settings, without a test; empty if there are none."""
     found = [f"{wording.quoted(labels, len(labels))} are identical by construction ({reason})"
              for labels, reason in analysis.record.identical]  # fmt: skip
     return "; ".join(found)
@@ -270,6 +270,6 @@ def _left_out(analysis: Analysis) -> str:
 
 
 def _added(analysis: Analysis) -> str:
-    """That the number of seeds may follow from results."""
+    """A clause that says that the number of seeds may follow from results; empty if it cannot."""
     read = wording.listed([str(count) for count in analysis.record.looks], len(analysis.record.looks))
     return f"seeds were added after a report over {read} of them, which makes intervals and p larger" if read else ""

@@ -1,6 +1,6 @@
-"""Writes what reviewers ask of a comparison: questions, and answers that together are a paragraph for a paper.
+"""Answers the questions of reviewers about a comparison; the answers together are a paragraph for a paper.
 
-The answers come from the record; what it does not know is said to be unknown. The questions are, in our words, from
+The answers come from the record, or say that it does not know. The questions are, in our words, from
 the NeurIPS paper checklist on experiments and from Eimer et al. (2023, arXiv:2306.01324) on tuning in reinforcement
 learning.
 """
@@ -57,7 +57,7 @@ def methods(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def best_checkpoint(analysis: Analysis) -> str:
-    """What choosing the best step of each run, by the problems that judge it, would have added; empty if unknown."""
+    """A sentence on the gain if the problems that judge a run also chose its best step; empty if unknown."""
     metric, found = analysis.record.metric, dict[str, float]()
     for arm in analysis.finished_arms if wording.is_fraction(metric) else ():
         series = [analysis.usable[arm.label, seed].history.get(metric, ()) for seed in arm.scores]

@@ -139,7 +139,7 @@ def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any
 
 
 def _join_note(analysis: Analysis) -> _Note | None:
-    """The differences between the studies of a joined page besides their arms."""
+    """The differences between the studies of a joined page, apart from their arms."""
     record = analysis.record
     if not isinstance(record, JoinedStudy):
         return None
@@ -175,7 +175,7 @@ def _added_note(analysis: Analysis) -> _Note | None:
 
 
 def _looks_note(analysis: Analysis) -> _Note | None:
-    """What it costs that the number of seeds may follow from results; None if it cannot."""
+    """The cost of a number of seeds that may follow from results; None if it cannot."""
     record = analysis.record
     counts = [len(arm.scores) for arm in analysis.finished_arms if share_of_alpha(record, arm.scores) < 1]
     if not counts:
@@ -200,8 +200,7 @@ def _looks_note(analysis: Analysis) -> _Note | None:
             f"before the first reading, keeps {100 * ALPHA:g} %."
         )
     return "Seeds are still to come", (
-        "No difference is tested before all planned seeds have ended, for a study may be stopped by what it shows. "
-        f"{text}"
+        f"No difference is tested before all planned seeds have ended, because early results may stop a study. {text}"
     )
 
 

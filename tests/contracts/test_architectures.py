@@ -1,16 +1,12 @@
 """Every path to a log-prob gives what the model's own forward pass gives, for many architectures."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from architectures import REREAD, SETTINGS, WHOLE, build_model, differences
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from architectures import REREAD, SETTINGS, WHOLE, build_model, differences
 
 NATS = 1e-4
 

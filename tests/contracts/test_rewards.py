@@ -1,13 +1,7 @@
 """What every reward must keep; rewards are found by name, so that a new one is tested without a word here."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from cohort.harness import plugins
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from fakes import graded_group
 from taint import assert_never_sees_gold
 

@@ -23,7 +23,6 @@ from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
 
 DOCUMENTED = "my_problems"
 INSTALLED = [name for name in plugins.names("task") if name != "reasoning_gym" or importlib.util.find_spec(name)]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
 from cohort.algorithms._functional import to_go, token_rewards
@@ -23,14 +22,12 @@ from cohort.algorithms.ppo import PPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
-from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-THEIR_FLOOR = 1e-6
 GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9)
 Loss = Callable[..., tuple[Tensor, Any]]
 
@@ -56,11 +53,11 @@ def scores(case: Case, kl_beta: float) -> Tensor:
     return verl.compute_rewards(case.row_rewards_BT, old, ref, kl_beta)
 
 
-def gae(case: Case, *, whitened: bool) -> Numbers:
+def gae(case: Case) -> Numbers:
     values = case.completion(case.batch.values_BT)
     rewards, mask = scores(case, GAE.kl_beta), case.mask.double()
-    advantages, returns = verl.compute_gae_advantage_return(rewards, values, mask, GAE.gamma, GAE.gae_lambda)
-    return on_tokens(case, advantages if whitened else returns - values)
+    _, returns = verl.compute_gae_advantage_return(rewards, values, mask, GAE.gamma, GAE.gae_lambda)
+    return on_tokens(case, returns - values)
 
 
 def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **settings: Any) -> Numbers:
@@ -68,7 +65,7 @@ def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **se
     return on_tokens(case, function(scores(case, kl_beta), mask, index=case.index, **settings)[0])
 
 
-def reinforce(case: Case, gamma: float = 1.0) -> Numbers:
+def reinforce(case: Case, gamma: float) -> Numbers:
     function = verl.compute_reinforce_plus_plus_outcome_advantage
     return on_tokens(case, function(scores(case, 0.05), case.mask.double(), config=AlgoConfig(gamma=gamma))[0])
 
@@ -92,11 +89,6 @@ def without_baseline_at_the_end(case: Case) -> Numbers:
     return Numbers(whole.where(alone & case.mask, our_advantages(OptimalTokenBaseline(), case).value))
 
 
-def lead_over_deviation(case: Case) -> Numbers:
-    std = case.batch.rewards_PG.std(dim=1).repeat_interleave(case.batch.group_size)[:, None]
-    return Numbers(our_advantages(PassAtK(), case).value / (std + THEIR_FLOOR))
-
-
 def bessel(raw: Callable[[Case], Tensor]) -> Callable[[Case], Numbers]:
     """Our formula with n - 1 instead of n tokens under the variance."""
 
@@ -115,7 +107,7 @@ def plain_gae(case: Case) -> Tensor:
     return case.completion((batch.returns_BT - batch.values_BT) * batch.completion_mask_BT)
 
 
-def plain_to_go(case: Case, gamma: float = 1.0) -> Tensor:
+def plain_to_go(case: Case, gamma: float) -> Tensor:
     return case.completion(to_go(token_rewards(case.batch, 0.05), gamma))
 
 
@@ -133,14 +125,10 @@ def advantage_rows() -> list[Row]:
     n_minus_1 = "they whiten with n - 1 tokens under the variance, we with n"
     return [
         Row("ppo: GAE, k1 in the reward", "compute_gae_advantage_return", cases,
-            lambda case: Numbers(plain_gae(case)), partial(gae, whitened=False)),
-        Row("ppo: GAE, whitened", "compute_gae_advantage_return", more_than_one_token,
-            partial(our_advantages, GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
+            lambda case: Numbers(plain_gae(case)), gae),
         Row("grpo: advantage, k1 in the reward", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
             partial(our_advantages, GRPO(kl_in="reward", kl_estimator="k1", kl_beta=0.05)),
             partial(outcome, grpo_like, kl_beta=0.05, epsilon=1e-4)),
-        Row("reinforce_plus_plus: advantage", "compute_reinforce_plus_plus_outcome_advantage", more_than_one_token,
-            partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05)), reinforce, n_minus_1, bessel(plain_to_go)),
         Row("reinforce_plus_plus: advantage, gamma 0.9", "compute_reinforce_plus_plus_outcome_advantage",
             more_than_one_token, partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05, gamma=0.9)),
             partial(reinforce, gamma=0.9), n_minus_1, bessel(partial(plain_to_go, gamma=0.9))),
@@ -156,9 +144,6 @@ def advantage_rows() -> list[Row]:
         Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
             partial(our_advantages, PassAtK()),
             partial(outcome, passk, config=AlgoConfig(norm_adv_by_std_in_grpo=False))),
-        Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage", cases, partial(our_advantages, PassAtK()),
-            partial(outcome, passk, config=AlgoConfig()),
-            "by default they divide by the group's deviation, the paper does not", lead_over_deviation),
         Row("remax: advantage", "compute_remax_outcome_advantage", cases, partial(our_advantages, ReMax()), remax),
     ]  # fmt: skip
 
@@ -202,11 +187,6 @@ def nothing_dual_clipped() -> list[Case]:
     return [case for case in cases() if (case.logprobs_BT - case.batch.old_logprobs_BT).max() < 1.09]
 
 
-def dual_clipped(algorithm: Algorithm, case: Case) -> Numbers:
-    """Our loss with verl's dual clip."""
-    return our_loss(algorithm.model_copy(update={"ratio_bound": 3.0}), case)
-
-
 def proper() -> list[Case]:
     """Batches in which no probability is above 1, which matters where it is not just a ratio."""
     return [Case(case.batch, case.logprobs_BT.clamp(max=-0.01), case.values_BT) for case in cases()]
@@ -219,20 +199,6 @@ def log_prob_valued(algorithm: DPPO, case: Case) -> Numbers:
     return Numbers((gradient * case.completion(case.logprobs_BT)).sum(), gradient)
 
 
-def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
-    """Our loss, with the tokens chosen by the log-probs that have moved, whatever the sign of their covariance."""
-    batch, mask = prepared(algorithm, case), case.batch.completion_mask_BT
-    credit, logprobs = batch.advantages_BT[mask], case.logprobs_BT[mask]
-    covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
-    held = torch.zeros_like(covariance, dtype=torch.bool)
-    held[covariance.topk(max(1, int(len(held) * algorithm.covariance_share))).indices] = True
-    batch = batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held))
-    leaf = case.logprobs_BT.clone().requires_grad_()
-    total, _ = algorithm.loss(batch, PolicyOutput(leaf, torch.zeros_like(leaf)))
-    total.backward()
-    return Numbers(total.detach(), case.completion(leaf.grad))
-
-
 def on_policy() -> list[Case]:
     return list(cases(moved=0.0))
 
@@ -240,7 +206,6 @@ def on_policy() -> list[Case]:
 def loss_rows() -> list[Row]:
     vanilla, row_mean = verl.compute_policy_loss_vanilla, "seq-mean-token-mean"
     ppo, grpo = PPO(kl_beta=0.05), GRPO(kl_beta=0.1)
-    dual = "dual clip: A < 0 and ratio > 3 count -3 A and have no gradient there; the paper has no such bound"
 
     def pair(
         objective: str,
@@ -264,7 +229,6 @@ def loss_rows() -> list[Row]:
     valued = "their value is weight * A * log-prob, ours (as the paper's) weight * A; the gradient is the same"
     return [
         pair("ppo: loss, no ratio above 3", vanilla, ppo, "token-mean", nothing_dual_clipped),
-        explained(pair("ppo: loss", vanilla, ppo, "token-mean"), dual, partial(dual_clipped, ppo)),
         Row("ppo: critic's loss", "compute_value_loss(token-mean)", cases,
             partial(our_critic_loss, ppo), partial(critic_loss, ppo)),
         *(pair(f"grpo: loss, KL by {k}", vanilla, grpo.model_copy(update={"kl_estimator": k}), row_mean,
@@ -281,9 +245,7 @@ def loss_rows() -> list[Row]:
         explained(pair("dppo: loss, KL", verl.compute_policy_loss_dppo_kl, dppo_kl, "seq-mean-token-sum-norm", proper,
                        low=0.05, high=0.05, scale=40), valued, partial(log_prob_valued, dppo_kl)),
         pair("kl_cov: loss, on policy", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", on_policy, **cov),
-        explained(pair("kl_cov: loss", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", **cov),
-                  "they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's",
-                  partial(held_by_the_moved, kl_cov)),
+        # off policy they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's
         pair("reinforce_plus_plus: loss, no ratio above 3", vanilla, ReinforcePlusPlus(kl_beta=0.05), "token-mean",
              nothing_dual_clipped),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ def kept(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapp
 
 
 def _agree(one: Inputs, other: Inputs) -> bool:
-    """Whether what both have read is the same."""
+    """Whether both have read the same."""
     return all(one[source] == other[source] for source in one.keys() & other.keys())
 
 

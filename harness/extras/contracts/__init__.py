@@ -1,1 +1,1 @@
-"""What every plugin must keep, shipped: `cohort check PACKAGE` asks it of a package of your own."""
+"""The rules that every plugin must keep: `cohort check PACKAGE` checks a package of your own."""

@@ -1,4 +1,4 @@
-"""What the claims of the run-book (`gpu_claims`) ask of a machine: its memory, models, engines and training runs."""
+"""The machine as the claims of the run-book (`claims`) use it: its memory, models, engines and training runs."""
 
 import json
 import os
@@ -44,7 +44,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Backend:
-    """This machine. Tests have one of their own, which answers at once and as wrongly as it is told to."""
+    """This machine. Tests have one of their own, which answers at once, and wrongly if a test asks for it."""
 
     folder: Path  # of this run of the book
     model: str

@@ -38,7 +38,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """What a claim found. It holds if the value is text, or finite and within its bounds."""
+    """One value that a claim's check found. It holds if it is text, or finite and within its bounds."""
 
     name: str
     value: float | str
@@ -66,8 +66,8 @@ NEEDS: Mapping[str, tuple[Callable[[Backend], bool], str]] = {
 
 @dataclass(frozen=True)
 class GPUClaim:
-    """`check` measures it, in a process of its own that has `limit` seconds, on a machine that has what it `needs`;
-    `why` gives the reason of its bounds."""
+    """`check` measures it, in a process of its own that has `limit` seconds, on a machine that meets its `needs`; `why`
+    gives the reason of its bounds."""
 
     name: str
     says: str
@@ -77,7 +77,7 @@ class GPUClaim:
     needs: Sequence[str] = ()
 
     def numbers(self, backend: Backend) -> list[Number]:
-        """What the check finds; Skipped where the machine lacks what it needs."""
+        """The check's numbers; Skipped if the machine lacks what it needs."""
         for need in self.needs:
             has, words = NEEDS[need]
             if not has(backend):
@@ -359,9 +359,9 @@ REPEATS = "equal settings give equal results; kernels that add in any order leav
 RECOMPUTED, KEPT = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
 FITS = "an estimate below the peak lets a run in that ends out of memory; one of twice the peak refuses runs that fit"
 STARTS = "each worker of a study starts its engine once, from graphs that an earlier start compiled"
-AGREES = "the bounds of a run's own checks (run/sync.py); a tenth of them for the mean, half for 99.9 %"
+AGREES = "the bounds of a run's own checks (run/guards/sync.py); a tenth of them for the mean, half for 99.9 %"
 NOISE = "other noise would leave next to no token equal; one that rounding flips changes the rest of its row"
-SLEEP = "one stale tensor spoils a run; what sleeps is weights and cache, most of what vLLM takes"
+SLEEP = "one stale tensor spoils a run; the weights and the cache sleep, which are most of vLLM's memory"
 PPO = {"algorithm.name": "ppo"}
 PEAKS: Mapping[str, Mapping[str, Any]] = {
     "grpo-memory": KEPT, "grpo-memory-recomputed": RECOMPUTED, "ppo-memory": KEPT | PPO,

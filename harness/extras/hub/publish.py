@@ -23,7 +23,7 @@ from ...settings.errors import SpecError
 def publish(run: Path, repository: str) -> str:
     """Upload the final policy of a run and its card to a repository of the Hub, private if it is new; its address.
 
-    SpecError for a name that is none, a run that has not ended, or what the Hub refuses.
+    SpecError for an impossible name, a run that has not ended, or a refusal of the Hub.
     """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise SpecError(f"`repository` must be the name of a user and a repository, got '{repository}'")
@@ -83,7 +83,7 @@ def model_card(run: Path) -> str:
 
 
 def _of_study(run: Path) -> list[str]:
-    """What the study of a trial says of its arm, over all seeds; nothing for a single run."""
+    """Lines on a trial's arm from its study, over all seeds; none for a single run."""
     folder = run.resolve().parents[1]
     if not (folder / STUDY).is_file():
         return []

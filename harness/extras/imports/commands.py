@@ -26,9 +26,10 @@ def import_scores(
 ) -> None:
     """Make a study of scores that other programs measured: error bars, tests and a report for runs that you have.
 
-    A table (CSV, JSONL, parquet) has the columns arm, seed, problem and score (0 to 1). A folder holds ARM/SEED/ with
-    the files of each run: sample logs of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl
-    dump, or a table. Nothing is graded again.
+    A table (CSV, JSONL, parquet) has the columns arm, seed, problem and score (0 to 1), and if known sample (number of
+    one of several completions), step (of training), tokens (generated until then) and family (of related problems). A
+    folder holds ARM/SEED/ with the files of each run: sample logs of lm-eval, details of lighteval, logs of inspect,
+    completions that TRL or verl dump, or a table. Nothing is graded again.
     """
     from . import scores as imports
 

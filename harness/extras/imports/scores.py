@@ -1,6 +1,6 @@
-"""Imports scores that other programs measured as a study of the runs folder, whose record reports read as any other.
+"""Imports scores that other programs measured, as a study of the runs folder: reports read its record as any other.
 
-A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/, in it what one run left: sample logs
+A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/ with the files of one run: sample logs
 of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl dump, or a table. A run is an arm with a
 seed; its last step counts. Scores are taken as they are. Files are hostile: sizes are bounded before they are unpacked.
 """
@@ -73,13 +73,8 @@ def import_scores(
 ) -> Result:
     """The result of a new study, RUNS/studies/NAME, of scores that something else measured.
 
-        scores    a frame with a row for each score, or a file or folder as `cohort import` takes. Columns: `arm`,
-                  `seed`, `problem`, `score` (0 to 1), and if known `sample` (number of one of several completions),
-                  `step` (of training), `tokens` (generated until then), `family` (of related problems)
-        baseline  the arm to compare with, by default the first
-        score     the name of the score, where there are several
-
-    The same scores again change nothing. ValueError with rule, value and fix for all others.
+    `scores` is a frame with the columns of a table, or a file or folder, as `cohort import` takes it; the other
+    arguments are its options. The same scores again change nothing. ValueError with rule, value and fix for all others.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
         raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
@@ -196,7 +191,7 @@ def _member(log: zipfile.ZipFile, name: str) -> Any:
 def _split(
     row: Mapping[str, Any], file: Path, number: int, score: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """What a row says beside its scores, and these by name, by the program that wrote it."""
+    """(other values of a row, its scores by name), by the program that wrote it."""
     keys, known = row.keys(), row
     if "prompt_id" in keys:  # as `Result.problems` has it
         known = {**row, "problem": row["prompt_id"]}

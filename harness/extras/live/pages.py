@@ -39,7 +39,7 @@ _reading = threading.Lock()  # matplotlib's settings are global
 
 
 class LiveStudy:
-    """What the page of a study shows now, read once for all its browsers."""
+    """The present content of a study's page, read once for all its browsers."""
 
     def __init__(self, name: str) -> None:
         self.name, self.runs = name, runs_folder(None).resolve()

@@ -164,7 +164,7 @@ def train_reward_model(
 
 
 def split(ranked: Sequence[Ranked]) -> Parts:
-    """Those to fit and the held-out ones. A prompt is held out in every fit, or in none."""
+    """(completions to fit, held-out ones). A prompt is held out in every fit, or in none."""
     parts: Parts = ([], [])
     for one in ranked:
         fraction = int.from_bytes(hashlib.sha256(b"reward-model:" + one.prompt.encode()).digest()[:6]) / 2**48

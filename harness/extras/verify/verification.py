@@ -121,7 +121,7 @@ BAD_FILE = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflo
 
 
 def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyRecord, Findings]:
-    """Recompute every number of the report of a study, of the runs folder or in any folder; changes nothing."""
+    """The record of a study, and what `cohort verify` finds of it."""
     own = runs_folder(runs) / "studies" / study
     place = own if own.is_dir() else Path(study)
     if not place.is_dir():
@@ -351,7 +351,7 @@ def _check_evaluation(
 
 
 def _check_verdicts(file: str, rows: Sequence[Mapping[str, Any]], graded: Sequence[GradedGroup], scope: Scope) -> None:
-    """Compare the answer and the verdict of every row with those that its completion gets now."""
+    """Compare the answer and the verdict of every row with a new grading of its completion."""
     derived = [pair for g in graded for pair in zip(g.answers, g.correct or (), strict=True)]
     scope.findings.completions += len(rows)
     for row, (answer, correct) in zip(rows, derived, strict=True):

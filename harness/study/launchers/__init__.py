@@ -1,1 +1,1 @@
-"""Where the workers of a study run: this machine, or what an extra brings."""
+"""Starts the workers of a study: on this machine, or by an extra's launcher."""

@@ -113,7 +113,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _end_of(self, name: Any, worker: Any) -> tuple[str, int, str] | None:
-        """What a worker is called, its exit status (negative for a signal) and its last output; None while it lives."""
+        """A worker's name, its exit status (negative for a signal) and its last output; None while it lives."""
 
     @abstractmethod
     def _ask_to_stop(self) -> None: ...

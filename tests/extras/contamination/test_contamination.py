@@ -35,7 +35,6 @@ from cohort.reports.render import write_report
 from factories import make_spec
 from fake_study import HOSTILE, fake_study
 from fake_trials import begin_study, of_study
-from test_cli import Shell
 from test_report import read_page
 from torch import nn
 
@@ -171,11 +170,6 @@ def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
 
 
 PROBE = ["contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
-
-
-@pytest.fixture
-def cohort(capsys) -> Shell:
-    return Shell(capsys)
 
 
 def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort, runs):

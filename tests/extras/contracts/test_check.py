@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from cohort.harness.cli.app import main
 from cohort.harness.extras.contracts.plugins import check_package
+from entry_points import declare
 
 BROKEN = """
 from cohort.algorithms.grpo import GRPO
@@ -70,23 +70,19 @@ class Raises(Reward):
         return []
 """
 POINTS = {
-    "algorithms": "upside = {}:Upside\nrows = {}:Rows",
-    "engines": "unkeyed = {}:Unkeyed",
-    "mirrors": "picky = {}:Picky",
-    "rewards": "leaky = {}:Leaky\nby_place = {}:ByPlace\nloud = {}:Loud\nraises = {}:Raises",
-    "tasks": "mixed = {}:Mixed\nalike = {}:Alike",
+    "algorithms": {"upside": "Upside", "rows": "Rows"},
+    "engines": {"unkeyed": "Unkeyed"},
+    "mirrors": {"picky": "Picky"},
+    "rewards": {"leaky": "Leaky", "by_place": "ByPlace", "loud": "Loud", "raises": "Raises"},
+    "tasks": {"mixed": "Mixed", "alike": "Alike"},
 }
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> str:
     (tmp_path / "broken_plugins.py").write_text(BROKEN)
-    info = tmp_path / "broken_plugins-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugins\nVersion: 1\n")
-    sections = [f"[cohort.{group}]\n{text.replace('{}', 'broken_plugins')}\n" for group, text in POINTS.items()]
-    (info / "entry_points.txt").write_text("\n".join(sections))
-    monkeypatch.syspath_prepend(tmp_path)
+    places = {group: {name: f"broken_plugins:{cls}" for name, cls in named.items()} for group, named in POINTS.items()}
+    declare(tmp_path, monkeypatch, "broken-plugins", places)
     monkeypatch.delitem(sys.modules, "broken_plugins", raising=False)
     return "broken-plugins"
 
@@ -114,18 +110,13 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package):
 
 
 @pytest.mark.slow
-def test_the_command_says_what_to_change_and_ends_with_1(package, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["check", package])
-    out = capsys.readouterr().out
-    assert ended.value.code == 1
-    assert "FAIL algorithm upside: A step along the gradient makes the better of two answers likelier." in out
-    assert "fix: check the sign of the loss, which is minimised" in out
-    assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in out
+def test_the_command_says_what_to_change_and_ends_with_1(package, cohort):
+    assert cohort("check", package) == 1
+    assert "FAIL algorithm upside: A step along the gradient makes the better of two answers likelier." in cohort.out
+    assert "fix: check the sign of the loss, which is minimised" in cohort.out
+    assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in cohort.out
 
 
-def test_a_package_without_plugins_is_refused(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "pip"])
-    assert ended.value.code == 2
-    assert "no installed package 'pip' declares plugins" in capsys.readouterr().err
+def test_a_package_without_plugins_is_refused(cohort):
+    assert cohort("check", "pip") == 2
+    assert "no installed package 'pip' declares plugins" in cohort.err

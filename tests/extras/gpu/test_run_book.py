@@ -1,6 +1,5 @@
 """`cohort gpu`: every claim on a fake GPU, with and without a fault that it must find, and on this machine."""
 
-import json
 import math
 import os
 import pickle
@@ -20,7 +19,6 @@ import pytest
 import torch
 from cohort.harness.api.machine import Check
 from cohort.harness.checks.memory import estimate_run, peak_bytes
-from cohort.harness.cli import app
 from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
 from cohort.harness.extras.gpu import backend, book, claims
@@ -331,25 +329,21 @@ def test_runs_are_told_apart_by_one_value_and_by_what_they_lack():
     assert _difference(one, run(a_loss=2.0)) == math.inf
 
 
-def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path, monkeypatch, capsys):
-    def cohort(*options, faults=()):
+def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path, monkeypatch, cohort):
+    def gpu(only, *options, faults=()):
         monkeypatch.setattr(book, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
         monkeypatch.setattr(book, "measure_claims", partial(measure_claims, start="fork"))
-        with pytest.raises(SystemExit) as ended:
-            app.main(["gpu", "tiny", "--runs", str(tmp_path / "runs"), *options])
-        return ended.value.code or 0, *capsys.readouterr()
+        return cohort("gpu", "tiny", "--runs", tmp_path / "runs", "--only", only, *options)
 
-    status, out, err = cohort("--only", "machine,free-memory")
-    assert (status, "PASS free-memory" in err) == (0, True)
-    assert "580.1" in out and "free 80 GiB (at least" in out and "2 PASS" in out
-    status, out, _ = cohort("--only", "machine,free-memory", "--json", faults=["memory is taken"])
-    claims = json.loads(out)["claims"]
-    assert status == 1 and [one["state"] for one in claims] == ["PASS", "FAIL"]
+    assert gpu("machine,free-memory") == 0 and "PASS free-memory" in cohort.err
+    assert "580.1" in cohort.out and "free 80 GiB (at least" in cohort.out and "2 PASS" in cohort.out
+    assert gpu("machine,free-memory", "--json", faults=["memory is taken"]) == 1
+    claims = cohort.json()["claims"]
+    assert [one["state"] for one in claims] == ["PASS", "FAIL"]
     (number,) = claims[1]["numbers"]
     assert number.pop("least") > 0 and number == {"name": "free", "value": 0, "unit": "GiB", "most": None}
-    assert cohort("--only", "machine,free-memory", faults=["interrupt"])[0] == 130
-    status, _, err = cohort("--only", "sleeps")
-    assert status == 2 and "did you mean 'sleep'" in err
+    assert gpu("machine,free-memory", faults=["interrupt"]) == 130
+    assert gpu("sleeps") == 2 and "did you mean 'sleep'" in cohort.err
     assert list((tmp_path / "runs").iterdir()) == []  # it leaves nothing
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 from cohort.harness.base.files import sha256
-from cohort.harness.cli import app
 from cohort.harness.extras.hub import publish
 from cohort.harness.record.events import EVENTS
 from cohort.harness.record.run import RunLog
@@ -81,11 +80,9 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
     assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")
 
 
-def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub, capsys):
-    with pytest.raises(SystemExit) as done:
-        app.main(["publish", str(ended), "me/policy"])
-    assert not done.value.code
-    assert capsys.readouterr().out == "me/policy: https://hub/me/policy\n"
+def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub, cohort):
+    assert cohort("publish", ended, "me/policy") == 0
+    assert cohort.out == "me/policy: https://hub/me/policy\n"
     assert hub.created == [("me/policy", True)]
     policy = next(ended.glob("checkpoints/*/policy"))
     assert hub.files.pop("README.md").decode() == publish.model_card(ended)
@@ -95,8 +92,6 @@ def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub
         publish.publish(ended, "me/policy")
 
 
-def test_a_name_that_is_none_is_refused(ended, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        app.main(["publish", str(ended), "policy"])
-    said = " ".join(capsys.readouterr().err.split())
-    assert "must be the name of a user and a repository, got 'policy'" in said
+def test_a_name_that_is_none_is_refused(ended, cohort):
+    assert cohort("publish", ended, "policy") == 2
+    assert "must be the name of a user and a repository, got 'policy'" in cohort.said

@@ -1,6 +1,5 @@
 """Stages of a run: each begins with the policy of the one before; what is kept and learnt; costs, kills, refusals."""
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,8 @@ from cohort.harness.settings.run import ColdStart, get_path, parse_run
 from cohort.harness.study.estimates import passes
 from cohort.harness.study.preflight import check_claimed
 from factories import FEW, make_spec
-from fakes import MemoryLog, check_same_run, final_weights, gone_on, tiny_codec
+from factories import staged as a_run
+from fakes import MemoryLog, check_same_run, final_weights, gone_on, rollout_rows, tiny_codec
 from transformers import LlamaForCausalLM
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
@@ -99,10 +99,6 @@ class Both:
         return lambda *given, **named: [getattr(log, name)(*given, **named) for log in self._logs][-1]
 
 
-def a_run(*stages, **changes):
-    return parse_run({**FEW, "stages": [*stages], "steps": sum(s["steps"] for s in stages), **changes}, "f.yaml")
-
-
 @pytest.mark.slow
 def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_the_one_before(spec, undisturbed):
     folder, log, result = undisturbed
@@ -127,7 +123,7 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     rates = [1e-4 * (1 - i / 3) for i in range(3)] + [1e-3 * (1 - i / 4) for i in range(4)] + [1e-4, 5e-5] * 2
     assert [value for _, value in log.history("optimizer/learning_rate")] == pytest.approx(rates)
     # Of the answers of the stage, 70 x 2 in the file of its first step, some are kept, for some of the problems.
-    answers = [json.loads(line) for line in (folder / "rollouts/step-000004.jsonl").read_text().splitlines()]
+    answers = rollout_rows(folder, 4)
     kept = kept_answers(answers, 2)
     assert {row["step"] for row in answers} == {4} and 0 < len(kept) < 140
     assert log.history("rejection/acceptance") == [(4, len(kept) / 140)]
@@ -139,15 +135,14 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
     assert result.summary["optimizer_steps"] == 11
     # What was sampled is kept, graded, and counted as operations of training.
     (step, samples), *more = log.history("rejection/samples")
-    rows = [json.loads(line) for line in (folder / "rollouts/step-000004.jsonl").read_text().splitlines()]
-    assert (step, samples, len(rows), more) == (4, 140, 140, [])
+    assert (step, samples, len(answers), more) == (4, 140, 140, [])
     assert [phase for phase in log.phases if phase[0] == "sample"] == [("sample", 64, 70), ("sample", 70, 70)]
     assert [phase for phase in log.phases if phase[0] == "train"] == [("train", done, 11) for done in range(1, 12)]
-    right = sum(row["correct"] for row in rows)
+    right = sum(row["correct"] for row in answers)
     assert log.history("train/accuracy")[3] == (4, pytest.approx(right / 140)) and right > 0
     assert log.files["rollouts/step-000004.jsonl"] == sha256(folder / "rollouts/step-000004.jsonl")
     tokens = [value for _, value in log.history("train/generated_tokens")]
-    assert sampling_cost(log, 4) == pytest.approx(flops.sampled(flops.Costs.of(tiny_model(0)), lengths_of(rows, 2)))
+    assert sampling_cost(log, 4) == pytest.approx(flops.sampled(flops.Costs.of(tiny_model(0)), lengths_of(answers, 2)))
     assert tokens[4] == tokens[3] and sampling_cost(log, 5) == 0  # fine-tuning samples no more
     names = {*result.summary, *(metric for _, values in log.events for metric in values)}
     check_claimed(SimpleNamespace(claim=[SimpleNamespace(metric=one) for one in names]), [spec])  # pyright: ignore
@@ -248,7 +243,7 @@ def test_a_teacher_answers_in_place_of_the_policy_and_costs_what_its_size_takes(
         patch.setattr(TransformersEngine, "sleep", lambda engine: slept.append(engine))
         assert train(spec, tmp_path / "run", log, cache=tmp_path).state == "complete"
     assert len(slept) == 3 and len(set(slept)) == 1  # the policy's engine: while the teacher answers, and in two steps
-    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    rows = rollout_rows(tmp_path / "run", 1)
     engine = TransformersEngine(spec.engine, teacher, tiny_codec())
     prompts = spec.task.prompts("train")[:4]
     groups = engine.generate(prompts, 2, spec.sampling_with_limit(), seed=0, step=0)
@@ -323,9 +318,8 @@ def test_stages_are_counted_before_the_start():
 
 
 def test_a_teacher_needs_an_engine_over_the_policys_own_weights():
-    with pytest.raises(
-        SpecError, match=r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"
-    ):
+    words = r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"
+    with pytest.raises(SpecError, match=words):
         a_run({**FIT, "rejection": {"teacher": "m"}}, engine="vllm")
 
 

@@ -22,7 +22,7 @@ from cohort.harness.extras.pipelines.stages.reward_model import RewardFit
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
-from fakes import MemoryLog, graded_group
+from fakes import MemoryLog, graded_group, rollout_rows
 from safetensors.torch import load_file
 
 
@@ -138,7 +138,7 @@ def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     assert train(make_spec(**base), first, MemoryLog(), cache=tmp_path).state == "complete"
     files = sorted((first / "rollouts").glob("*.jsonl"))
     assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2)]
-    rows = [json.loads(row) for row in files[0].read_text().splitlines()]
+    rows = rollout_rows(first, 1)
     assert len(rows) == 32
     assert all(row["rewards"]["accuracy"] + row["rewards"]["format"] == row["reward"] for row in rows)
     fit = train_reward_model([first], "tiny", tmp_path / "rm", RewardFit(epochs=2, learning_rate=1e-3))

@@ -1,6 +1,5 @@
 """Stages that fit a reward model on the run's own rollouts: what they fit, what is paid, costs, kills, refusals."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -22,8 +21,8 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_run
 from cohort.harness.settings.run import parse_run
 from cohort.harness.study.estimates import passes
-from factories import FEW, make_spec
-from fakes import MemoryLog, assert_same_weights, check_same_run, gone_on, tiny_codec
+from factories import FEW, make_spec, staged
+from fakes import MemoryLog, assert_same_weights, check_same_run, gone_on, rollout_rows, tiny_codec
 from safetensors.torch import load_file
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
@@ -67,10 +66,6 @@ def undisturbed(spec, tmp_path_factory, cache):
     return folder, log, result
 
 
-def rows_of(folder, step):
-    return [json.loads(line) for line in (folder / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]
-
-
 def ranked_of(folder, *steps):
     return bradley_terry.read_ranked([folder / f"rollouts/step-{step:06d}.jsonl" for step in steps], "num_tokens")[0]
 
@@ -80,9 +75,7 @@ def model_of(folder, stage):
 
 
 def a_run(*stages, **changes):
-    steps = sum(stage.get("steps", 1) for stage in stages)
-    fixed = {"steps": steps, "checkpoints": {"rollouts_every": 1}, "stages": [*stages]}
-    return parse_run({**FEW, **fixed, **changes}, "f")
+    return staged(*stages, **{"checkpoints": {"rollouts_every": 1}, **changes})
 
 
 @pytest.mark.slow
@@ -115,11 +108,11 @@ def test_each_fit_goes_on_from_the_last_one_with_new_rollouts_and_a_share_of_the
 def test_a_stage_is_paid_by_the_fit_that_it_names_and_its_reference_is_the_policy_as_it_starts(undisturbed):
     folder, log, _ = undisturbed
     for step, name in ((4, "judge"), (6, "again"), (7, "again")):
-        rows = rows_of(folder, step)
+        rows = rollout_rows(folder, step)
         scores = load_scorer(str(model_of(folder, name))).score([(row["prompt"], row["completion"]) for row in rows])
         assert [row["rewards"]["reward_model"] for row in rows] == pytest.approx(scores, abs=1e-5)
         assert [row["reward"] for row in rows] == [row["rewards"]["reward_model"] for row in rows]
-    assert "reward_model" not in rows_of(folder, 2)[0]["rewards"]
+    assert "reward_model" not in rollout_rows(folder, 2)[0]["rewards"]
     # Algorithm 1 of DeepSeekMath: the KL to the reference is 0 at a stage's first step (at 2 nothing was right before).
     assert [step for step, value in log.history("kl/reference") if value == 0] == [1, 2, 4, 6]
     assert [step for step, _ in log.history("kl/reference")] == [1, 2, 4, 6, 7]
@@ -143,7 +136,7 @@ def test_fits_and_passes_of_reward_models_are_operations_of_training_and_no_step
     assert cost["learning"][0] == pytest.approx(3 * 3 * fitted)
     assert cost["scoring"][0] == pytest.approx(fitted + held)
     # Step 4 scores all rollouts with the reference, and with the reward model.
-    paid = rows_of(folder, 4)
+    paid = rollout_rows(folder, 4)
     length = [len(codec.encode(row["prompt"])) + row["num_tokens"] for row in paid]
     judged = sum(n * costs.forward.tokens + n * n * costs.forward.pairs for n in length)
     prompts = [paid[start : start + 8] for start in range(0, 32, 8)]
@@ -186,9 +179,8 @@ def test_a_run_whose_reward_model_was_altered_is_refused_and_a_fork_takes_it_alo
     with pytest.raises(ValueError, match=r"reward-model-again' is torn or altered"):
         train(spec, run, log, cache=cache)
     shutil.rmtree(weights.parent)
-    with pytest.raises(
-        ValueError, match=r"rewards.reward_model.path must be .*reward-model-again', which is no folder"
-    ):
+    words = r"rewards.reward_model.path must be .*reward-model-again', which is no folder"
+    with pytest.raises(ValueError, match=words):
         train(spec, run, log, cache=cache)
 
 
@@ -212,12 +204,8 @@ def test_fits_are_part_of_the_settings_and_are_counted_before_the_start(spec):
     assert estimate_run(whole)[0] == after  # the fit needs more than the stage that is paid its score
     (judged, _) = _estimate_stage(whole.staged()[-1])
     assert judged and judged["rewards"] == _scorer_bytes("tiny")
-    disks = [estimate_disk(run, "nothing") for run in (alone, fitted)]
-    assert (
-        disks[0]
-        and disks[1]
-        and disks[1].running - disks[0].running >= 4 * sum(p.numel() for p in tiny_model(0).parameters())
-    )
+    less, more = (estimate_disk(run, "nothing") for run in (alone, fitted))
+    assert less and more and more.running - less.running >= 4 * sum(p.numel() for p in tiny_model(0).parameters())
     check_countable(a_run(*STAGES, {"name": "b", "steps": 1, "rewards": JUDGED}, max_flops=1e9))
 
 

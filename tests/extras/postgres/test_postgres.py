@@ -4,14 +4,12 @@ import contextlib
 import logging
 import subprocess
 import sys
-import time
 
 import fake_trials
 import postgres_server
 import psutil
 import pytest
 from cohort.harness.base.files import write_json
-from cohort.harness.cli import app
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
@@ -19,7 +17,7 @@ from cohort.harness.study.queue import TrialOutcome, open_storage
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from fake_trials import a_study
-from queues import DONE, a_queue, check_once_each, claimed, open_queue, run
+from queues import DONE, a_queue, check_once_each, claimed, open_queue, run, wait_for
 from test_hostile_text import HOSTILE
 from test_killed import mixed, values
 from test_passwords import SECRET, URLS
@@ -75,9 +73,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path, monkeypatch):
             queue.status()
         own.start()
         south = open_queue(one_trial(), tmp_path / "south", own.url())  # another host: it has no folder of the trial
-        deadline = time.monotonic() + 240
-        while south.status().trials[0].done != 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: south.status().trials[0].done == 3)
         (trial,) = south.status().trials
         assert (trial.state, trial.phase, trial.done) == ("running", "train", 3)
         queue.finish(claim, DONE)
@@ -107,16 +103,14 @@ def test_a_reason_that_postgresql_refuses_is_recorded_there(server, tmp_path):
 
 
 @pytest.mark.attack("A password in a URL that is refused")
-def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, capsys, record_property):
+def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, cohort, record_property):
     refused = [url for url in URLS if "@b:" in url or ":@" in url or not url.startswith("postgresql")]
     for url in refused:
         with pytest.raises(SpecError, match=r"`storage` must be a URL as postgresql://.*%40") as caught:
             open_storage(tmp_path, "sizes", url)
         assert SECRET not in str(caught.value)
-        with pytest.raises(SystemExit, match="2"):
-            app.main(["report", "sizes", "--tracking-uri", url])
-        out, err = capsys.readouterr()
-        assert SECRET not in out + err
+        assert cohort("report", "sizes", "--tracking-uri", url) == 2
+        assert SECRET not in cohort.out + cohort.err
     record_property("tried", 2 * len(refused))
 
 

@@ -15,11 +15,10 @@ from cohort.harness.base.files import read_json
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.extras.ray import launcher as ray
 from cohort.harness.extras.ray.launcher import Cluster, import_ray, run_worker
-from cohort.harness.record.status import StudyStatus
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.study import worker
 from fake_trials import a_study
-from queues import at_work, run
+from queues import once_at_work, run
 from test_killed import mixed, values
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
@@ -49,16 +48,10 @@ def two_ray_nodes() -> Iterator[str]:
 def test_an_interrupt_on_ray_lets_the_step_end(runs, shell):
     """A script starts a command in the background with SIGINT ignored, and what Ray starts inherits that."""
     (runs / "hold").touch()
-    pressed = []
-
-    def interrupt_once(status: StudyStatus) -> None:
-        if not pressed and at_work(status):
-            pressed.append(True)
-            os.kill(os.getpid(), signal.SIGINT)
-
+    interrupt = once_at_work(lambda: os.kill(os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, shell)
     try:
-        status = run(a_study(seeds=list(range(6))), runs, interrupt_once, cluster=Cluster())
+        status = run(a_study(seeds=list(range(6))), runs, interrupt, cluster=Cluster())
     finally:
         signal.signal(signal.SIGINT, before)
     assert not status.finished

@@ -10,7 +10,6 @@ from cohort.tasks import _numbers
 from cohort.tasks._answers import first_readable
 from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.math import Math
-from test_cli import Shell
 
 TASK = GSM8K()
 
@@ -100,9 +99,8 @@ def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grade
 
 def test_a_file_of_cases_that_is_not_there_is_refused_with_the_nearest(tmp_path):
     write(tmp_path, {"gold": "1", "completion": "#### 1"})
-    with pytest.raises(
-        ValueError, match=r"`cases` must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
-    ):
+    words = r"`cases` must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
+    with pytest.raises(ValueError, match=words):
         grade("gsm8k", tmp_path / "case.jsonl")
 
 
@@ -178,17 +176,16 @@ def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
 
 
 @pytest.mark.slow
-def test_stored_completions_are_graded_again(capsys, tmp_path):
-    cohort = Shell(capsys)
-    file = tmp_path / "cases.jsonl"
+def test_stored_completions_are_graded_again(cohort, tmp_path):
     rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
-    file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--json") == 0
+    file = write(tmp_path, *({"gold": "18", "completion": c, "label": x} for c, x in rows))
+    grading = ["grade", "--task", "gsm8k", "--cases", file, "--grader", "all"]
+    assert cohort(*grading, "--json") == 0
     found = cohort.json()
     assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
     assert found["summaries"]["lenient"]["agreement"] == 1
     assert found["disagreements"][0] == 2
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
+    assert cohort(*grading, "--show", "1") == 0
     assert "Graders disagree on" in cohort.out
     assert "2 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 2
+    assert cohort("grade", "--task", "gsm8k", "--cases", tmp_path / "none.jsonl") == 2

@@ -14,7 +14,7 @@ from cohort.harness.extras.scaling.fits import Scaling, Scalings, curve, fit_cur
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.render import analysed, write_report
-from fake_study import FakeArm, fake_study, with_trials
+from fake_study import FakeArm, arms_of, fake_study, with_trials
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
 from scipy import stats
 
@@ -113,7 +113,7 @@ def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch):
         arm=arm, by_seed={seed: np.array([says[arm, seed], 0.0, 2 * says[arm, seed], 0.0]) for seed in seeds}
     ))  # fmt: skip
     absent = {(arm, seed): None for arm in "abc" for seed in range(4) if (arm, seed) not in says}
-    record = fake_study([FakeArm(label, "grpo", 0.5, {}, {}) for label in "abc"], range(4), states=absent, num_steps=10)
+    record = fake_study(arms_of(0.5, 0.5, 0.5), range(4), states=absent, num_steps=10)
     found = scaled(dataclasses.replace(record, baseline="b"))
     assert [one.arm for one in found.fits] == ["a", "b", "c"]
     # seeds 1 and 2: ceilings 0.1 and 0.4 higher, logarithms of midpoints 0.2 and 0.8; c has seed 3 alone
@@ -126,8 +126,7 @@ def test_shifts_pair_an_arm_with_the_baseline_by_seed(monkeypatch):
 
 def curved_study(designs: dict[str, Design]) -> StudyRecord:
     """An arm for each design, with 20 tokens a step."""
-    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in designs]
-    record = fake_study(arms, range(5), num_steps=100)
+    record = fake_study(list(map(FakeArm, designs)), range(5), num_steps=100)
     rng = np.random.default_rng(2)
     drawn = {label: draw(design, rng) for label, design in designs.items()}
 

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import factories
 import fake_slurm
@@ -21,7 +20,7 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import run_study
 from fake_trials import a_study
-from queues import at_work, check_as_undisturbed, run
+from queues import at_work, check_as_undisturbed, once_at_work, run
 from typer.testing import CliRunner
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
@@ -114,14 +113,8 @@ def test_a_killed_job_is_replaced_and_a_cancelled_one_is_not(runs, cluster, monk
 def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step(runs, cluster):
     (runs / "hold").touch()
     (cluster / "slots").write_text("1")
-    study, pressed = a_study(), []
-
-    def interrupt_once(status: StudyStatus) -> None:
-        if not pressed and at_work(status):
-            pressed.append(True)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    status = run(study, runs, interrupt_once, workers=3, cluster=Slurm())
+    study = a_study()
+    status = run(study, runs, once_at_work(lambda: os.kill(os.getpid(), signal.SIGINT)), workers=3, cluster=Slurm())
     assert status.counts() == {"stopped": 1, "waiting": 3}
     while "RUNNING" in fake_slurm.states(cluster).values():  # its process ends
         time.sleep(0.1)
@@ -175,20 +168,14 @@ def test_a_place_that_cannot_reach_slurm_or_its_nodes_is_refused(runs, cluster, 
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
 
 
-@pytest.fixture
-def endless_disk(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**15))
-
-
 @pytest.mark.slow
 @needs_submitit
 @pytest.mark.usefixtures("endless_disk")
 def test_jobs_whose_nodes_cannot_run_the_study_end_it_with_the_reason(tmp_path, cluster):
     study, runs = factories.real_scale("gsm8k_qwen", tmp_path), tmp_path / "runs"
     what = launcher("slurm", study)
-    with pytest.raises(
-        SpecError, match=r"^device must be available, got 'cuda' on a machine without CUDA; use dev[^\n]*$"
-    ):
+    words = r"^device must be available, got 'cuda' on a machine without CUDA; use dev[^\n]*$"
+    with pytest.raises(SpecError, match=words):
         run_study(study.spec, runs, workers=2, command="cmd", cluster=what)
     assert {"--cpus-per-task=8", "--gpus-per-node=1", "--array=0-1%2"} <= set(fake_slurm.script(cluster))
     calls = (cluster / "calls.log").read_text().splitlines()

@@ -29,7 +29,6 @@ from fake_study import fake_study
 from fake_trials import begin_study
 from filelock import FileLock
 from test_claims_page import SCRIPT
-from test_memory import cohort
 
 from cohort import open_result
 
@@ -105,10 +104,10 @@ def alter_digit(file: Path, place: int) -> None:
 # What follows ----------------------------------------------------------------------------------------------------
 
 
-def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(folder, capsys):
+def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(folder, cohort):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    assert cohort("verify", str(folder), "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    assert cohort("verify", folder, "--json") == 0
+    document = cohort.json()
     assert (document["verified"], document["mismatches"], document["lacks"]) == (True, [], [])
     # 2 trials: validation twice (8 problems), two tests at the start and the end (12), 4 samples and a greedy one each;
     # 8 rollouts kept; for the reader 8 rollouts of the last step and 16 of each evaluation but other tests and starts
@@ -303,7 +302,7 @@ def test_a_trial_whose_folder_is_gone_is_named(folder):
         (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
         (lambda folder: write_json(folder / EVIDENCE, {}), "is not what Cohort wrote"),
         (lambda folder: (folder / EVIDENCE).write_text('{"format": 3}'), "was changed after it was written"),
-        (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
+        (lambda folder: reseal(folder, lambda known: known["files"].update({"../outside": "0"})), "must name files of"),
     ],
 )
 def test_a_folder_that_cannot_be_verified_is_one_sentence(folder, break_it, words, tmp_path):
@@ -345,10 +344,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda docume
     document["files"] = {name: sha256(folder / name) for name in document["files"]}
     change(document)
     write_json(folder / EVIDENCE, document)
-
-
-def name_file(folder: Path, name: str) -> None:
-    reseal(folder, lambda document: document["files"].update({name: "0"}))
 
 
 @pytest.mark.slow
