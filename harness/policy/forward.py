@@ -191,9 +191,12 @@ def state_logprobs(
     if len(targets_N) <= block and not again:
         return score(hidden_NH, targets_N)
     if type(head) is nn.Linear:
-        read: list[Tensor] = []  # [1, N, H]: what the head reads of last hidden states, which some models scale
-        with _answering(head, lambda given: read.append(given) or given.new_full((*given.shape[:2], 1), 100.0)):
-            is_plain = bool((output_logits(model, hidden_NH) == 100).all())  # no scale, no soft cap
+        read: list[
+            Tensor
+        ] = []  # [1, N, H] that the head reads of last hidden states, which some models scale; its answer
+        with _answering(head, lambda given: read.extend([given, given[..., :1].detach().clone()]) or read[1]):
+            logits = output_logits(model, hidden_NH)
+        is_plain = logits.untyped_storage()._cdata == read[1].untyped_storage()._cdata  # no scale, no soft cap after it
         known = hidden_NH.detach()[:block]
         found = _LinearHead.apply(
             lambda product, targets: score(known[: len(targets)], targets, product),
@@ -212,7 +215,7 @@ class _LinearHead(torch.autograd.Function):
     """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time; with
     `plain`, the temperature of logits that are these products, they and their gradient come in closed form.
 
-    A product takes a chunk of tokens. All are kept for the backward pass (of plain ones the probabilities), or none, and
+    A product takes a chunk of tokens. All are kept for the backward pass (as probabilities if plain), or none, and
     it makes them again. The chunks' gradients of the weights are added up in at least float32: in `weight.grad`, if an
     earlier pass left one.
     """
@@ -252,14 +255,14 @@ class _LinearHead(torch.autograd.Function):
             for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
                 states = given.to(ctx.dtype)
                 product = products[i] if products else F.linear(states, *own)
-                gradient = product if ctx.plain or not products else torch.empty_like(product)
+                gradient = torch.empty_like(product) if products else product
                 blocks = (x.split(ctx.block) for x in (product, gradient, *of_tokens))
                 for part, part_gradient, targets, *known in zip(*blocks, strict=True):
                     if ctx.plain is not None:
                         if not products:
                             ctx.score(part, targets)
                         slope = (known[0] / ctx.plain)[:, None].to(part.dtype)
-                        part.mul_(-slope).scatter_add_(1, targets[:, None], slope)
+                        torch.mul(part, -slope, out=part_gradient).scatter_add_(1, targets[:, None], slope)
                         continue
                     leaf = part.detach().requires_grad_()
                     with torch.enable_grad():

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = {"scaling", "dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"}  # of attention
-
 
 def import_generation() -> None:
     """Import transformers' generation and losses without scikit-learn and SciPy.
@@ -35,9 +33,8 @@ def import_generation() -> None:
 
 
 def decoding_cache(model: nn.Module, capacity: int) -> Any:
-    """A cache for texts of at most `capacity` tokens. A layer writes keys and values in place and hands out views: the
-    library's own copies all of them for every token. A layer with a window shorter than the texts stays the library's.
-    """
+    """A cache for texts of at most `capacity` tokens, whose layers write keys and values in place and hand out views.
+    The library's own layers copy all of them for every token; those with a window shorter than the texts stay."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     class InPlace(DynamicLayer):
@@ -84,39 +81,39 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
 
 @contextmanager
 def grouped_attention(model: nn.Module) -> Iterator[None]:
-    """Inside the context, SDPA's attention of a single token does not repeat keys and values for the query heads that
-    share them: those heads are the rows of one product."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    """Inside the context, where the model's attention is SDPA's, `_attend` is, which repeats no keys for one token."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    config: Any = model.config
-    if config._attn_implementation != "sdpa":
-        yield
-        return
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
-    ) -> tuple[Tensor, None]:
-        if query.shape[2] != 1 or {*given} - _PLAIN or query.shape[3] != key.shape[3]:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-        rows, heads, _, width = query.shape
-        shared, length = key.shape[1:3]
-        scale = given.get("scaling")
-        query = (query * (width**-0.5 if scale is None else scale)).view(rows * shared, heads // shared, width)
-        scores = torch.bmm(query, key.flatten(0, 1).transpose(1, 2))
-        if attention_mask is not None:
-            bias = attention_mask
-            if bias.dtype == torch.bool:
-                bias = torch.zeros(bias.shape, dtype=scores.dtype, device=bias.device).masked_fill_(~bias, -torch.inf)
-            scores = (scores.view(rows, shared, -1, length) + bias).view(scores.shape)
-        read = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
-        return read.view(rows, 1, heads, value.shape[3]), None
-
-    ALL_ATTENTION_FUNCTIONS.register("grouped", attend)
+    ALL_ATTENTION_FUNCTIONS.register("grouped", _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register("grouped", sdpa_mask)
-    config._attn_implementation = "grouped"
+    config: Any = model.config
+    found = config._attn_implementation
+    exchanges = found == "sdpa" and getattr(model, "_supports_attention_backend", False)
+    config._attn_implementation = "grouped" if exchanges else found
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = found
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """([R, 1, heads, D], None): SDPA's attention of a single token, in which the query heads that share a key head are
+    the rows of one product; SDPA itself for more tokens, for a mask by head and for a term by position."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    by_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if query.shape[2] != 1 or by_head or given.get("dropout") or given.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    (rows, heads, _, width), shared = query.shape, key.shape[1]
+    scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
+    grouped = (query * scale).view(rows * shared, heads // shared, width)
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, shared, heads // shared, -1)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill_(~attention_mask, -torch.inf)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    read = torch.bmm(scores.softmax(-1).flatten(0, 1).to(value.dtype), value.flatten(0, 1))
+    return read.view(rows, 1, heads, -1), None
