@@ -96,6 +96,11 @@ class Prompt:
     family: str = ""
 
 
+def as_graded(prompt: str, completion: str) -> str:
+    """What a grader reads: the completion, after the `<think>` with which its prompt ends, if it does."""
+    return f"<think>{completion}" if prompt.rstrip().endswith("<think>") else completion
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """A worked solution for the supervised cold start: the policy learns `completion` (and then EOS) after `prompt`."""
@@ -155,7 +160,7 @@ class GradedGroup:
     to 1; it is None for such a reward too, and for a task without partial credit. `format_scores[i]` in [0, 1] is the
     score of the answer format, `max_tokens` the limit of a completion. `token_means` has, for each
     `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of each completion, under the
-    policy at the sampling temperature.
+    policy at the sampling temperature. `run_on[i]` tells whether the completion goes on with another problem.
     """
 
     prompt_id: str
@@ -170,6 +175,7 @@ class GradedGroup:
     correct: tuple[bool, ...] | None
     scores: tuple[float, ...] | None = None
     token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    run_on: tuple[bool, ...] = ()
 
     def blind(self) -> GradedGroup:
         """The same group without correctness and scores."""

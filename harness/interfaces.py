@@ -253,6 +253,10 @@ class Task(Section, ABC):
         Never raises, whatever the text, and takes bounded time and memory.
         """
 
+    def own_part(self, completion: str) -> str:
+        """The part of a completion that is about its problem; all of it, unless it runs on into another one."""
+        return completion
+
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
@@ -379,6 +383,7 @@ class RolloutEngine(ABC):
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
     verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
+    note_tokens: Callable[[int], None] = staticmethod(lambda count: None)  # it may tell how many more are sampled
 
     class Settings(Section):
         processes: ClassVar[int] = 1  # of a trial over which it splits its model; they must be given the same prompts

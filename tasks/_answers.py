@@ -2,7 +2,7 @@ r"""Tasks whose completions state an answer: `#### 42`, `\boxed{42}` or `<think>
 
 The formats come from GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
 explicit marker is unambiguous, so a reader accepts all of them and tries the configured one first; the format score
-tells whether a completion keeps that one. Reading takes time linear in the text.
+tells whether a completion keeps that one. No marker in a thought counts. Reading takes time linear in the text.
 """
 
 import re
@@ -30,7 +30,7 @@ class AnswerTask(Task):
 
     def extract(self, completion: str) -> str | None:
         """The answer at the marker of the configured format, or else at another's."""
-        return first_readable(stated(self.own_part(completion), self.answer_format), self.read)
+        return first_readable(stated(after_thought(self.own_part(completion)), self.answer_format), self.read)
 
     def format_score(self, completion: str) -> float:
         """`####` and boxes score 1 with something in the marker, else 0. Tags score 1 for one `<think>` pair and then
@@ -48,10 +48,6 @@ class AnswerTask(Task):
     def equivalent(self, answer: str, other: str) -> bool:
         value = _numbers.number(answer)
         return answer == other or (value is not None and value == _numbers.number(other))
-
-    def own_part(self, completion: str) -> str:
-        """The part of a completion that is about its problem."""
-        return completion
 
 
 class QuestionTask(AnswerTask):
@@ -90,6 +86,12 @@ class QuestionTask(AnswerTask):
     def fill(self, question: str) -> str:
         """The template with the question."""
         return self.template.replace("{question}", question)
+
+
+def after_thought(completion: str) -> str:
+    """The text after the last `</think>`, which alone can answer; empty if a thought is still open."""
+    rest = completion.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
 
 
 def stated(completion: str, answer_format: AnswerFormat) -> Iterator[str]:

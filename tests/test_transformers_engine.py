@@ -48,7 +48,10 @@ def test_without_end_tokens_every_completion_reaches_its_limit():
 
 def test_chunks_of_the_decode_batch_do_not_change_the_rollouts():
     sampling = Sampling(max_tokens=8)
-    whole = make_engine().generate(PROMPTS, 4, sampling, seed=0, step=0)
+    engine, told = make_engine(), []
+    engine.note_tokens = told.append
+    whole = engine.generate(PROMPTS, 4, sampling, seed=0, step=0)
+    assert sum(told) == sum(len(r.token_ids) - 1 for g in whole for r in g.rollouts)  # all but each row's last
     chunked = make_engine(max_batch_rows=4).generate(PROMPTS, 4, sampling, seed=0, step=0)
     assert [[r.token_ids for r in g.rollouts] for g in whole] == [[r.token_ids for r in g.rollouts] for g in chunked]
 

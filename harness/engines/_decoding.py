@@ -5,7 +5,7 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ def sample_batch(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     uniform: np.ndarray,
+    note_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[Group]:
     """A group for each prompt, decoded as one batch; `uniform` has the noise of each row's tokens."""
     device = next(policy.parameters()).device
@@ -73,6 +74,7 @@ def sample_batch(
             break
         if (position + 1) % look_every == 0:
             num_running = int(running.sum())
+            note_tokens(num_running * look_every)
             if num_running == 0:
                 break
             if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended

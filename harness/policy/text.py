@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class TextCodec:
             for part, name in ((QUESTION, "the question"), ((settings.system or "").strip(), "prompt.system")):
                 if part not in prompt:
                     raise self._refusal(f"leaves out {name}")
+        self.opens_thought = self.is_chat and self._render(QUESTION).rstrip().endswith("<think>")
         self.turn_end = self._find_turn_end() if tokenizer.chat_template else None
 
     def encode_completion(self, text: str) -> list[int]:
@@ -124,8 +126,11 @@ class TextCodec:
 def as_groups(
     prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], rows: Iterable[Row], codec: TextCodec
 ) -> list[Group]:
-    """One group per prompt of its equal share of `rows`, in order; `encoded` are the prompts' token ids."""
+    """One group per prompt of its equal share of `rows`, in order; `encoded` are the prompts' token ids. The text of a
+    prompt ends in `<think>` where the chat template opens a thought."""
     rows = list(rows)
+    if codec.opens_thought:
+        prompts = [replace(prompt, text=f"{prompt.text}\n<think>") for prompt in prompts]
     shown = [list(ids[:-1] if ids[-1] == codec.turn_end else ids) for ids, _, _ in rows]  # it may be no special token
     texts = codec.tokenizer.batch_decode(shown, skip_special_tokens=True)
     rollouts = [

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from ....tasks._answers import AnswerTask, first_readable
+from ....tasks._answers import AnswerTask, after_thought, first_readable
 from ....tasks._latex import Checker
 from ...interfaces import Task
 
@@ -22,7 +22,7 @@ def lenient(task: Task, completion: str) -> str | None:
     if answer is not None or not isinstance(task, AnswerTask):
         return answer
     unmarked = unmarked_number if task.read("x") is None else unmarked_latex
-    return first_readable(unmarked(task.own_part(completion)), task.read)
+    return first_readable(unmarked(after_thought(task.own_part(completion))), task.read)
 
 
 def unmarked_number(completion: str) -> Iterator[str]:
