@@ -301,8 +301,9 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         samples = min(max(tested.num_samples, tested.num_test_samples or 1), 64)  # of a problem at a time
         prompts = -(-spec.prompts_per_step // spec.devices)
         at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
-        # logits and log-probs in float32, and in float64 probabilities, their sums and order
-        per_logit = 49 if spec.sampling.top_p < 1 else 25
+        # logits, also over the temperature, log-probs and probabilities; in float64, where top-p or few tokens need it,
+        # probabilities, their sums and order
+        per_logit = 49 if spec.sampling.top_p < 1 else 25 if counts.vocabulary <= 1024 else 17
         layers = counts.trunk.cache
         cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
         whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
