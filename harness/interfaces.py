@@ -242,6 +242,10 @@ class Task(Section, ABC):
         """Prompt id -> the words of the problem, without template and worked examples; in the order of `prompts`."""
         return {prompt.id: prompt.text for prompt in self.prompts(split)}
 
+    def in_words(self, text: str) -> str:
+        """The text of one of its prompts as a user asks a chat model; any other text as it is."""
+        return text
+
     @abstractmethod
     def demonstrations(self) -> Iterable[Demonstration]:
         """Worked solutions for the cold start; empty if the task has none. Checks read only the first."""

@@ -92,6 +92,14 @@ class QuestionTask(AnswerTask):
             raise ValueError(f"template must contain {{question}}, where the problem goes, got {value!r}")
         return value
 
+    def in_words(self, text: str) -> str:
+        """The question and the request of the answer format, without the template's labels; a prompt with worked
+        examples, or in a template of one's own, as it is."""
+        head, _, tail = self.template.partition("{question}")
+        question = text.removeprefix(head).removesuffix(tail)
+        is_whole = text == self.fill(question) and head not in question and self.template in self.templates.values()
+        return f"{question}{tail.rsplit(chr(10), 2)[0]}" if is_whole else text
+
     def fill(self, question: str) -> str:
         """The template with the question."""
         return self.template.replace("{question}", question)

@@ -22,7 +22,7 @@ from ..data import Prompt
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
-from ..policy.text import TextCodec, load_codec
+from ..policy.text import TextCodec, codec_of
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 from ..settings.stages import Stage
@@ -146,7 +146,7 @@ def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
         config, read = model_config(spec.model), (spec.task, spec.prompt, spec.evaluation)
         key = (spec.model, str(spec.steps > 0), *(part.model_dump_json() for part in read))
         if key not in _LONGEST:
-            _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
+            _LONGEST[key] = longest(codec_of(spec), read_prompts(spec))
         process = 0 if resolve_device(spec.device).type == "cuda" else PROCESS
         return {**estimate(spec, config, _LONGEST[key]), "process": process}, None
     except SpecError:
