@@ -210,13 +210,13 @@ def check_tokens(model: str, reference: str) -> None:
 def check_length(spec: RunSpec) -> None:
     """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
     from ..policy.model import length_limit, model_config
-    from ..policy.text import load_codec
+    from ..policy.text import codec_of
     from .memory import longest, read_prompts
 
     limit = length_limit(model_config(spec.model))
     if limit is None:
         return
-    found = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
+    found = longest(codec_of(spec), read_prompts(spec))
     if found + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into '{spec.model}'s context limit of {limit} tokens, got "

@@ -7,10 +7,10 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,6 +21,8 @@ from .tiny import TINY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..settings.run import RunSpec
 
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
 TODAY = datetime(2024, 7, 26)  # for templates that contain today's date, so that a prompt is the same every day
@@ -33,15 +35,28 @@ def load_codec(model: str, settings: PromptFormat) -> TextCodec:
     return TextCodec(load_tokenizer(model), settings)
 
 
+def codec_of(spec: RunSpec, model: str | None = None) -> TextCodec:
+    """The codec with which a model, by default the run's own, reads the prompts of the run and of its tests."""
+    asked = [task.in_words for task in (spec.task, *spec.evaluation.tests)]
+    in_words = partial(reduce, lambda text, ask: ask(text), asked)
+    return TextCodec(load_tokenizer(model or spec.model), spec.prompt, in_words)
+
+
 class TextCodec:
     """Prompts and completions as the token ids that one policy reads and writes.
 
     `turn_end` is the token that closes an answer in the model's chat template. It also ends a completion of a plain
     prompt, because nothing after it belongs to the answer. ValueError for settings that need a missing or failing
-    template.
+    template. A chat's prompt is put `in_words`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptFormat = AUTO):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: PromptFormat = AUTO,
+        in_words: Callable[[str], str] = lambda text: text,
+    ):
+        self.in_words = in_words
         self.tokenizer, self.settings, self._model = tokenizer, settings, tokenizer.name_or_path or TINY
         self.encode = cache(self._encode)
         self.is_chat = settings.format != "plain" and bool(tokenizer.chat_template)
@@ -84,7 +99,7 @@ class TextCodec:
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt."""
         if self.is_chat:
-            text = self._render(text)
+            text = self._render(self.in_words(text))
         ids: Any = self.tokenizer(text, add_special_tokens=not self.is_chat)["input_ids"]
         begin = self.tokenizer.bos_token_id
         return tuple(ids[1:] if begin is not None and ids[:2] == [begin] * 2 else ids)
