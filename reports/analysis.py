@@ -285,7 +285,7 @@ def _of_outcome(
     is_fixed = all(value in (0.0, 1.0) for label in weights for value in arms[label].values)
     others = statistics.num_others(np.concatenate(weighted)) if is_known else 0 if is_fixed else counted
     sparse = []  # the first of its tests, so that no statement goes without it
-    if others < min(statistics.RARE, counted):
+    if others < min(statistics.RARE, counted / 4):
         scale = max(ends[1], -ends[0])
         sparse = [statistics.sparse_interval(found.estimate, counted, others, found.share, scale)]
     found = replace(

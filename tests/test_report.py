@@ -308,6 +308,16 @@ def test_the_floor_has_one_interval_for_answer_and_claims_that_never_shrinks_to_
         assert (close.verdict, wide.verdict) == ("undecided", "supported")
 
 
+def test_the_answer_names_every_arm_that_no_test_reaches():
+    states = {("c", 1): "invalid", ("c", 2): "invalid", **{("d", seed): "invalid" for seed in range(3)}}
+    text = answer(analysed(fake_study(arms_of(0.5, 0.5, 0.75, 0.5), states=states)))
+    found = re.search(
+        r"; no test reaches 2 arms: 'c' \((\d+\.\d) points above a with one shared seed\) and 'd' \(no va", text
+    )
+    assert found and 15 < float(found[1]) < 35
+    assert "no test reaches" not in answer(analysed(fake_study(arms_of(0.5, 0.5, 0.75))))
+
+
 def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
     record = fake_study(arms_of(0.6, 0.6))
     copies = [dataclasses.replace(trial, arm="b") for trial in record.trials[:3]]

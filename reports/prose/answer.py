@@ -22,7 +22,7 @@ def answer(analysis: Analysis, claims: Sequence[JudgedClaim] = ()) -> str:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
     found = (
-        _learnt, _grid_finding, _finding, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
+        _learnt, _grid_finding, _finding, _untested, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
         _added,
     ) if search_of(analysis.record) is None else (_search_finding, _left_out)  # fmt: skip
     told = [] if search_of(analysis.record) is not None else [_verdicts([claim.verdict for claim in claims])]
@@ -178,6 +178,23 @@ def _finding(analysis: Analysis) -> str:
         f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
         f"{_apart(closest)} it ({_evidence(closest)}){lowest}"
     )
+
+
+def _untested(analysis: Analysis) -> str:
+    """The arms that have ended and that no test reaches, beside others that one does; empty if there are none."""
+    compared = {one.arm: one for one in analysis.comparisons}
+    if not any(one.interval for one in compared.values()):
+        return ""
+    open_ = {gap.arm for gap in analysis.gaps if gap.state not in ("invalid", "no value")}
+    found = []
+    for label in (arm.label for arm in analysis.arms if not arm.is_baseline):
+        one = compared.get(label)
+        if one is not None and one.interval is None:
+            found.append(f"'{label}' ({_apart(one)} {one.baseline.label} with one shared seed)")
+        elif one is None and label not in open_:
+            has_run = bool(analysis.arm(label).scores)
+            found.append(f"'{label}' ({'no seed shared' if has_run else 'no valid trial'})")
+    return f"no test reaches {wording.plural(len(found), 'arm')}: {wording.listed(found, len(found))}" if found else ""
 
 
 def _pairs(analysis: Analysis) -> str:

@@ -248,6 +248,12 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
             raise SpecError(f"a problem has one family, got '{family}' and '{families[problem]}' for '{problem}'")
         samples[sample] = value
         spent += [tokens] if scores.tokens else []
+    ends = {run: max(steps) for run, steps in runs.items()}
+    early, late = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+    if ends[early] < ends[late]:
+        raise SpecError(f"runs must end at the same step to be compared, and '{early[0]}', seed {early[1]}, ends at "
+                        f"{ends[early]}, '{late[0]}', seed {late[1]}, at {ends[late]}; leave out later steps, or the "
+                        "column step for runs that are meant to differ in length")  # fmt: skip
     problems = {problem for steps in runs.values() for problem in steps[max(steps)][0]}
     for (arm, seed), steps in runs.items():
         if lost := problems - steps[max(steps)][0].keys():

@@ -241,6 +241,7 @@ REFUSED = [
     (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "divide percentages by 100"),
     (changed(arm=["a", "b"], score=[0.5, 50.0]), "in all arms, 1 of 2 have others (such as 50 in 'b')", "divide"),
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
+    (changed(arm=["a", "b"], problem="p", step=[50, 100]), "'a', seed 0, ends at 50, 'b', seed 0, at 100", "same step"),
     (changed(seed=[0, 1]), "'a', seed 0, lacks 1 of 2, such as 'q'; add them, with 0 for a failed", "everywhere"),
     (changed(arm=["a", "b"], seed=[0, 1], problem="p"), "arms must share seeds with the baseline 'a'", "0, 1, 2"),
     (changed(seed=[0, 0.5]), "column seed of the scores, row 2: input should be a valid integer", "0.5"),
