@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..data import Group, Prompt, PromptFormat, Rollout
-from .model import load_tokenizer
+from .model import load_tokenizer, model_config
 from .tiny import TINY
 
 if TYPE_CHECKING:
@@ -28,8 +28,19 @@ QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and 
 
 
 def load_codec(model: str, settings: PromptFormat) -> TextCodec:
-    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used. Reads no weights."""
-    return TextCodec(load_tokenizer(model), settings)
+    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used, or if a token has no
+    embedding. Reads no weights."""
+    codec = TextCodec(load_tokenizer(model), settings)
+    tokenizer, rows = codec.tokenizer, getattr(model_config(model).get_text_config(decoder=True), "vocab_size", None)
+    special: Any = tokenizer.added_tokens_decoder  # some of them occur in no text
+    plain = (i for i in tokenizer.get_vocab().values() if i not in special)
+    need = 1 + max(*plain, *codec.encode(QUESTION), *codec.encode_completion(ANSWER), tokenizer.pad_token_id)  # pyright: ignore
+    if rows is not None and need > rows:
+        raise ValueError(
+            f"model '{model}' must embed each token of its tokenizer, got {rows} embeddings for {need} tokens; use the "
+            f"tokenizer that it was trained with, or save it after resize_token_embeddings({need})"
+        )
+    return codec
 
 
 class TextCodec:
