@@ -112,10 +112,9 @@ def put(folder, **tensors):
     [(partial(put, model__layers__2__mlp__down_proj__weight=None), r"got none for model\.layers\.2\.mlp\.down_proj"),
      (partial(put, model__norm__weight=torch.ones(3)), r"shapes of its config\.json, got none for model\.norm\.weight"),
      (lambda folder: tiny_tokenizer(140).save_pretrained(folder), "got 100 embeddings for 140 tokens"),
-     (partial(edit, config__quantization_config={"quant_method": "gptq", "bits": 4}), "quantised by gptq; use the")],
+     (partial(edit, config__quantization_config={"quant_method": "gptq", "bits": 4}), "got quantised ones")],
     ids=["missing", "shape", "tokens", "gptq"],
 )  # fmt: skip
-@pytest.mark.attack("A torn or incomplete model folder")
 def test_an_odd_model_folder_is_refused_before_its_weights_load(folder, tmp_path, monkeypatch, change, message):
     (folder / "manifest.json").unlink()
     change(folder)
@@ -125,15 +124,6 @@ def test_an_odd_model_folder_is_refused_before_its_weights_load(folder, tmp_path
     if "got none" in message:  # as a model of the Hub is
         with pytest.raises(ValueError, match=message):
             load_policy(str(folder), seed=0)
-
-
-def test_a_special_token_that_no_text_has_needs_no_embedding(folder):
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    assert len(tokenizer) > tiny_model(0).config.vocab_size
-    tokenizer.save_pretrained(folder)
-    (folder / "manifest.json").unlink()
-    load_codec(str(folder), PromptFormat())
 
 
 def test_settings_that_transformers_loads_but_refuses_to_save_are_saved(folder, tmp_path):
@@ -147,11 +137,14 @@ def test_settings_that_transformers_loads_but_refuses_to_save_are_saved(folder, 
 
 def test_the_text_that_is_graded_is_the_text_that_was_sampled(folder):
     (folder / "manifest.json").unlink()
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # in no text: it needs no embedding
+    tokenizer.save_pretrained(folder)
     edit(folder, tokenizer_config__clean_up_tokenization_spaces=True)
     codec = load_codec(str(folder), PromptFormat())
     ids = codec.tokenizer("7 .5 , do n't")["input_ids"]
     (group,) = as_groups([Prompt("a", "1", "1")], [(1,)], [(ids, [0.0] * len(ids), False)], codec)
-    assert group.rollouts[0].text == codec.decode(ids) == "7 .5 , do n't"
+    assert group.rollouts[0].text == "7 .5 , do n't"
 
 
 def test_an_evaluation_beyond_the_models_positions_is_refused_before_it_loads(tmp_path):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -36,14 +36,12 @@ def hub_answers() -> bool:
     """Whether the Hub answers this process; if not, its libraries ask it no more: each request would wait 25 s."""
     from huggingface_hub import constants, get_session
 
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10.0)
-    except Exception:  # of whatever client the library has
-        constants.HF_HUB_OFFLINE = True
-        if "datasets" in sys.modules:  # or else it reads the constant when it is imported
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-        return False
-    return True
+    with suppress(Exception):  # of whatever client the library has
+        return bool(get_session().head(constants.ENDPOINT, timeout=10.0).status_code)
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # or else it reads the constant when it is imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return False
 
 
 def digested(sources: Sources, notes: Path | None = None) -> Inputs:

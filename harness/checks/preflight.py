@@ -238,8 +238,7 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
         if prompt.needs_template if model == TINY else is_local(model):  # a Hub id: when it loads
             load_codec(model, prompt)
-    for model in dict.fromkeys(spec.model for spec in specs):
-        check_weights(model)
+            check_weights(model)
     for algorithm in (s.algorithm for s in specs if s.steps and s.kl.reference is None):
         if not algorithm.learns_from_rewards:
             raise SpecError(f"kl.reference must name the teacher of {algorithm.name}: a Hub id or a model folder")

@@ -54,8 +54,7 @@ def check_layers(model: nn.Module, what: str) -> None:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, layer in adapted_layers(model):
         if id(layer.base_layer.weight) in embeddings:
-            rule = "must be linear layers with weights of their own"
-            raise ValueError(f"{what} {rule}, got {name}, whose weight is an embedding's; leave it out")
+            raise ValueError(f"{what} must be linear layers without an embedding's weight, got {name}; leave it out")
 
 
 def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:

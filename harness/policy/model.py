@@ -31,7 +31,6 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # of safetensors  # fmt: skip
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def check_model(name: str, setting: str = "model") -> None:
@@ -53,7 +52,7 @@ def check_model(name: str, setting: str = "model") -> None:
         return
     for part, files in (
         ("config.json", ["config.json"]),
-        ("tokenizer", TOKENIZER),
+        ("tokenizer", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"]),
         ("*.safetensors weights", ["*.safetensors"]),
     ):
         if not any(found for file in files for found in path.glob(file)):
@@ -238,10 +237,8 @@ def model_config(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
-    if method := getattr(config, "quantization_config", None):
-        kind = method.get("quant_method") if isinstance(method, dict) else method
-        rule = f"must have weights that can be trained, got weights quantised by {kind}"
-        raise ValueError(f"model '{name}' {rule}; use the model that they were made from")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"model '{name}' must have weights that can be trained, got quantised ones; use its original")
     return config
 
 

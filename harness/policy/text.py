@@ -30,12 +30,11 @@ QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and 
 def load_codec(model: str, settings: PromptFormat) -> TextCodec:
     """The codec of a model by its name in a spec; ValueError if its chat template cannot be used, or if a token has no
     embedding. Reads no weights."""
-    codec = TextCodec(load_tokenizer(model), settings)
-    tokenizer, rows = codec.tokenizer, getattr(model_config(model).get_text_config(decoder=True), "vocab_size", None)
-    special: Any = tokenizer.added_tokens_decoder  # some of them occur in no text
-    plain = (i for i in tokenizer.get_vocab().values() if i not in special)
-    need = 1 + max(*plain, *codec.encode(QUESTION), *codec.encode_completion(ANSWER), tokenizer.pad_token_id)  # pyright: ignore
-    if rows is not None and need > rows:
+    codec, config = TextCodec(load_tokenizer(model), settings), model_config(model).get_text_config(decoder=True)
+    tokenizer: Any = codec.tokenizer
+    ids = {*tokenizer.get_vocab().values()} - tokenizer.added_tokens_decoder.keys()  # of which some occur in no text
+    need = 1 + max(*ids, *codec.encode(QUESTION), *codec.encode_completion(ANSWER), tokenizer.pad_token_id)
+    if need > (rows := getattr(config, "vocab_size", need)):
         raise ValueError(
             f"model '{model}' must embed each token of its tokenizer, got {rows} embeddings for {need} tokens; use the "
             f"tokenizer that it was trained with, or save it after resize_token_embeddings({need})"

@@ -51,7 +51,7 @@ def convert(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from ...policy.lora import check_layers
-    from ...policy.model import TOKENIZER, load_policy, load_tokenizer, save_model
+    from ...policy.model import load_policy, load_tokenizer, save_model
 
     check(path)
     model: Any = load_policy(_base(path), seed=0)
@@ -63,8 +63,8 @@ def convert(path: Path, folder: Path) -> None:
     if other := [name for name in own.keys() ^ saved.keys() if ".base_layer." not in name]:  # a head's, which peft adds
         raise ValueError(f"adapter '{path}' must fit '{_base(path)}', got {min(other)} in one of the two only")
     set_peft_model_state_dict(wrapped, saved)
-    has_own = any((path / file).is_file() for file in TOKENIZER)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False) if has_own else load_tokenizer(_base(path))
+    has_own, tokenizer = (path / "tokenizer_config.json").is_file(), load_tokenizer(_base(path))
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False) if has_own else tokenizer
     save_model(folder, wrapped.merge_and_unload(), tokenizer)
 
 

@@ -66,7 +66,7 @@ def test_an_adapter_without_a_base_or_of_another_kind_is_refused_before_weights_
 
 @pytest.mark.parametrize(
     ("config", "change", "message"),
-    [(LoraConfig(target_modules=["lm_head"]), {}, "got lm_head, whose weight is an embedding's"),
+    [(LoraConfig(target_modules=["lm_head"]), {}, "without an embedding's weight, got lm_head"),
      (LoraConfig(target_modules=["q_proj"]), {"target_modules": ["v_proj"]}, "in one of the two only")],
 )  # fmt: skip
 def test_an_adapter_on_a_tied_head_or_of_another_model_is_refused(saved, tmp_path, config, change, message):
