@@ -242,6 +242,10 @@ class Task(Section, ABC):
         """Prompt id -> the words of the problem, without template and worked examples; in the order of `prompts`."""
         return {prompt.id: prompt.text for prompt in self.prompts(split)}
 
+    def in_words(self, text: str) -> str:
+        """The text of one of its prompts as a user asks a chat model; any other text as it is."""
+        return text
+
     @abstractmethod
     def demonstrations(self) -> Iterable[Demonstration]:
         """Worked solutions for the cold start; empty if the task has none. Checks read only the first."""
@@ -252,6 +256,15 @@ class Task(Section, ABC):
 
         Never raises, whatever the text, and takes bounded time and memory.
         """
+
+    def ends_in(self, completion: str, gold: str) -> bool:
+        """Whether the last number or expression of a completion that marks no answer is the gold answer: measured
+        (`lenient_accuracy`), never paid. Bounded like `extract`."""
+        return False
+
+    def own_part(self, completion: str) -> str:
+        """The part of a completion that is about its problem; all of it, unless it runs on into another one."""
+        return completion
 
     def format_score(self, completion: str) -> float:
         """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
@@ -379,6 +392,7 @@ class RolloutEngine(ABC):
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
     verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
+    note_tokens: Callable[[int], None] = staticmethod(lambda count: None)  # it may tell how many more are sampled
 
     class Settings(Section):
         processes: ClassVar[int] = 1  # of a trial over which it splits its model; they must be given the same prompts

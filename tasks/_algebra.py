@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import combinations, product
 from math import comb, inf, log10, prod
 from typing import Any
 
@@ -37,14 +37,15 @@ from ._form import is_worked_out
 UNPARSABLE = "unparsable"
 MAX_DIGITS = 10_000  # of a constant; the longest answer has 500 characters
 MAX_TERMS = 200  # of two expressions, multiplied out: algebra takes a second for them
+MAX_SIGNED = 6  # variables whose signs are tried out, all of them
 WARM_UP = (  # the first question is the slowest
     r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
     r"\begin{pmatrix} y+1 \\ 2^3 \end{pmatrix}",
 )
 
 _ELEMENTARY = (
-    sympy.Add, Mul, Pow, Symbol, sympy.Number, sympy.NumberSymbol, ImaginaryUnit, sympy.Abs, sympy.exp, sympy.log,
-    sympy.floor, sympy.ceiling, TrigonometricFunction, InverseTrigonometricFunction,
+    sympy.Add, Mul, Pow, Symbol, sympy.Number, sympy.NumberSymbol, ImaginaryUnit, sympy.Abs, sympy.sign, sympy.exp,
+    sympy.log, sympy.floor, sympy.ceiling, TrigonometricFunction, InverseTrigonometricFunction,
 )  # fmt: skip
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
@@ -264,15 +265,45 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
         return bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
     verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
-    return verify(first, second) and verify(second, first) and _same_size(first, second)
+    if verify(first, second) and verify(second, first) and _same_size(first, second):
+        return True
+    named = {value.lhs for value in (first, second) if isinstance(value, Eq)}
+    sides = [value.rhs if isinstance(value, Eq) and value.lhs.is_Symbol else value for value in (first, second)]
+    return len(named) < 2 and _equal_where_real(*sides)
+
+
+def _equal_where_real(first: Any, second: Any) -> bool:
+    """Whether two expressions with roots or logarithms of variables agree wherever both are real: at points of each
+    sign of each variable, and by algebra as if all that a root or logarithm is taken of were positive."""
+    if not (isinstance(first, Expr) and isinstance(second, Expr)) or first.has(I):
+        return False
+    variables = sorted(first.free_symbols | second.free_symbols, key=str)
+    if not 0 < len(variables) <= MAX_SIGNED or not any(
+        map(_needs_sign, sympy.preorder_traversal(Tuple(first, second)))
+    ):
+        return False
+    is_shared = False
+    for signs, scale in product(product((1, -1), repeat=len(variables)), (sympy.Rational(1, 50), 1, 50)):
+        point = {one: sign * scale * _coordinate(one) for one, sign in zip(variables, signs, strict=True)}
+        differ = _differ(*(_value(one.replace(_is_odd_root, _signed_root), point) for one in (first, second)))
+        if differ:
+            return False
+        is_shared |= differ is False
+    forced = sympy.expand_power_base(sympy.factor(sympy.posify(first - second)[0], deep=True), force=True)
+    return is_shared and bool(sympy.simplify(sympy.expand_log(forced, force=True)) == 0)
 
 
 def surely_differ(first: Any, second: Any) -> bool:
     """Whether two expressions have different values at one fixed point, which costs no algebra."""
-    if not isinstance(first, Expr) or not isinstance(second, Expr):
-        return False
-    value, other = _at_point(first), _at_point(second)
-    return value is not None and other is not None and bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
+    is_pair = isinstance(first, Expr) and isinstance(second, Expr)
+    return bool(is_pair and _differ(_at_point(first), _at_point(second)))
+
+
+def _differ(value: Any, other: Any) -> bool | None:
+    """Whether two values differ by more than rounding; None if one is unknown."""
+    if value is None or other is None:
+        return None
+    return bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
 
 
 def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -332,10 +363,32 @@ def _log_size(value: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _at_point(value: Any) -> Any:
-    """The value with each variable at a number from 1 to 2 that is a hash of its name; None if it is unknown."""
-    if not all(isinstance(part, _ELEMENTARY) for part in sympy.preorder_traversal(value)):
+    """The value with each variable at its coordinate; None if it is unknown."""
+    return _value(value, {symbol: _coordinate(symbol) for symbol in value.free_symbols})
+
+
+def _value(value: Any, point: dict[Any, Any]) -> Any:
+    """The value at a point, None if it is unknown or, of real variables, a root or logarithm in it is not real."""
+    parts = list(sympy.preorder_traversal(value))
+    if not all(isinstance(part, _ELEMENTARY) for part in parts):
         return None
-    hashes = {symbol: hashlib.sha256(symbol.name.encode()).digest() for symbol in value.free_symbols}
-    point = {one: 1 + sympy.Rational(int.from_bytes(digest[:4]), 2**32) for one, digest in hashes.items()}
+    if point and not value.has(I) and not all(part.evalf(5, subs=point).is_real for part in filter(_needs_sign, parts)):
+        return None
     number = value.evalf(15, subs=point, maxn=60)
     return number if number.is_number and number.is_finite else None
+
+
+def _signed_root(root: Any) -> Any:
+    """The odd root of a real number, also where that is negative."""
+    return sympy.sign(root.base) ** root.exp.p * sympy.Abs(root.base) ** root.exp
+
+
+def _needs_sign(part: Any) -> bool:
+    """Whether an expression is a root or a logarithm."""
+    is_root = isinstance(part, Pow) and isinstance(part.exp, sympy.Rational) and part.exp.q > 1
+    return is_root or isinstance(part, sympy.log)
+
+
+def _coordinate(variable: Any) -> Any:
+    """A number from 1 to 2 that is a hash of a variable's name."""
+    return 1 + sympy.Rational(int.from_bytes(hashlib.sha256(variable.name.encode()).digest()[:4]), 2**32)

@@ -154,9 +154,11 @@ class DatasetTask(QuestionTask):
         return "\n\n".join([*parts, self.fill(problem.question)])
 
     def own_part(self, completion: str) -> str:
-        """The completion up to a next problem, because base models continue with one after examples."""
-        head = self.template.partition("{question}")[0].strip() if self.shots else ""
-        return completion.partition(f"\n\n{head}")[0] if head else completion
+        """The completion up to a next problem: the start of the template after a blank line, and after any thought."""
+        head = self.template.partition("{question}")[0].strip().rpartition("\n")[2]
+        next_one = re.compile(rf"(?:(?<=\n\n)|(?<=\n\r\n))[ *#]{{0,8}}{re.escape(head)}")
+        found = next_one.search(completion, max(completion.find("</think>"), 0)) if head else None
+        return completion[: found.start()].rstrip() if found else completion
 
 
 def stable_id(text: str) -> str:

@@ -1,8 +1,9 @@
 r"""Decides when two LaTeX answers are mathematically equal: cheap rules first, computer algebra for the rest.
 
 Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
-base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an inequality, `or` joins conditions;
-commas, `and` and any other `or` make a list. The rest goes to a child process (`Checker`, `tasks._algebra`).
+base (`52_8`, or `52`) and times or ratios (`12:30`) as written; two named units must agree (`tasks._units`). Where an
+answer has an inequality, `or` joins conditions; commas, `and` and any other `or` make a list. The rest goes to a child
+process (`Checker`, `tasks._algebra`).
 math-verify 0.9.0 would judge some of it too generously or too strictly, so decimals become exact fractions first, and a
 set equals no tuple and no interval.
 
@@ -15,7 +16,7 @@ from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from . import _numbers
+from . import _numbers, _units
 from ._child import GRACE_SECONDS, Children, remember
 
 Verdict = Literal["equal", "different", "unparsable"]
@@ -70,6 +71,8 @@ def equivalent(answer: str, other: str) -> bool:
         return True
     if max(len(answer), len(other)) > MAX_CHARS:
         return False
+    if _units.contradict(answer, other):
+        return False
     number, other_number = _numbers.number(answer, prose=False), _numbers.number(other, prose=False)
     if number is not None and other_number is not None:
         return number == other_number
@@ -77,6 +80,10 @@ def equivalent(answer: str, other: str) -> bool:
     for one, rest in ((first, second), (second, first)):
         if label := _LABELLED.fullmatch(one):
             return equivalent(f"({label[1]})" if _LETTER.fullmatch(rest) else label[2], rest)
+        if one[-1:] != "_" and (numeral := _BASE_NUMERAL.fullmatch(one)) and numeral[1] == rest:
+            return True  # the base may be missing
+    if (choices := _choices(first)) and (others := _choices(second)):
+        return choices == others
     is_text = _is_text(first) or _is_text(second)
     if _key(first, is_text) == _key(second, is_text):
         return True
@@ -94,7 +101,7 @@ def is_answered(answer: str, question: str, gold: str | None) -> bool:
     text = _tidy(answer)
     if label := _LABELLED.fullmatch(text):
         return bool(gold and _LETTER.fullmatch(_tidy(gold))) or is_answered(label[2], question, gold)
-    if _numbers.number(answer, prose=False) is not None or _is_text(text):
+    if _numbers.number(answer, prose=False) is not None or _is_text(text) or _choices(text):
         return True
     if len({number for side in text.split("=") if (number := _numbers.number(side, prose=False)) is not None}) > 1:
         return False  # `x=6=5`
@@ -102,28 +109,43 @@ def is_answered(answer: str, question: str, gold: str | None) -> bool:
     if gold is None:
         return not is_copy or not (_OPERATORS.search(text) or not _is_worked_out(text, "0"))
     target = _tidy(gold)
-    if _symbols(text) == _symbols(target):
+    if _BASE_NUMERAL.fullmatch(text) and not _BASE_NUMERAL.fullmatch(target):
+        return False  # only an answer may leave out the base
+    if _symbols(text) == _symbols(target) or _key(text, _is_text(target)) == _key(target, _is_text(target)):
         return True
     is_operator_known = set(_OPERATORS.findall(text)) <= set(_OPERATORS.findall(target))
     return not is_copy and is_operator_known and _is_worked_out(text, target)
 
 
 def canonical(answer: str) -> str:
-    """One spelling for plain numbers; for anything else the text without surrounding space and dollars."""
-    number = _numbers.canonical(answer, prose=False)
+    """One spelling for plain numbers; else, and with a unit, the text without surrounding space and dollars."""
+    number = None if _units.unit(answer) else _numbers.canonical(answer, prose=False)
     return " ".join(answer.strip().strip("$").split()) if number is None else number
 
 
 _SYMBOLS = {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in "}
 _SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u03b8": r"\theta "}
+_SYMBOLS |= {"\u2026": r"\ldots "}
 _TRIG = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?"
 _DEGREES = r"(?:\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0)"
 _SCALE = r"(?:\\(?:text|mbox|mathrm)\s*\{\s*[CF]\s*\}|[CF](?![A-Za-z]))"
-_UNIT = rf"\\text\s*\{{(?![^{{}}]*{_numbers.HEDGE})[^{{}}]*\}}"
+_UNIT = rf"\\text\s*\{{(?!\s*\([A-Za-z]\)|[^{{}}]*{_numbers.HEDGE})[^{{}}]*\}}"
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _TIME = r"(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d\s*\.?\s*\Z"
 _ORDER = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|neq?|[lg]t|[lg]eqslant)(?![A-Za-z])")
 _OR = re.compile(r",?\s*(?:\\(?:text\w*|mbox|mathrm)\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\vee(?![A-Za-z]))")
+# `]1,2]`, at the start or beside a union.
+_OPEN_ENDED = (
+    r"(?:(?<=\A)|(?<=\\cup)|(?<=\\cap)|(?<=\\in)|(?<=\s))([\[\](])([^\[\](),]+,[^\[\](),]+)([\[\])])"
+    r"(?=\s*(?:\\|,|\.?\Z))"
+)
+
+
+def _named(match: re.Match[str]) -> str:
+    """A unit between two numbers in its one spelling: `3 h 20`."""
+    return f" {_units.name(match[1])} "
+
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -139,6 +161,11 @@ _REWRITES = tuple(
         (r"(\\frac|\\binom)\s*(\d|(?<=\s)[A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
         (r"(\\frac|\\binom)\s*(\{[^{}]*\})\s*(\d|[A-Za-z]|\\pi(?![A-Za-z]))", r"\1\2{\3}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"\\sqrt{\1}"),
+        (r"\\[lc]?dots[bcimo]?(?![A-Za-z])|(?<=[,+])\s*\.{3}(?!\.)", r"\\ldots "),
+        (r"(?i)\\text\s*\{\s*infinity\s*\}|(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
+        (_OPEN_ENDED, lambda m: ("[" if m[1] == "[" else "(") + m[2] + ("]" if m[3] == "]" else ")")),
+        (rf"(?i)(?<=\d)\s*(?:\\text\s*\{{\s*|\s)({_units.NAMES})\.?,?\s*(?:and\s*)?\}}?\s*(?=\d)", _named),
         (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
         (r"\{([,:])\}", r"\1"),
         (r"\\leq?(?![A-Za-z])|<=", r"\\le "),
@@ -164,13 +191,15 @@ _REWRITES = tuple(
 _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
 _HEDGE = re.compile(rf"\\text\s*\{{[^{{}}]*{_numbers.HEDGE}", re.I)
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
+_CHOSEN = re.compile(r"\(([A-Za-z])\)|([A-J])")
 _LETTER = re.compile(rf"{_CHOICE.pattern}|[A-J]")
 _LABELLED = re.compile(  # `C. 12`, without a second label
     r"(?s)(?:\\text\s*\{\s*)?\(?([A-J])[.)](?:\s*\}\s*|\s+)(?!.*(?:"
     rf"{_numbers.HEDGE}|\band\b|(?<![A-Za-z\\])[A-J](?![A-Za-z])))([\w\\({{\[].*)"
 )
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
-_BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
+_BASE_NUMERAL = re.compile(r"([0-9A-F]*\d[0-9A-F]*)\s*_(?:\s*(?:\{\s*\d+\s*\}|\d+)\Z)?")
+_COMPOUND = re.compile(rf"\d (?:{_units.NAMES}) \d")  # `3 h 20`, of `3 hours 20 minutes`
 _DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")
 
 
@@ -225,9 +254,17 @@ def _key(text: str, is_text: bool) -> str:
     return plain.casefold() if is_text or _LETTERS.fullmatch(plain) else plain
 
 
+def _choices(text: str) -> set[str]:
+    """The letters of an answer that is several marked choices; empty for any other."""
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    found = [_CHOSEN.fullmatch(part) for part in re.split(r"\s*(?:,|&|\band\b)[,\s]*(?:and\s)?\s*", plain)]
+    return {(one[1] or one[2]).upper() for one in found if one} if len(found) > 1 and all(found) else set()
+
+
 def _is_literal(text: str) -> bool:
     """Whether an answer is equal to nothing but itself: words, a hedge, a numeral with its base, a time or a ratio."""
-    return bool(_WORDS.fullmatch(text) or _HEDGE.search(text) or _BASE_NUMERAL.search(text) or ":" in text)
+    rules = _HEDGE.search(text), _BASE_NUMERAL.search(text), _COMPOUND.search(text)
+    return bool(_WORDS.fullmatch(text) or any(rules) or ":" in text)
 
 
 def _is_well_formed(text: str) -> bool:
@@ -262,4 +299,4 @@ def _exact(text: str) -> str:
         value = _numbers.unrounded(match[0])
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
 
-    return _DECIMAL.sub(fraction, text)
+    return _DECIMAL.sub(fraction, text.replace(r"\ldots", r"\Xi"))  # the parser would drop the dots

@@ -157,15 +157,16 @@ _VALUE = rf"""
       | 10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d++)
     )
     (?: \s*(?P<scale>{_SCALE})(?![A-Za-z]) )?
-    (?! (?:\s?[kKMB]|[xXnyz]) (?![A-Za-z]) )
+    (?! (?:\s?(?-i:[kKMB])|[xXnyz]) (?![A-Za-z]) )
 """
 _LENGTH = r"(?:[cdkm]?m|ft|in|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|met(?:er|re)s?|units?)"
-_POWER = rf"(?:\b|(?<=\d)){_LENGTH}\s?\^?\s?[23](?!\d)"  # cm^2, cm2, units ^2
+_RATE = r"\s?/\s?(?:s|secs?|min|h|hrs?)\b(?:\s?\^?\s?2)?"
+_POWER = rf"(?:\b|(?<=\d)){_LENGTH}(?:\s?\^?\s?[23](?!\d)|{_RATE})"  # cm^2, cm2, units ^2, m/s
 UNITS = (  # as alternatives of a pattern
     "degrees? deg percent dollars? cents? euros? pounds? usd inch(?:es)? feet foot ft yards? yd miles? mi mph kmh? kph "
     "[cdkm]m met(?:er|re)s? [ckm]g grams? tons? lbs? oz ounces? [cm]l lit(?:er|re)s? gallons? cups? hours? hrs? "
     "minutes? mins? seconds? secs? days? weeks? months? years? units? square sq cubic cu per people students? ways? "
-    "pct (?<=/)[hs]"
+    "pct radians? (?<=/)[hs]"
 ).replace(" ", "|")
 # Words that take back a number or leave others open; a text with one of them states no number.
 HEDGE = r"\b(?:or|any\w*|not|either|neither|maybe|wrong|at (?:least|most)|(?:more|less|fewer|greater) than)\b"
@@ -188,7 +189,7 @@ _DROPPED = re.compile(r"\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|mbox|math(?:rm|bf|it|sf)|operatorname)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}\\]*)\}|(\d))\s*(?:\{([^{}\\]*)\}|(\d))")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])")
-_BOLD = re.compile(r"\*\*([^*]+)\*\*|__([^_]+)__")
+_BOLD = re.compile(r"\*\*([^*]+)\*\*|__([^_]+)__|(?<![\w)\]}])([*_`])(?! )([^*_`]+)\3(?!\w)")
 
 
 def _plain(text: str) -> str | None:
@@ -207,7 +208,7 @@ def _plain(text: str) -> str | None:
     text = re.sub(r"(?<=\d)'(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"([+-])\s*\$\s*", r"\1", text.replace("{,}", ",")).replace("$", " ")
     text = text.replace("{", " ").replace("}", " ")
-    text = _BOLD.sub(lambda m: f" {m[1] or m[2]} ", text)
+    text = _BOLD.sub(lambda m: f" {m[1] or m[2] or m[4]} ", text)
     return _DENIED.sub(r"\1", " ".join(text.strip(" \t\r\n\0*_`'\"").split()))
 
 

@@ -22,7 +22,7 @@ def graded_group(classes, correct=None, **changes):
         "prompt_id": "p", "prompt": "p?", "completions": ("",) * n, "num_tokens": (1,) * n, "max_tokens": 8,
         "truncated": (False,) * n, "answers": tuple(None if c is None else str(c) for c in classes),
         "classes": tuple(classes), "format_scores": tuple(float(c is not None) for c in classes),
-        "correct": None if correct is None else tuple(correct),
+        "correct": None if correct is None else tuple(correct), "run_on": (False,) * n,
     }  # fmt: skip
     return GradedGroup(**{**given, **changes})
 

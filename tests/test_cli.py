@@ -19,6 +19,7 @@ from cohort.harness.api.study import comparison
 from cohort.harness.base import machine
 from cohort.harness.cli import app
 from cohort.harness.console import progress, terminal
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.record.run import read_progress
 from cohort.harness.settings.run import Optimizer
@@ -382,6 +383,23 @@ def test_an_interrupted_study_ends_with_exit_code_130(cohort, monkeypatch):
     monkeypatch.setattr("cohort.harness.study.runner.run_study", lambda *_, **__: status(trial("a", "stopped")))
     assert cohort("compare", "--algorithms", "grpo", "--task", "arithmetic", "--workers", "1") == 130
     assert (cohort.out, cohort.err) == ("", "Interrupted. The same command continues where it stopped.\n")
+
+
+@pytest.mark.parametrize(("die_at", "told"), [(1, "No problem is kept yet."), (2, "2 problems are kept in {}")])
+@pytest.mark.usefixtures("store")
+def test_an_interrupted_evaluation_says_what_is_kept(die_at, told, cohort, runs, monkeypatch):
+    generate, calls = TransformersEngine.generate, iter(range(9))
+
+    def interrupted(*arguments, **keywords):
+        if next(calls) == die_at:
+            raise KeyboardInterrupt
+        return generate(*arguments, **keywords)
+
+    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
+    monkeypatch.setattr("cohort.harness.run.evaluate.PROMPTS_AT_ONCE", 2)
+    assert cohort("evaluate", "tiny", "--task", "arithmetic", "--limit", "4", "--samples", "1", "--name", "one") == 130
+    words = f"Interrupted. {told.format(runs / 'evaluate' / 'one')}"
+    assert cohort.err.splitlines()[-1] == words + "; the same command continues there." * (die_at > 1)
 
 
 @pytest.mark.attack("Hostile text in a terminal")

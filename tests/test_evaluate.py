@@ -149,7 +149,7 @@ def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tm
         assert log.events == [
             (5, evaluation_metrics(result, name) | {"flops/evaluation": flops.sampled(run.costs, result.drawn)})
         ]
-        assert log.phases == [(split, 2, 2)]
+        assert log.phases == [(split, 0, 2), (split, 2, 2)]
         fractions = dict.fromkeys([prompt.id for prompt in spec.task.prompts("test")[:2]], 0.5)
         assert log.start_fractions | log.fractions == (fractions if split == "test" else {})
         assert log.rows == (result.samples if not area else [])

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from cohort.algorithms.grpo import GRPO
 from cohort.harness.data import Group, InvalidRun, Prompt, Rollout, Score
+from cohort.harness.policy.text import as_groups
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
 from cohort.harness.run.build import prepare
@@ -17,8 +19,10 @@ from cohort.harness.run.grading import begin_grading, grade, sample_rows
 from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.settings.run import EvaluationSettings
 from cohort.tasks.arithmetic import Arithmetic
+from cohort.tasks.gsm8k import GSM8K
+from cohort.tasks.math import Math
 from factories import make_spec
-from fakes import MemoryLog, batch_of
+from fakes import MemoryLog, batch_of, tiny_codec
 
 asked: list[tuple[str, str]] = []
 read: list[str] = []
@@ -52,6 +56,33 @@ def group(gold: str, *completions: str, prompt_id: str = "p") -> Group:
         for text in completions
     )
     return Group(Prompt(prompt_id, f"{prompt_id}?", gold), (1, 2), rollouts)
+
+
+LATEX = "so $x = \\frac{1}{2}$ in the end"
+
+
+@pytest.mark.parametrize(
+    ("task", "gold", "completion", "strict", "lenient"),
+    [
+        (Arithmetic(), "39", "26 + 13 = 39", False, True),
+        (Arithmetic(), "39", "It is 39, and not 40.", False, False),  # the last one counts
+        (Arithmetic(), "39", "39 #### 40", False, False),  # a marked answer is the answer
+        (Arithmetic(), "39", "40 #### 39", True, True),
+        (Arithmetic(), "1200", "That makes $1,200.", False, True),
+        (Arithmetic(), "39", "no number", False, False),
+        (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
+        (Math(path="x"), "12", "$x$ is 12", False, True),
+    ],
+)
+def test_a_lenient_reading_takes_the_last_number_or_expression_where_no_answer_is_marked(
+    task, gold, completion, strict, lenient
+):
+    (graded,) = grade(task, [group(gold, completion)], 8)
+    assert (graded.correct, graded.lenient) == ((strict,), (lenient,))
+    assert graded.blind().lenient is None
+    metrics = sample_metrics([problem_score(graded, graded)])
+    assert (metrics["accuracy"], metrics["lenient_accuracy"]) == (strict, lenient)
+    assert rollout_metrics([graded], [[0.0]])["train/lenient_accuracy"] == lenient
 
 
 def test_answers_fall_into_classes_by_the_equality_of_the_task():
@@ -159,6 +190,67 @@ def test_an_answer_that_restates_the_question_is_wrong_and_has_no_class():
     assert graded.classes == (None, 0, 0, None, 1)
     (graded,) = grade(StrictTask(), [group("1+2", "=1+2", "=3")], 8)  # the text of the gold answer, whatever its form
     assert graded.correct == (True, True)
+
+
+NEXT = "\n\nQuestion: A jar holds 5 pens and 6 more. How many?\nAnswer:\n5+6=11\n#### 11"
+
+
+@pytest.mark.parametrize(
+    ("form", "gold", "completion", "is_right", "runs_on"),
+    [
+        ("hash", "24", f"3*8=24\n#### 24{NEXT}", True, True),
+        ("hash", "11", f"3*8=24\n#### 24{NEXT}", False, True),
+        ("hash", "11", f"I do not know.{NEXT}", False, True),
+        ("hash", "24", f"#### 24{NEXT}".replace("Q", "**Q").replace("\n", "\r\n"), True, True),
+        ("hash", "24", "<think>Hm.\n\nQuestion: is it 24? Yes.</think>\n#### 24", True, False),
+        ("think_answer", "24", f"<think>3*8</think><answer>24</answer>{NEXT}", True, True),
+        ("hash", "58", "So it is 58.\n#### *58*.", True, False),
+        ("hash", "58", "#### `58`,", True, False),
+        ("hash", "58", "#### 2*58*1", False, False),
+        # A thought answers nothing, whatever its marker; only the text after the last one does.
+        ("boxed", "7", r"<think>It is \boxed{7}? Wait, 3+5", False, False),
+        ("hash", "7", "<think>\n#### 7\nWait", False, False),
+        ("think_answer", "7", "<think>First <answer>7</answer>, no: it", False, False),
+        ("boxed", "7", r"<think>\boxed{7}. No.</think> It is **8**.", False, False),
+        ("boxed", "7", r"\boxed{7}. No.</think> It is **8**.", False, False),
+        ("boxed", "7", r"<think>\boxed{8}. No.</think> It is \boxed{7}.", True, False),
+        ("hash", "7", "It must be 8. No.</think>\n#### 7", True, False),
+        ("boxed", "7", r"<think>3+4</think>\boxed{7} <think>or", False, False),
+    ],
+)
+def test_the_answer_stands_after_the_last_thought_and_before_the_next_question(
+    form, gold, completion, is_right, runs_on
+):
+    (graded,) = grade(GSM8K(answer_format=form), [group(gold, completion)], 8)
+    assert (graded.correct, graded.run_on) == ((is_right,), (runs_on,))
+    assert rollout_metrics([graded], [[0.0]])["completion/run_on"] == float(runs_on)
+
+
+def test_a_prompt_that_opens_the_thought_itself_is_understood():
+    prompt = Prompt("p", "How many?\n<think>\n", "7")
+    texts = ("#### 7, or is it", "3+4</think>#### 7", "3+4</think><answer>7</answer>")
+    (graded,) = grade(GSM8K(answer_format="think_answer"), [replace(group("7", *texts), prompt=prompt)], 8)
+    assert graded.correct == (False, True, True)
+    assert graded.format_scores == (0.0, 0.5, 1.0)
+    codec, row = tiny_codec(), [((1,), (0.0,), True)]
+    codec.opens_thought = True
+    assert as_groups([replace(prompt, text="How many?")], [(1,)], row, codec)[0].prompt.text == "How many?\n<think>"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "is_right"),
+    [
+        (r"\text{True}", "true", True), ("False", "false", True), (r"\text{True}", "false", False),
+        (r"\text{(A), (C)}", r"\text{A and C}", True), ("1101_2", "1101", True), ("1101_2", "13", False),
+        ("1101", "1101_2", False), ("1,2,\\ldots,n", r"1,2,\dots,n", True), ("1,2,\\ldots,n", "1,2,n", False),
+        (r"9\text{ ft}", "9 in", False),
+        (r"\sqrt{\frac{a}{b}}", r"\frac{\sqrt a}{\sqrt b}", True), (r"\ln(ab)", r"\ln a+\ln b", True),
+        (r"3\text{ hours }20\text{ minutes}", "3 h 20 min", True), (r"\infty", "infinity", True),
+    ],
+)  # fmt: skip
+def test_another_spelling_is_also_an_answer(gold, answer, is_right):
+    (graded,) = grade(Math(), [group(gold, rf"\boxed{{{answer}}}")], 8)
+    assert graded.correct == (is_right,)
 
 
 class CreditTask(FractionTask):

@@ -79,11 +79,9 @@ def test_the_format_alone_changes_the_prompt_and_a_template_of_ones_own_stays():
 
 def test_what_a_model_asks_itself_after_its_answer_is_not_read():
     completion = "It is 12.\n#### 12\n\nQuestion: How many legs have 4 dogs?\nAnswer:\n4*4=16\n#### 16"
-    assert task(shots=2).extract(completion) == "12"
-    assert task().extract(completion) == "16"
+    assert task(shots=2).extract(completion) == task().extract(completion) == "12"
     tags = "<think>a</think><answer>12</answer>\n\nQuestion: And?"
-    assert task(shots=2, answer_format="think_answer").format_score(tags) == 1.0
-    assert task(answer_format="think_answer").format_score(tags) == 0.5
+    assert [task(shots=n, answer_format="think_answer").format_score(tags) for n in (0, 2)] == [1.0, 1.0]
     # A template that begins with the question has no words to be known by.
     assert task(shots=2, template="{question} ").extract(completion) == "16"
 

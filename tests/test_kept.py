@@ -50,6 +50,16 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
     assert engine.asked == 2 * [*16 * [(8, 64)], (8, 1)]  # 8 * 1024 completions
 
 
+def test_parts_are_small_for_a_large_model_on_a_cpu_and_as_ever_for_a_small_one():
+    spec = make_spec(70, num_samples=4)  # 5 completions of at most 8 tokens each: 40 tokens of a problem
+    parts = {167_792: [64, 6], 625_000_000: [20, 20, 20, 10], 10**12: 70 * [1]}  # 5e11 / (40 * 625e6) = 20 problems
+    whole = evaluate_run(spec, CountingEngine(spec), "validation", 0)
+    for weights, sizes in parts.items():
+        engine = CountingEngine(spec)
+        assert evaluate_run(spec, engine, "validation", 0, weights=weights) == whole
+        assert engine.asked == [part for size in sizes for part in ((size, 4), (size, 1))]
+
+
 @pytest.mark.attack("A kill in the middle of an evaluation")
 @pytest.mark.parametrize("die_at", [0, 1, 2, 5, 7])
 def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp_path):
@@ -63,7 +73,7 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp
     found = evaluate_run(spec, again, "validation", 0, lambda *done: told.append(done), num_shown=10_000, kept=kept)
     assert found == whole
     assert len(again.asked) == 8 - die_at // 2 * 2
-    assert told == [(done, 200) for done in (64, 128, 192, 200)[die_at // 2 :]]
+    assert told == [(done, 200) for done in (0, 64, 128, 192, 200)[die_at // 2 :]]
     done = CountingEngine(spec)
     assert evaluate_run(spec, done, "validation", 0, num_shown=10_000, kept=kept) == whole
     assert done.asked == []
@@ -97,7 +107,7 @@ def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: told.append(os.fstat(file).st_size))
     monkeypatch.setattr(evaluate, "sync", told.append)
     engine = CountingEngine(spec)
-    evaluate_run(spec, engine, "validation", 0, lambda *done: told.append(len(kept.read_bytes())), kept=kept)
+    evaluate_run(spec, engine, "validation", 0, lambda d, _: d and told.append(len(kept.read_bytes())), kept=kept)
     first, end = len(kept.read_bytes().splitlines(keepends=True)[0]), len(kept.read_bytes())
     assert told == [first, tmp_path, first, end, tmp_path, end]
     assert engine.asked == 4 * [(1, 1)]

@@ -334,3 +334,34 @@ def test_workers_that_die_at_each_place_that_writes_change_no_value(tmp_path, ki
     assert found.keys() == want.keys()
     assert [name for name in want if found[name] != want[name]] == []
     record_property("tried", len(places))
+
+
+SEEDS, LEVELS, BOTH = {"seeds": [0, 1, 2]}, {"factors": SIZES}, "a level and a seed"
+ARMS: dict[str, Any] = {"a": {"algorithm.group_size": 2}, "b": {"algorithm.group_size": 4}}
+AMENDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings at the start, and what is added
+    "a level": ({}, LEVELS),
+    "a seed": ({}, SEEDS),
+    "an arm": ({"factors": {}, "arms": ARMS}, {"arms": {**ARMS, "c": {"algorithm.group_size": 8}}}),
+    BOTH: ({}, {**LEVELS, **SEEDS}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.attack("An arm or a seed added in the middle of a trial whose workers are killed")
+@pytest.mark.parametrize("kind", [*(pytest.param(one, marks=pytest.mark.long) for one in list(AMENDED)[:3]), BOTH])
+@pytest.mark.usefixtures("alone")
+def test_what_is_added_in_the_middle_of_trials_costs_none_of_them(kind, runs, tmp_path, monkeypatch, record_property):
+    before, added = AMENDED[kind]
+    (kills := tmp_path / "kills").mkdir()
+    monkeypatch.setenv(kill_points.KILLS, str(kills))
+    (runs / "hold").touch()
+    stop = once_at_work(lambda: os.kill(os.getpid(), signal.SIGINT), 2)
+    run(a_study(**before), runs, stop, execute="kill_points:fake")
+    in_progress = {trial.trial for trial in read_study(runs, "sizes").trials}
+    (runs / "hold").unlink()
+    study = a_study(**{**before, **added})
+    run(study, runs, execute="kill_points:fake")
+    check_as_undisturbed(study, runs)
+    record = read_study(runs, "sizes")
+    assert not record.strange and len(record.amendments) == 1 and len(in_progress) >= 2
+    record_property("tried", sum(not file.name.startswith("ended ") for file in kills.iterdir()))

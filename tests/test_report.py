@@ -492,6 +492,17 @@ def test_notes_tell_what_makes_arms_comparable_or_not(record, topic, words, abse
     assert absent not in found
 
 
+def test_a_note_names_the_arms_whose_first_steps_had_nothing_to_learn_from():
+    dull = {"reward/std": [(1, 0.0), (2, 0.5)], "train/accuracy": [(1, 0.0)], "train/answered": [(1, 0.1)],
+            "train/lenient_accuracy": [(1, 0.4)], "completion/truncated": [(1, 0.2)]}  # fmt: skip
+    study = fake_study(changed(arms_of(0.4, 0.7), PAID[0]))
+    found = with_trials(study, lambda t: {"history": {**t.history, **(dull if t.arm == "b" else {})}})
+    text = topics(found)["First steps without a signal"]
+    assert text.startswith("'b': no rewards of the first step differ") and "'a'" not in text
+    assert "90% mark no answer (40% are right if the last number counts)" in text
+    assert "First steps without a signal" not in topics(study)
+
+
 def test_rollouts_and_operations_that_arms_spent_unequally_are_told():
     study = fake_study()
     more = with_trials(study, lambda t: {"summary": {**t.summary, "rollouts": 14400.0 if t.arm == "ppo" else 12800.0}})

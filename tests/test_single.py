@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,20 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
         train_once(spec, tmp_path, "one")
 
 
+def test_an_evaluation_tells_tokens_per_second_and_the_time_left(monkeypatch):
+    told, clock = [], iter([0.0, 0.0, 10.0, 11.0, 11.0, 11.5, 20.0, 20.0, 21.5, 21.5])
+    monkeypatch.setattr(single, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pace = single.Pace(lambda *progress: told.append(progress), k=3, limit=50)
+    pace.part_ended(2, 12)  # 2 are from an earlier attempt: 10 * 4 * 50 = 2000 tokens at most
+    for count in (20, 20, 20):  # 40 tokens in the second after the first token; within another second nothing is told
+        pace.sampled(count)
+    pace.part_ended(7, 12)  # 60 tokens in 10 s; they were 3 a completion, so 20 * 3 are left
+    pace.sampled(9)  # 69 tokens in 11.5 s; 51 of 120 are left
+    asked = (2, 12, "10 problems x (1 greedy + 3 sampled) = 40 completions of at most 50 tokens")
+    first, part = (2, 12, "40 tokens/s, at most 49 s left"), (7, 12, "6 tokens/s, 10 s left")
+    assert told == [asked, first, part, (7, 12, "6 tokens/s, 8.5 s left")]
+
+
 @pytest.mark.usefixtures("plugins")
 def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path):
     data = shutil.copytree(FIXTURES / "math500", tmp_path / "math500")
@@ -138,7 +153,9 @@ def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_t
         assert (metrics["step"], other["step"], finish["type"]) == (0, 0, "finish")
         assert metrics["values"]["test/num_prompts"] == other["values"]["test_math500/num_prompts"] == 3
         assert [(row["step"], row["split"]) for row in samples["rows"]] == [(0, "test")] * 3
-    assert seen == [("test", 3, 3), ("test_math500", 3, 3)]  # the second time all completions were there
+    words = "3 problems x (1 greedy + 1 sampled) = 6 completions of at most 8 tokens"
+    areas = ("test", "test_math500")  # the second time all completions were there; a script tells no tokens
+    assert seen == [(area, *rest) for area in areas for rest in ((0, 3, words), (3, 3, ""))]
     assert list(evaluate_once(spec, "validation", tmp_path, "two")) == ["validation"]
     (file,) = data.iterdir()
     file.write_bytes(file.read_bytes() + b"\n")

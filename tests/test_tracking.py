@@ -289,13 +289,20 @@ def test_a_report_waits_for_the_mirror_of_a_large_study_no_longer_than_a_runs_en
 
 
 def log_trial(
-    runs: Path, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = (), **spec: Any
+    runs: Path,
+    arm: str,
+    seed: int,
+    state: str,
+    folder: str = "",
+    rows: Sequence[SampleRow] = (),
+    study="sizes",
+    **spec: Any,
 ) -> RunLog:
     factors = json.dumps({"algorithm.group_size": int(arm[-1])})
     own = {"arm": arm, "seed": str(seed), "factors": factors, "group": arm}
-    tags = fake_trials.of_study(runs, "sizes", f"{arm}-{seed}{folder}", **own)
-    place, title = f"studies/sizes/trials/{arm}-{seed}{folder}", f"{arm} | seed {seed}"
-    log = open_log(runs, place, a_spec(seed=seed, **spec), experiment="sizes", run_name=title, tags=tags)
+    tags = fake_trials.of_study(runs, study, f"{arm}-{seed}{folder}", **own)
+    place, title = f"studies/{study}/trials/{arm}-{seed}{folder}", f"{arm} | seed {seed}"
+    log = open_log(runs, place, a_spec(seed=seed, **spec), experiment=study, run_name=title, tags=tags)
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
     log.samples(rows or [fake_trials.sample(1)])

@@ -4,6 +4,7 @@ COHORT_OUTAGE_SECONDS (by default 3) says for how long the server stays away; `C
 tests/test_tracking_server.py -k killed` is the two-minute version.
 """
 
+import json
 import math
 import os
 import shutil
@@ -12,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,10 +26,11 @@ from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.follow import mirrored
 from cohort.harness.mirror.models import register_policy
-from cohort.harness.mirror.store import check_runs_folder
+from cohort.harness.mirror.store import check_runs_folder, connect
 from cohort.harness.mirror.studies import fetch_study
 from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.writer import MirrorState
+from cohort.harness.record.events import EVENTS
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
@@ -106,6 +109,113 @@ def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, ca
     fetch_study(runs, "sizes")
     assert in_mlflow(runs, log.directory) == run_id  # and what was fetched is not sent back
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
+
+
+def tags(**changed: str) -> Callable[[MlflowClient, str], None]:
+    """Sets tags of a run, named without their prefix; deletes those that are to be empty."""
+
+    def act(client: MlflowClient, run_id: str) -> None:
+        for key, value in changed.items():
+            client.set_tag(run_id, f"cohort.{key}", value) if value else client.delete_tag(run_id, f"cohort.{key}")
+
+    return act
+
+
+def put(name: str, change: Callable[[str], str]) -> Callable[[MlflowClient, str], None]:
+    """Changes a file of the record in a run."""
+
+    def act(client: MlflowClient, run_id: str) -> None:
+        text = Path(client.download_artifacts(run_id, f"record/{name}")).read_text()
+        client.log_text(run_id, change(text), f"record/{name}")
+
+    return act
+
+
+OURS = "group_size=4-1"  # in progress on this host, and ended in MLflow
+FOREIGN: dict[str, Callable[[MlflowClient, str], None]] = {
+    **{f"the trial {name!r}": tags(trial=name) for name in ("", ".", "..", "../../..", "a/b", ".hidden", "\\", "\n")},
+    "a trial of another name": tags(trial="group_size=4-9"),
+    "another trial's name": tags(trial="group_size=2-0"),
+    "no arm": tags(arm=""),
+    "no seed": tags(seed=""),
+    "a seed that is none": tags(seed="../1"),
+    "another seed": tags(seed="3"),
+    "another study": put("run.json", lambda text: text.replace("foreign", "other")),
+    "a changed number": put(EVENTS, lambda text: text.replace("0.25", "0.35")),
+    "no events": put(EVENTS, lambda _: ""),
+    "no JSON": put("result.json", lambda _: "{"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A run on a shared MLflow server that is no trial of the study")
+def test_no_run_on_a_shared_server_costs_a_file_of_this_host(server, tmp_path, caplog, record_property):
+    runs, theirs, name = tmp_path / "runs", tmp_path / "theirs", "foreign"
+    study = a_study(name=name, seeds=[0, 1])
+    for place in (runs, theirs):
+        folder = begin_study(place, study)
+        log_trial(place, "group_size=2", 0, "complete", study=name)
+    shutil.copy(folder / "study.json", runs / "studies" / name)
+    log_trial(theirs, "group_size=4", 1, "complete", study=name)
+    (own := log_trial(runs, "group_size=4", 1, "stopped", study=name).directory / "checkpoint").write_text("ours")
+    in_mlflow(theirs, folder)
+    client = MlflowClient(server.uri)
+    run_id = MirrorState.load(folder / "trials" / OURS).run_id
+
+    def files() -> dict[str, bytes]:
+        return {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    for words, act in FOREIGN.items():
+        known = client.get_run(run_id).data.tags
+        kept = {one: Path(client.download_artifacts(run_id, f"record/{one}")).read_text()
+                for one in ("run.json", EVENTS, "result.json")}  # fmt: skip
+        before = files()
+        act(client, run_id)
+        caplog.clear()
+        fetch_study(runs, name)
+        assert files() == before, words
+        said = f"run '{run_id}' in MLflow is no trial of '" in caplog.text
+        assert said or words == "another trial's name", words  # that one has ended here, and nothing is fetched
+        for key, value in known.items():
+            client.set_tag(run_id, key, value)
+        for file, text in kept.items():
+            client.log_text(run_id, text, f"record/{file}")
+    fetch_study(runs, name)
+    assert {t.trial: t.state for t in read_study(runs, name).trials}[OURS] == "complete"
+    assert own.parent.is_dir() and not own.exists()  # what was ours lies beside it, whole
+    assert next(own.parent.parent.glob(f".{OURS}.*/checkpoint")).read_text() == "ours"
+    record_property("tried", len(FOREIGN))
+
+
+PLACES = ["file:///tmp/x", "/tmp/x", "x", "../x", "http://other/x", "s3://b/x", "mlflow-artifacts://other/x", "dbfs:/x"]
+
+
+@pytest.mark.attack("An MLflow server that says where else to put files")
+@pytest.mark.parametrize(
+    "place", [*PLACES, "file:///allowed/../home", "file:///allowed/%2e%2e/home", "file:///allowedx"]
+)
+def test_a_server_chooses_no_place_for_files_but_itself_unless_the_user_allows_it(place, tmp_path, monkeypatch):
+    run = {"info": {"run_id": "r", "artifact_uri": place}, "data": {}}
+    wrong = ("/api", 200, {}, json.dumps({"run": run}).encode(), "")
+    handler = type("Handler", (WrongServer,), {"wrong": wrong})
+    (file := tmp_path / "file").write_text("secret")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COHORT_ARTIFACTS", "file:///allowed/")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as away:
+        Thread(target=away.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv(mlflow_address.TRACKING_URI, f"http://127.0.0.1:{away.server_port}")
+        client = connect(tmp_path)
+        with pytest.raises(ValueError, match="must keep files behind itself, and says to put them at"):
+            client.log_artifact(uuid.uuid4().hex, str(file))
+        away.shutdown()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "plugins"]
+
+
+def test_places_that_a_server_may_name(monkeypatch):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "http://server:5000/base")
+    monkeypatch.setenv("COHORT_ARTIFACTS", "s3://bucket/ours")
+    for place in ("mlflow-artifacts:/1/a", "mlflow-artifacts://server:5000/1", "runs:/1/a", "s3://bucket/ours/1/a"):
+        mlflow_address.check_artifacts(place)
 
 
 @pytest.mark.slow

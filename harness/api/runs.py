@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.machine import in_group
+from ..base.machine import compute_as_a_worker, in_group
 from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
 from ..mirror.models import register_policy
@@ -50,6 +50,7 @@ def train(
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     _in_its_group(run, command)
+    compute_as_a_worker()
     from ..run.standalone import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
@@ -98,14 +99,20 @@ def evaluate(
     counts = {"num_samples": samples, "num_test_prompts" if part == "test" else "num_prompts": limit}
     texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
+    compute_as_a_worker()
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from ..run.standalone import evaluate_once
         from .result import Evaluation
 
         spec = evaluated_spec(model, task, texts)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-        found = evaluate_once(spec, part, folder, name, show)
-    place = folder / "evaluate" / name
+        place = folder / "evaluate" / name
+        try:
+            found = evaluate_once(spec, part, folder, name, show)
+        except KeyboardInterrupt:
+            count = sum(file.read_bytes().count(b"\n") for file in place.glob(f"{split}*.jsonl"))
+            told = f"{count:,} problems are kept in {place}; the same command continues there."
+            raise KeyboardInterrupt(told if count else "No problem is kept yet.") from None
     measured = spec.tests if part == "test" else {}
     others = {other: Evaluation(on, found[f"test_{other}"], place) for other, on in measured.items()}
     return Evaluation(spec, found[part], place, others)

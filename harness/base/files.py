@@ -84,6 +84,7 @@ def publish_folder(folder: Path) -> Iterator[Path]:
     It replaces the old folder. One process at a time may publish the same folder; the next one removes the remains of a
     killed one.
     """
+    assert folder.name not in ("", ".."), "a folder to replace has a name of its own"
     partial = partial_folder(folder)
     for leftover in folder.parent.glob(f"{partial.name}*"):
         shutil.rmtree(leftover)

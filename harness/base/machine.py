@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 
 SECRET = "COHORT_SECRET"  # environment variable, the same for all hosts of a group
 SHARED_BYTES = 2**30  # of /dev/shm: what NCCL's documentation asks for
+WORKER = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}  # environment of a worker
 SHARED_GPU = "COHORT_SHARED_GPU"  # environment variable, set where a worker's GPUs have other workers too
 
 
@@ -29,6 +31,14 @@ def interface(address: str) -> str | None:
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_as_a_worker() -> None:
+    """Let torch, unless it has been imported, use as many threads as in a study's only worker: threads that wait for
+    others give their core away, which on a busy core was six times faster."""
+    if "torch" not in sys.modules:
+        for name, value in {**WORKER, "OMP_NUM_THREADS": str(usable_cores())}.items():
+            os.environ.setdefault(name, value)
 
 
 @lru_cache(maxsize=1)

@@ -211,13 +211,13 @@ def check_length(spec: RunSpec, prompts: Sequence[Prompt] | None = None) -> None
     """ValueError if a prompt, by default of all that a run reads, and its completion may be longer than the model can
     read. Reads no weights."""
     from ..policy.model import length_limit, model_config
-    from ..policy.text import load_codec
+    from ..policy.text import codec_of
     from .memory import longest, read_prompts
 
     limit = length_limit(model_config(spec.model))
     if limit is None:
         return
-    found = longest(load_codec(spec.model, spec.prompt), read_prompts(spec) if prompts is None else prompts)
+    found = longest(codec_of(spec), read_prompts(spec) if prompts is None else prompts)
     if found + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into '{spec.model}'s context limit of {limit} tokens, got "

@@ -73,8 +73,9 @@ def command(path: str, *examples: str) -> Callable[[Callable[..., None]], Callab
                 hint = "; COHORT_TRACEBACK=1 before the command shows where it was called"
                 terminal.fail(f"{plugin}{hint}" if plugin else told)
                 raise typer.Exit(2 if isinstance(shown, ValueError) and not plugin else 1) from None
-            except KeyboardInterrupt:
-                terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
+            except KeyboardInterrupt as stop:
+                told = str(stop) or "The same command continues where it stopped."
+                terminal.say(f"Interrupted. {told}", stderr=True)
                 raise typer.Exit(130) from None
 
         about = (" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))  # terminals vary in width

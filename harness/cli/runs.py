@@ -1,5 +1,6 @@
 """`cohort train`, `evaluate` and `register`."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -48,14 +49,19 @@ def train(
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
     "cohort evaluate runs/train/my-run --task arithmetic --samples 8 --limit 50",
     "cohort evaluate Qwen/Qwen2.5-0.5B --task gsm8k --tests math500,math",
-    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --set task.path=data/math500 --json",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --path data/math500 --json",
 )
 def evaluate(
     model: options.Model,
     task: options.Task,
     split: options.Split = "test",
-    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Samples per problem beside a greedy one; 4 by default.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N problems only.")] = None,
+    path: Annotated[
+        str | None, typer.Option(metavar="DATA", help="The task's data: a Hub id, a local file or folder.")
+    ] = None,
     tests: Annotated[str, typer.Option(metavar="TASK,...", help="Other tests, by name.")] = "",
     sets: options.Sets = None,
     name: options.Name = None,
@@ -73,7 +79,7 @@ def evaluate(
     """
     found = api.evaluate(
         model, task, split=split, samples=samples, limit=limit, tests=list(filter(None, options.words(tests))),
-        settings=sets or (), name=name, runs=runs,
+        settings=[*([] if path is None else [f"task.path={json.dumps(path)}"]), *(sets or ())], name=name, runs=runs,
     )  # fmt: skip
     if as_json:
         return terminal.print_json({"model": model, "task": task, "split": split, **found.document()})
@@ -88,9 +94,12 @@ def evaluate(
     ]
     headers = ["measure", "accuracy", "95 % interval"]
     terminal.show_table(f"{model} on {task} ({split}), {count:,} problems", headers, rows, numeric=["accuracy"])
-    shares = {"answered": "answered", "answer format": "format", "cut at the token limit": "truncated"}
+    shares = {"answered": "answered", "right if the last number counts": "lenient_accuracy", "answer format": "format"}
+    shares["cut at the token limit"] = "truncated"
     told = [f"{words} {percent(metrics[key])}" for words, key in shares.items()]
     terminal.say(", ".join([*told, f"{metrics['num_tokens']:.1f} tokens per completion"]))
+    for cause in found.causes:
+        terminal.say(f"Of the completions, {cause}.")
     tables = {"test": {other: (one.result.metrics, intervals(one.result)["accuracy"])
                        for other, one in found.tests.items()}}  # fmt: skip
     for tag, parts in result.breakdown.items():

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from ..data import ENDED
@@ -157,23 +157,29 @@ def _counts(status: StudyStatus) -> str:
 
 
 @contextmanager
-def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far a phase is: a bar; without a terminal a line at its start and each heartbeat."""
+def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[..., None]]:
+    """A function that shows how far a phase is, with words on its course or the time left: a bar; without a terminal a
+    line at its start and each heartbeat. The words at the start of a phase stay on the screen."""
     screen = console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20))
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        tasks: dict[str, TaskID] = {}
+        begun: dict[str, tuple[TaskID, float, int]] = {}
         shown = 0.0
 
-        def update(phase: str, done: int, total: int) -> None:
+        def update(phase: str, done: int, total: int, words: str = "") -> None:
             nonlocal shown
-            words = _counted(f"{title}: {phase}", done, total)
-            if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= HEARTBEAT_SECONDS):
+            now, is_told = time.monotonic(), phase not in begun
+            if is_told:
+                begun[phase] = progress.add_task("", total=None), now, done
+            is_told = is_told and words != "" if screen.is_terminal else is_told or now - shown >= HEARTBEAT_SECONDS
+            task, since, before = begun[phase]
+            if not words and before < done < total:
+                words = f"{duration((now - since) * (total - done) / (done - before))} left"
+            words = ", ".join(filter(None, [_counted(f"{title}: {phase}", done, total), words]))
+            if is_told:
                 say(words, stderr=True)
-                shown = time.monotonic()
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(str(plain(words)), total=None)
-            progress.update(tasks[phase], description=str(plain(words)), completed=done, total=total or None)
+                shown = now
+            progress.update(task, description=str(plain(words)), completed=done, total=total or None)
 
         update(first, 0, 0)
         yield update

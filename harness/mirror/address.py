@@ -17,6 +17,7 @@ from .. import plugins
 from ..base.addresses import shown, split_url
 
 TRACKING_URI, MIRROR, TRACES = "COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_TRACES"
+ARTIFACTS = "COHORT_ARTIFACTS"  # where a server may send files beside itself
 MLFLOW = "mlflow"
 ANSWER_SECONDS = 10.0  # after which a server counts as silent
 
@@ -76,6 +77,17 @@ def remote_uri() -> str | None:
         rule = f"the tracking URI must have nothing but host, port and path, got '{shown(uri)}'"
         raise ValueError(f"{rule}; {fix}MLFLOW_TRACKING_PASSWORD")
     return uri.rstrip("/")
+
+
+def check_artifacts(uri: str) -> None:
+    """ValueError if the MLflow server wants files elsewhere than behind itself or where COHORT_ARTIFACTS allows."""
+    server, allowed, parts = remote_uri(), os.environ.get(ARTIFACTS, "").strip().rstrip("/"), split_url(uri)
+    if server is None or (allowed and f"{uri}/".startswith(f"{allowed}/") and ".." not in unquote(uri).split("/")):
+        return
+    own = ("", urlsplit(server).netloc)
+    if parts is None or parts.scheme not in ("mlflow-artifacts", "runs", "models") or parts.netloc not in own:
+        rule = f"the MLflow server must keep files behind itself, and says to put them at {shown(uri)!r:.200}"
+        raise ValueError(f"{rule}; if that is right, set {ARTIFACTS} to the beginning of that address")
 
 
 def store_name(runs: Path) -> str:

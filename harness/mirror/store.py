@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ..base.files import file_lock
 from ..base.inputs import short
 from ..data import TrialState
 from ..record.provenance import versions
-from .address import health, mirrors, remote_uri, traces_per_split, tracking_uri
+from .address import check_artifacts, health, mirrors, remote_uri, traces_per_split, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -125,6 +125,7 @@ def connect(runs: Path) -> MlflowClient:
     if remote_uri() is not None:
         if (reason := health(uri)) is not None:
             raise ConnectionError(f"the MLflow store at {uri} does not answer ({reason})")
+        _check_artifacts()
     elif not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(runs / "mlflow.lock"):
@@ -135,6 +136,19 @@ def connect(runs: Path) -> MlflowClient:
                 MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
                 new.rename(store)
     return MlflowClient(uri)
+
+
+@cache
+def _check_artifacts() -> None:
+    """Let MLflow's client, in this process, look at each address of files with `check_artifacts` before it is used."""
+    from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
+
+    def checked(kind: Any, uri: str, **more: Any) -> Any:
+        check_artifacts(uri)
+        return kind(uri, **more)
+
+    kinds = get_registered_artifact_repositories()
+    kinds |= {scheme: partial(checked, kind) for scheme, kind in kinds.items()}
 
 
 def source_tags(about: Mapping[str, Any]) -> dict[str, str]:

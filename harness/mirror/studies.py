@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +18,22 @@ from ..base.arms import GREY
 from ..base.files import publish_folder, read_json
 from ..base.words import in_markdown
 from ..data import FINAL
-from ..record.events import EVENTS
+from ..record.events import EVENTS, is_as_written
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
-from ..record.run import read_result
-from ..record.study import LOOKS, SEARCH, STATUS, STUDY, study_settings
+from ..record.run import INFO, RunInfo, read_result
+from ..record.study import LOOKS, SEARCH, STATUS, STUDY, read_folder, study_settings
 from . import store
 from .address import is_outage, remote_uri
 from .others import MIRRORS
 from .view import ARM, PHASE, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
-from .writer import RECORD, MirrorState
+from .writer import RECORD, RECORDED, MirrorState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+LEFT_OUT = "run %.40r in MLflow is no trial of '%s' and is left out: %.300s"
 MAX_NOTE = 5000  # characters of a tag that every store takes
 log = logging.getLogger(__name__)
 
@@ -174,6 +177,8 @@ def forget_study(runs: Path, folder: Path) -> None:
 
 
 def _fetch(runs: Path, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
     client, folder = store.connect(runs), runs / "studies" / name
     parent = store.active_run(client, MirrorState.load(folder).run_id)
     if parent is None and (experiment := client.get_experiment_by_name(name)) is not None:  # the newest of this name
@@ -181,29 +186,82 @@ def _fetch(runs: Path, name: str) -> None:
     if parent is None:
         return
     if not (folder / STUDY).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         here = {file.path for file in client.list_artifacts(parent.info.run_id)}
-        for file in here & {STUDY, SEARCH, LOOKS, DIFF}:
-            client.download_artifacts(parent.info.run_id, file, str(folder))
+        if STUDY not in here:
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            for file in here & {STUDY, SEARCH, LOOKS, DIFF}:
+                client.download_artifacts(parent.info.run_id, file, scratch)
+            if (given := read_folder(Path(scratch), {}).name) != name:
+                raise ValueError(f"the study '{name}' in MLflow calls itself {given!r:.80}; choose another name")
+            shutil.copytree(scratch, folder, dirs_exist_ok=True)
         MirrorState(uuid.uuid4().hex, parent.info.run_id).save(folder)
-    for run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).values():
-        directory = folder / "trials" / Path(run.data.tags["cohort.trial"]).name
-        ended = read_result(directory)
-        if _state(run) == "running" or (ended is not None and (ended["state"] in FINAL or _state(run) not in FINAL)):
-            continue
-        if all(file.path != str(RECORD) for file in client.list_artifacts(run.info.run_id)):
-            continue
-        with tempfile.TemporaryDirectory() as scratch, publish_folder(directory) as new:
-            shutil.copytree(client.download_artifacts(run.info.run_id, str(RECORD), scratch), new, dirs_exist_ok=True)
+    for key, run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).items():
+        try:
+            _fetch_trial(client, folder, key, run)
+        except (ValueError, MlflowException) as error:
+            if is_outage(error):
+                raise
+            log.warning(LEFT_OUT, run.info.run_id, name, error)
+
+
+def _fetch_trial(client: MlflowClient, folder: Path, key: tuple[str, int], run: Run) -> None:
+    """Bring the record of an ended trial that the study's folder lacks; one of ours that has not ended is set aside.
+
+    ValueError, before anything is written there, for a record that is none of this study.
+    """
+    if not re.fullmatch(r"[\w=-][\w.=-]*", name := run.data.tags.get("cohort.trial", ""), re.ASCII):
+        raise ValueError(f"a trial's name must be the name of its folder, got {name!r:.80}")
+    ended = read_result(directory := folder / "trials" / name)
+    if _state(run) == "running" or (ended is not None and (ended["state"] in FINAL or _state(run) not in FINAL)):
+        return
+    if (directory / "lease").exists() or all(f.path != str(RECORD) for f in client.list_artifacts(run.info.run_id)):
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        like, got = Path(scratch, "study"), Path(scratch, "study", "trials", name)
+        got.mkdir(parents=True)
+        for file in (file for file in (STUDY, SEARCH, LOOKS) if (folder / file).exists()):
+            shutil.copy(folder / file, like)
+        record = Path(client.download_artifacts(run.info.run_id, str(RECORD), scratch))
+        for file in (file for pattern in RECORDED for file in record.glob(pattern) if file.is_file()):
+            (place := got / file.relative_to(record)).parent.mkdir(exist_ok=True)
+            shutil.copy(file, place)
+        study = read_folder(like, {})
+        ours = [*study.trials, *(trial for arm in study.exploratory for trial in arm.trials)]
+        if read_result(got) is None or [(t.trial, (t.arm, t.seed)) for t in ours] != [(name, key)]:
+            raise ValueError(study.strange.get(name, f"'{name}' has no ended trial of its arm and seed"))
+        if not all(map(is_as_written, (got / EVENTS).read_bytes().split(b"\n")[:-1])):
+            raise ValueError(f"a line of its {EVENTS} was changed after it was written")
+        if (other := _folder_of(folder, key)) not in (None, name):
+            raise ValueError(f"this trial is in '{other}'")
+        with publish_folder(directory) as new:
+            shutil.copytree(got, new, dirs_exist_ok=True)
             size = (new / EVENTS).stat().st_size
             MirrorState(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
+            if directory.exists():
+                aside = directory.rename(directory.with_name(f".{name}.{uuid.uuid4().hex[:8]}"))
+                log.warning("'%s' ended on another host; what this one has of it is now in '%s'", name, aside)
+
+
+def _folder_of(folder: Path, key: tuple[str, int]) -> str | None:
+    """The name of the folder that has a trial of this arm and seed here."""
+    for file in (folder / "trials").glob(f"[!.]*/{INFO}"):
+        with suppress(ValueError):  # of a damaged one
+            tags = (RunInfo.load(file.parent) or RunInfo("", "")).tags
+            if (tags.get(ARM), tags.get("cohort.seed")) == (key[0], str(key[1])):
+                return file.parent.name
+    return None
 
 
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
     """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
     trials: dict[tuple[str, int], Run] = {}
     for run in store.search_runs(client, [experiment], f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
-        key = (run.data.tags[ARM], int(run.data.tags["cohort.seed"]))
+        try:
+            key = (run.data.tags[ARM], int(run.data.tags["cohort.seed"]))
+        except (KeyError, ValueError) as error:
+            log.warning(LEFT_OUT, run.info.run_id, parent, f"its tags lack {error}")
+            continue
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run
     return trials

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 POLICY = "cohort.policy"  # the tag that names the final policy
 RECORD = Path("record")  # the artifact folder with a run's record
+RECORDED = ("*.json", EVENTS, "completions/*.jsonl", "rollouts/*.jsonl")  # what that has
 COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that may differ between two equal runs
 _Key = tuple[str, int]  # metric, step
 log = logging.getLogger(__name__)
@@ -227,8 +228,7 @@ class RunMirror:
             metrics = [Metric(store.SUMMARY + key, float(value), end["time"], 0) for key, value in summary]
             client.log_batch(self.place.run_id, metrics)
         if state != "running" and remote_uri() is not None:
-            names = ["*.json", EVENTS] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
-            for file in (file for name in names for file in self.directory.glob(name)):
+            for file in (file for name in RECORDED for file in self.directory.glob(name)):
                 folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
                 client.log_artifact(self.place.run_id, str(file), folder)  # for hosts that share only a server
         finished = info.spec.get("checkpoints", {}).get("finished")

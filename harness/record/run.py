@@ -69,9 +69,9 @@ class RunInfo:
                              "run then starts again from the beginning") from None  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """The facts by which each `start` tells runs apart: trial, arm, seed, digest of settings and tags."""
-        known = {key: self.tags.get(f"cohort.{key}", "") for key in ("trial", "arm", "seed")}
-        return {**known, "settings": digest([self.spec, self.tags])}
+        """The facts by which each `start` tells runs apart: study, trial, arm, seed, and a digest of the settings."""
+        known = {key: self.tags.get(f"cohort.{key}", "") for key in ("study", "trial", "arm", "seed")}
+        return {**known, "settings": digest(self.spec)}
 
 
 def final_result(directory: Path) -> dict[str, Any] | None:

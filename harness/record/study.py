@@ -309,7 +309,9 @@ def read_trial(directory: Path) -> TrialRecord | None:
     if info is None or not history.attempts:
         return None
     own = info.identity()
-    said = [{key: attempt.get(key) for key in own} for attempt in history.attempts]
+    # `settings` of a start without a study is a hash of the tags too, which change with the arms of the study
+    known = (own if "study" in start else ("trial", "arm", "seed") for start in history.attempts)
+    said = [own | {k: start.get(k) for k in keys} for keys, start in zip(known, history.attempts, strict=True)]
     if own["trial"] != directory.name or any(one != own for one in said):
         other = next((one for one in said if one != own), own)
         raise ValueError(f"'{directory}' must hold its own run, but {INFO} is of {_words(own)} and {EVENTS} of "
@@ -345,7 +347,7 @@ def read_trial(directory: Path) -> TrialRecord | None:
 
 
 def _words(identity: Mapping[str, Any]) -> str:
-    return "'{trial}' (seed {seed} of '{arm}', settings {settings})".format(**identity)
+    return "'{trial}' of '{study}' (seed {seed} of '{arm}', settings {settings})".format(**identity)
 
 
 def sample_row(row: Mapping[str, Any]) -> SampleRow:

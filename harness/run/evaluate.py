@@ -32,6 +32,7 @@ NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards 
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
 SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
 ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
+PART_WEIGHTS = 5e11  # weights read for all tokens of a part, at most, where `weights` are given: tens of seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,13 @@ def evaluate_run(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     num_shown: int = 16,
     kept: Path | None = None,
+    weights: int = 0,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split, the same every time: one greedy completion and k samples for each.
 
     The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
-    the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue.
+    the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue. The
+    number of a model's `weights` bounds the parts of an engine on a CPU; with 0 they are as large as memory allows.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -82,7 +85,12 @@ def evaluate_run(
             score([group], [greedy])
     left = [prompt for prompt in prompts if prompt.id not in scores]
     at_once = max(ROWS_AT_ONCE // num_samples, 1)
-    at_once = (at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)) * ranks.world_size()
+    at_once = at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)
+    if weights:
+        at_once = max(1, min(at_once, int(PART_WEIGHTS / (weights * spec.max_tokens * (1 + num_samples)))))
+    at_once *= ranks.world_size()
+    if left:
+        on_progress(len(prompts) - len(left), len(prompts))
     for start in range(0, len(left), at_once):
         part = left[start : start + at_once]
         groups, greedy_groups = (_sampled(spec, engine, part, count, step) for count in (num_samples, None))
@@ -141,6 +149,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
         "accuracy": sum(graded.correct or ()),
         **({} if graded.scores is None else {"score": sum(graded.scores)}),
         "answered": sum(answer is not None for answer in graded.answers),
+        "lenient_accuracy": sum(graded.lenient or ()),
         "truncated": sum(graded.truncated),
         "format": sum(graded.format_scores),
         "num_tokens": sum(graded.num_tokens),
@@ -164,7 +173,8 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
 
 def metric_names(settings: EvaluationSettings, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
-    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "truncated", "format", "num_tokens"]
+    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "lenient_accuracy", "truncated", "format"]
+    names += ["num_tokens"]
     return list(sample_metrics([ProblemScore("", settings.num_samples, dict.fromkeys(names, 0), 0.0, False)]))
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..base.streams import generator
-from ..data import GradedGroup, Group, InvalidRun, Prompt, Rollout, SampleRow, Score, Split
+from ..data import GradedGroup, Group, InvalidRun, Prompt, Rollout, SampleRow, Score, Split, as_graded
 from ..interfaces import Reward, StepReward, Task
 from ..settings.run import RunSpec
 
@@ -51,7 +51,8 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     for group in groups:
         allowed = max(1, min(GROUP_OVERRUNS, left))
         task.allow_overruns(allowed)
-        answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
+        read = [as_graded(group.prompt.text, rollout.text) for rollout in group.rollouts]
+        answers = tuple(map(task.extract, read))
         representatives: list[str] = []  # the first answer of each class, numbered by first appearance
         classes: dict[str, int] = {}
         for answer in answers:
@@ -62,7 +63,7 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
                     representatives.append(answer)
         question, gold = group.prompt.text, group.prompt.gold
         is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
-        formats = tuple(task.format_score(rollout.text) for rollout in group.rollouts)
+        formats = tuple(map(task.format_score, read))
         if odd := [v for v in is_gold if v not in (True, False)] + [f for f in formats if not 0 <= f <= 1]:
             told = "equivalent must return a bool and format_score a number from 0 to 1"
             raise InvalidRun(f"{type(task).__name__}.{told}, got {odd[0]!r:.40} for problem '{group.prompt.id}'")
@@ -83,6 +84,11 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
             format_scores=formats,
             correct=tuple(correct[answer] for answer in answers),
             scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
+            lenient=tuple(
+                task.ends_in(text, gold) if answer is None else correct[answer]
+                for answer, text in zip(answers, read, strict=True)
+            ),
+            run_on=tuple(task.own_part(text) != text for text in read),
         )  # fmt: skip
         graded.append(marked)
         left -= allowed - task.allow_overruns(None)

@@ -1,5 +1,6 @@
 """Runs one training run or one evaluation outside a study, for `cohort train` and `cohort evaluate`."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
@@ -11,10 +12,12 @@ from filelock import FileLock, Timeout
 from ..base.files import read_json
 from ..base.inputs import Inputs, expecting
 from ..base.stop import stop_on_signals
+from ..base.words import duration
 from ..checks.disk import check_disk
 from ..checks.preflight import check_length, check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
+from ..devices.device import resolve_device
 from ..mirror.follow import mirrored
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
@@ -25,7 +28,7 @@ from .cold_start import start_policy
 from .evaluate import evaluate_run, evaluation_metrics
 from .loop import train
 
-OnProgress = Callable[[str, int, int], None]  # phase, done, total
+OnProgress = Callable[..., None]  # phase, done, total, and perhaps words on its course
 MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which MLflow has its traces
 
 
@@ -64,7 +67,7 @@ def train_once(
 
 
 def evaluate_once(
-    spec: RunSpec, split: Split, runs: Path, name: str, on_progress: OnProgress = lambda phase, done, total: None
+    spec: RunSpec, split: Split, runs: Path, name: str, on_progress: OnProgress = lambda *progress: None
 ) -> dict[str, EvaluationResult]:
     """The accuracy of the policy that the spec starts from, after the cold start if it has one: by split, and for the
     test split by `test_NAME` of each other test too.
@@ -85,13 +88,53 @@ def evaluate_once(
         policy = placed(policy, spec)
         found: dict[str, EvaluationResult] = {}
         with closing(build_engine(spec, policy, codec, prompts)) as engine:
+            is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches
+            weights = sum(parameter.numel() for parameter in policy.parameters()) if is_slow else 0
             for area, on in measures.items():
-                show, kept = partial(on_progress, area), directory / f"{area}.jsonl"
-                found[area] = evaluate_run(on, engine, split, 0, show, MOST_SHOWN, kept)
+                pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)
+                engine.note_tokens, kept = pace.sampled, directory / f"{area}.jsonl"
+                found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights)
                 log.metrics(0, evaluation_metrics(found[area], area))
         log.samples(found[split].samples)
         log.finish("complete", None, {f"{split}_accuracy": found[split].metrics["accuracy"]})
     return found
+
+
+class Pace:
+    """Shows the course of an evaluation with k samples of each problem, each second and after each part: at first the
+    number of completions, then tokens per second and the time left. Before a part has ended, only the `limit` of tokens
+    says how long completions are."""
+
+    def __init__(self, show: Callable[[int, int, str], None], k: int, limit: int) -> None:
+        self.show, self.k, self.limit = show, k, limit
+        self.tokens, self.length, self.done, self.first = 0, float(limit), 0, -1
+
+    def part_ended(self, done: int, total: int) -> None:
+        """Show how many problems are done; those of the first call are from an earlier attempt."""
+        if self.first < 0:
+            self.first, self.total, self.begin = done, total, time.monotonic()
+            told = f"{total - done:,} problems x (1 greedy + {self.k} sampled) = {(total - done) * (1 + self.k):,}"
+            self.show(done, total, f"{told} completions of at most {self.limit:,} tokens")
+        else:
+            self.length = self.tokens / ((done - self.first) * (1 + self.k))
+            self._tell(done)
+        self.done, self.told = done, time.monotonic()
+
+    def sampled(self, count: int) -> None:
+        """Note more tokens."""
+        now = time.monotonic()
+        self.begin = self.begin if self.tokens else now
+        self.tokens += count
+        if now - max(self.told, self.begin) >= 1:
+            self.told = now
+            self._tell(self.done)
+
+    def _tell(self, done: int) -> None:
+        rate = self.tokens / (time.monotonic() - self.begin or 1)
+        left = (self.total - self.first) * (1 + self.k) * self.length - self.tokens
+        most = "at most " if done == self.first else ""
+        words = f"{rate:,.0f} tokens/s, {most}{duration(left / rate)} left" if rate else ""  # not all engines tell
+        self.show(done, self.total, words)
 
 
 @contextmanager

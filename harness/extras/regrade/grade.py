@@ -18,6 +18,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from ....tasks._answers import AnswerTask
 from ...api.settings import Settings, as_texts
+from ...data import as_graded
 from ...interfaces import Task
 from ...settings.errors import did_you_mean, parsed
 from ...settings.load import load_run
@@ -72,7 +73,7 @@ def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
     math-verify for one with a verifier of its own, which scores in part."""
 
     def grade(extract: Callable[[str], str | None], completion: str, gold: str, question: str) -> Grade:
-        answer = extract(completion)
+        answer = extract(as_graded(question, completion))
         if answer is None or answer == gold:
             return answer, answer is not None
         return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)

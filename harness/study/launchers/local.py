@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...base.disk import EXIT_STATUS, UNFIT, full
-from ...base.machine import SHARED_GPU, python_path, usable_cores, usable_gpus
+from ...base.machine import SHARED_GPU, WORKER, python_path, usable_cores, usable_gpus
 from ...base.stop import StopRequest, stop_on_signals
 from ...settings.errors import SpecError
 
@@ -31,11 +31,10 @@ def start_worker(
 ) -> subprocess.Popen[bytes]:
     """Start a worker process, which stops after its step if this process dies; its output goes to `log_file`."""
     command = [sys.executable, "-P", "-m", MODULE, json.dumps({**options, "devices": devices, "parent": os.getpid()})]
-    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as output:
         return subprocess.Popen(
-            command, env={**defaults, **os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
+            command, env={**WORKER, **os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
             stderr=output, start_new_session=True,
         )  # fmt: skip
 

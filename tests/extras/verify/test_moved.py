@@ -140,6 +140,17 @@ def test_events_of_an_attempt_with_other_settings_are_no_part_of_the_run(folder)
     assert "settings 0000000000000000" in " ".join(sealed(folder).strange.values())
 
 
+@pytest.mark.slow
+def test_attempts_of_before_an_amendment_are_of_one_run_in_records_that_are_there_too(folder):
+    """Their `start` events had a hash of all tags, and of no study."""
+    file = trial(folder, A) / EVENTS
+    start, *others = [{k: v for k, v in event.items() if k != "sum"} for event in read_events(file)]
+    del start["study"]
+    starts = [{**start, "settings": digit * 16} for digit in "01"]
+    file.write_text("".join(event_line(summed(event)) for event in (*starts, *others)))
+    assert len(sealed(folder).trials) == 4 and verified(folder).is_verified
+
+
 # Random changes -------------------------------------------------------------------------------------------------------
 
 QUEUE = (
