@@ -1,16 +1,17 @@
 """An adapter that peft saved is a model: merged into the base that it names."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from cohort.harness.extras.adapters import models
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 
 IDS = torch.arange(5, 25)[None]
+load = partial(load_policy, seed=0)
 
 
 @pytest.fixture
@@ -52,26 +53,16 @@ def test_an_adapter_that_peft_saved_is_its_base_with_the_adapter_merged(saved, t
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"base_model_name_or_path": None}, "set base_model_name_or_path"), ({"peft_type": "PREFIX_TUNING"}, "be merged"),
-     ({"base_model_name_or_path": "/none"}, "needs the model that it changes: .*is no folder")],
+    ("refuse", "target", "change", "message"),
+    [(check_model, "q_proj", {"base_model_name_or_path": None}, "set base_model_name_or_path"),
+     (check_model, "q_proj", {"base_model_name_or_path": "/none"}, "needs the model that it changes: .*is no folder"),
+     (check_model, "q_proj", {"peft_type": "PREFIX_TUNING"}, "to be merged"),
+     (load, "q_proj", {"target_modules": ["v_proj"]}, "in one of the two only"),
+     (load, "lm_head", {}, "without an embedding's weight, got lm_head")],
 )  # fmt: skip
-def test_an_adapter_without_a_base_or_of_another_kind_is_refused_before_weights_load(saved, change, message):
-    folder = saved(LoraConfig(target_modules=["q_proj"]))
+def test_an_adapter_that_cannot_be_merged_is_refused(saved, refuse, target, change, message):
+    folder = saved(LoraConfig(target_modules=[target]))
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        check_model(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("config", "change", "message"),
-    [(LoraConfig(target_modules=["lm_head"]), {}, "without an embedding's weight, got lm_head"),
-     (LoraConfig(target_modules=["q_proj"]), {"target_modules": ["v_proj"]}, "in one of the two only")],
-)  # fmt: skip
-def test_an_adapter_on_a_tied_head_or_of_another_model_is_refused(saved, tmp_path, config, change, message):
-    folder = saved(config)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
-        models.convert(folder, tmp_path / "merged")
+        refuse(str(folder))
