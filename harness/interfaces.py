@@ -62,6 +62,7 @@ class Algorithm(Section, ABC):
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
+    pairs_rows: ClassVar[bool] = False  # the loss needs both completions of a pair, so that neither may be left out
     token_mean: ClassVar[bool] = False  # the loss is the mean over all tokens, not over rows of each row's mean
     shares_trunk: ClassVar[bool] = False  # the critic is a head on the policy's hidden states, no separate network
     _stated: ClassVar[Mapping[str, str]] = {}
@@ -242,6 +243,10 @@ class Task(Section, ABC):
         """Prompt id -> the words of the problem, without template and worked examples; in the order of `prompts`."""
         return {prompt.id: prompt.text for prompt in self.prompts(split)}
 
+    def in_words(self, text: str) -> str:
+        """The text of one of its prompts as a user asks a chat model; any other text as it is."""
+        return text
+
     @abstractmethod
     def demonstrations(self) -> Iterable[Demonstration]:
         """Worked solutions for the cold start; empty if the task has none. Checks read only the first."""
@@ -252,6 +257,11 @@ class Task(Section, ABC):
 
         Never raises, whatever the text, and takes bounded time and memory.
         """
+
+    def ends_in(self, completion: str, gold: str) -> bool:
+        """Whether the last number or expression of a completion that marks no answer is the gold answer: measured
+        (`lenient_accuracy`), never paid. Bounded like `extract`."""
+        return False
 
     def own_part(self, completion: str) -> str:
         """The part of a completion that is about its problem; all of it, unless it runs on into another one."""

@@ -14,6 +14,10 @@ from pydantic import Field, field_validator, model_validator
 from ..harness.interfaces import Task
 from . import _numbers
 
+TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
+NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
+FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
+
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 
 
@@ -31,6 +35,11 @@ class AnswerTask(Task):
     def extract(self, completion: str) -> str | None:
         """The answer at the marker of the configured format, or else at another's."""
         return first_readable(stated(after_thought(self.own_part(completion)), self.answer_format), self.read)
+
+    def ends_in(self, completion: str, gold: str) -> bool:
+        tail = after_thought(self.own_part(completion))[-TAIL_CHARS:]
+        last = [text for pattern in (FORMULA, NUMBER) for text in pattern.findall(tail)[-1:]]
+        return any(AnswerTask.equivalent(self, answer, gold) for answer in map(self.read, last) if answer)
 
     def format_score(self, completion: str) -> float:
         """`####` and boxes score 1 with something in the marker, else 0. Tags score 1 for one `<think>` pair and then
@@ -82,6 +91,14 @@ class QuestionTask(AnswerTask):
         if "{question}" not in value:
             raise ValueError(f"template must contain {{question}}, where the problem goes, got {value!r}")
         return value
+
+    def in_words(self, text: str) -> str:
+        """The question and the request of the answer format, without the template's labels; a prompt with worked
+        examples, or in a template of one's own, as it is."""
+        head, _, tail = self.template.partition("{question}")
+        question = text.removeprefix(head).removesuffix(tail)
+        is_whole = text == self.fill(question) and head not in question and self.template in self.templates.values()
+        return f"{question}{tail.rsplit(chr(10), 2)[0]}" if is_whole else text
 
     def fill(self, question: str) -> str:
         """The template with the question."""

@@ -23,6 +23,11 @@ MAX_OPERAND = 9
 CAPS = {"demonstrations": 20_000, "validation": 512, "test": 1024}  # problems of a part, at most
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
+REQUESTS = {  # of a chat model
+    "hash": "End with #### and the number.",
+    "boxed": "End with the number in \\boxed{}.",
+    "think_answer": "Reason in <think>...</think>; then give the number in <answer>...</answer>.",
+}
 _TRIES = 200  # draws of one length; if none is new, hardly any problem is left
 _SLACK = 4  # tokens beyond the longest correct solution
 
@@ -51,6 +56,10 @@ class Arithmetic(AnswerTask):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return _build(self)[split]  # pyright: ignore[reportArgumentType]
+
+    def in_words(self, text: str) -> str:
+        is_own = re.fullmatch(r"\d[-+\d]*=", text)
+        return f"Compute {text.removesuffix('=')}. {REQUESTS[self.answer_format]}" if is_own else text
 
     def demonstrations(self) -> Sequence[Demonstration]:
         return [

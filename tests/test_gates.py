@@ -3,6 +3,7 @@
 import factories
 import pytest
 import torch
+from cohort.harness.base.words import first_look
 from cohort.harness.data import InvalidRun
 from cohort.harness.run.guards.gates import STEPS, GateState, check_gates
 from cohort.harness.run.learner import weight_sample, weights_metric
@@ -114,6 +115,32 @@ def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     assert weights_metric(model, before, gradient_norm=1.0, rate=1.0)["policy/weights_changed"] == pytest.approx(
         1 / 64, rel=0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("seen", "limit", "words"),
+    [
+        ((0.0, 0.42, 0.04, 0.1), 64, ["96% mark no answer (42% are right if the last number counts)"]),
+        ((0.0, 0.0, 0.1, 0.9), 64, ["90% are cut", "sampling.max_tokens=128", "90% mark no answer"]),
+        ((0.2, 0.2, 0.9, 0.6), None, ["60% are cut", "twice the sampling.max_tokens"]),
+        ((0.0, 0.0, 1.0, 0.0), 64, ["all are wrong: take easier"]),
+        ((1.0, 1.0, 1.0, 0.0), 64, ["all are right: take harder"]),
+        ((0.4, 0.4, 0.8, 0.2), 64, []),
+    ],
+)
+def test_a_weak_first_look_names_its_causes_and_their_settings(seen, limit, words):
+    causes = first_look(*seen, limit)
+    assert len(causes) <= 2 and bool(causes) == bool(words) and [w for w in words if w not in str(causes)] == []
+
+
+def test_a_first_step_without_a_signal_warns_with_the_causes(tmp_path, caplog):
+    train(make_spec({}, steps=2), tmp_path, MemoryLog(), cache=tmp_path)
+    (told,) = [record.message for record in caplog.records if "no rewards of the first step differ" in record.message]
+    assert "100% mark no answer" in told
+    caplog.clear()
+    train(make_spec({}, steps=1, algorithm={"name": "grpo", "group_size": 4}, control="random"), tmp_path / "b",
+          MemoryLog(), cache=tmp_path)  # fmt: skip
+    assert "no rewards of the first step differ" not in caplog.text
 
 
 @pytest.mark.slow

@@ -58,6 +58,33 @@ def group(gold: str, *completions: str, prompt_id: str = "p") -> Group:
     return Group(Prompt(prompt_id, f"{prompt_id}?", gold), (1, 2), rollouts)
 
 
+LATEX = "so $x = \\frac{1}{2}$ in the end"
+
+
+@pytest.mark.parametrize(
+    ("task", "gold", "completion", "strict", "lenient"),
+    [
+        (Arithmetic(), "39", "26 + 13 = 39", False, True),
+        (Arithmetic(), "39", "It is 39, and not 40.", False, False),  # the last one counts
+        (Arithmetic(), "39", "39 #### 40", False, False),  # a marked answer is the answer
+        (Arithmetic(), "39", "40 #### 39", True, True),
+        (Arithmetic(), "1200", "That makes $1,200.", False, True),
+        (Arithmetic(), "39", "no number", False, False),
+        (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
+        (Math(path="x"), "12", "$x$ is 12", False, True),
+    ],
+)
+def test_a_lenient_reading_takes_the_last_number_or_expression_where_no_answer_is_marked(
+    task, gold, completion, strict, lenient
+):
+    (graded,) = grade(task, [group(gold, completion)], 8)
+    assert (graded.correct, graded.lenient) == ((strict,), (lenient,))
+    assert graded.blind().lenient is None
+    metrics = sample_metrics([problem_score(graded, graded)])
+    assert (metrics["accuracy"], metrics["lenient_accuracy"]) == (strict, lenient)
+    assert rollout_metrics([graded], [[0.0]])["train/lenient_accuracy"] == lenient
+
+
 def test_answers_fall_into_classes_by_the_equality_of_the_task():
     (graded,) = grade(FractionTask(), [group("0.5", "=1/2", "=3", "none", "=2/4", "=0.5", "=6/2")], 8)
     assert graded.answers == ("1/2", "3", None, "2/4", "0.5", "6/2")

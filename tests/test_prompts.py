@@ -7,7 +7,7 @@ from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration, Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.sources import cold_start_key
-from cohort.harness.policy.text import TextCodec, load_codec
+from cohort.harness.policy.text import TextCodec, codec_of, load_codec
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.run.grading import grade
@@ -42,6 +42,33 @@ def test_settings_from_a_file_or_a_command_keep_their_types():
     arguments = {"flag": False, "count": 1, "share": 0.5, "word": "high"}
     spec = make_spec(prompt={"template_arguments": arguments})
     assert repr(spec.prompt.template_arguments) == repr(arguments)
+
+
+SUMS, ASKED = (
+    [{"question": "1+1?", "answer": "#### 2"}],
+    "Question: 1+1?\nReason step by step; end with #### and the number.",
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "asked"),
+    [
+        ({"name": "arithmetic"}, "7-1=", "Compute 7-1. End with #### and the number."),
+        ({"name": "arithmetic", "answer_format": "boxed"}, "7-1=", "Compute 7-1. End with the number in \\boxed{}."),
+        ({"name": "gsm8k", "path": "x"}, f"{ASKED}\nAnswer:\n", ASKED.removeprefix("Question: ")),
+        ({"name": "gsm8k", "path": "x", "shots": 1}, f"{ASKED}\nAnswer:\n2\n\n{ASKED}\nAnswer:\n", None),
+        ({"name": "gsm8k", "path": "x", "template": "Q: {question}\nA:"}, "Q: 1+1?\nA:", None),
+    ],
+)
+def test_a_chat_is_asked_in_words_and_a_plain_prompt_as_ever(task, text, asked, monkeypatch):
+    monkeypatch.setattr("cohort.harness.policy.text.load_tokenizer", lambda name: chat_tokenizer())
+    asked, codecs = asked or text, {}
+    for form in ("chat", "plain"):
+        changes = {"task": task, "prompt": {"format": form}, "evaluation": {"tests": ["aime24", "arithmetic"]}}
+        codecs[form] = codec_of(make_spec(**changes))
+    whole = TextCodec(chat_tokenizer())
+    assert codecs["chat"].in_words(text) == asked and codecs["chat"].encode(text) == whole.encode(asked)
+    assert codecs["plain"].decode(codecs["plain"].encode(text)) == shown(chat_tokenizer(), text, format="plain")
 
 
 @pytest.mark.parametrize("wish", [{"format": "chat"}, {"system": ""}, {"template_arguments": {"deep": True}}])

@@ -1,6 +1,7 @@
 """The token shift, padding and log-probs, against a plain loop over the model's own logits."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -88,10 +89,13 @@ def test_the_head_in_chunks_has_the_gradient_of_its_numbers(chunk, block, kept_b
         targets = torch.randint(vocabulary, (9,), generator=draw)
         own = list(model.lm_head.parameters())
 
-        def found(hidden, *own, model=model, targets=targets):
-            return forward.state_logprobs(model, hidden, targets, 0.7, entropy_gradient=True)
+        def found(entropy, hidden, *own, model=model, targets=targets):
+            return forward.state_logprobs(model, hidden, targets, 0.7, entropy_gradient=entropy)
 
-        assert torch.autograd.gradcheck(found, (hidden, *own))
+        for entropy in (True, False):  # without: in closed form, the entropies without gradient
+            assert torch.autograd.gradcheck(partial(found, entropy), (hidden, *own))
+        apart, closed = (found(entropy, hidden, *own) for entropy in (True, False))
+        assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(apart, closed, strict=True))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

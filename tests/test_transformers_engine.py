@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cohort.harness.base.tensors import pad_left
 from cohort.harness.data import Prompt, Sampling
-from cohort.harness.engines._decoding import _draw, uniforms
+from cohort.harness.engines._decoding import LibraryDecoder, _draw, uniforms
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
 from fakes import tiny_codec
+from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 
@@ -52,6 +54,40 @@ def test_chunks_of_the_decode_batch_do_not_change_the_rollouts():
     assert sum(told) == sum(len(r.token_ids) - 1 for g in whole for r in g.rollouts)  # all but each row's last
     chunked = make_engine(max_batch_rows=4).generate(PROMPTS, 4, sampling, seed=0, step=0)
     assert [[r.token_ids for r in g.rollouts] for g in whole] == [[r.token_ids for r in g.rollouts] for g in chunked]
+
+
+def test_draws_from_a_large_vocabulary_are_the_first_tokens_whose_cumulative_probability_exceeds_the_noise():
+    logits = 3 * torch.randn(200, 3001, generator=torch.Generator().manual_seed(0))
+    noise = torch.from_numpy(np.random.default_rng(0).random(200))
+    noise[:2] = torch.tensor([0, 1 - 2**-53])
+    cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
+    expected = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)[:, 0].clamp(max=3000)
+    chosen, logprobs = _draw(logits, Sampling(), noise)
+    assert chosen.tolist() == expected.tolist()
+    assert torch.equal(logprobs, logits.log_softmax(-1)[range(200), expected])
+
+
+def test_a_decoder_writes_keys_in_place_and_reads_shared_ones_without_repeating_them():
+    """Query heads share keys; prompts differ in length, and rows leave."""
+    sizes = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=40)).eval()
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [10, 11], [10, 11]]
+    with torch.inference_mode():
+        decoder = LibraryDecoder(model, 12)
+        decoder.prefill(*pad_left([rows[0], rows[2]]))
+        decoder.expand(2)
+        place = decoder.cache.layers[1].keys.data_ptr()
+        for token in (20, 21, 22):
+            if token == 22:
+                decoder.select(torch.tensor([0, 3]))
+                rows = [rows[0], rows[3]]
+            rows = [[*row, token + i] for i, row in enumerate(rows)]
+            logits = decoder.step(torch.tensor([row[-1] for row in rows]))
+        assert decoder.cache.layers[1].keys.data_ptr() == place
+        assert model.config._attn_implementation == "sdpa"
+        for row, found in zip(rows, logits, strict=True):
+            assert torch.allclose(found, model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5)
 
 
 def test_draws_follow_the_tempered_distribution():

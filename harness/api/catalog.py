@@ -77,9 +77,9 @@ def describe_task(
         "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
     }
     if model is not None:  # each text as the model's input
-        from ..policy.text import load_codec
+        from ..policy.text import codec_of
 
-        codec = load_codec(model, spec.prompt)
+        codec = codec_of(spec, model)
         for problem in document["problems"]:
             ids = codec.encode(problem["prompt"])
             problem |= {"prompt": codec.decode(ids), "prompt_tokens": len(ids)}

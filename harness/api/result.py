@@ -25,7 +25,7 @@ from ...reports.render import analysed, comparison_latex, comparison_table, resu
 from ...reports.section import sections
 from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
 from ...reports.trials import blocks_of, search_of
-from ..base.words import quoted
+from ..base.words import first_look, quoted
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord
 from ..settings.errors import SpecError, did_you_mean
@@ -230,6 +230,12 @@ class Evaluation:
     def __repr__(self) -> str:
         accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))
         return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self.result.split} problems>"
+
+    @property
+    def causes(self) -> list[str]:
+        """The likeliest causes of a weak accuracy, with the setting for each."""
+        seen = [self.result.metrics[key] for key in ("accuracy", "lenient_accuracy", "answered", "truncated")]
+        return first_look(*seen, self._spec.max_tokens)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
@@ -33,6 +33,33 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """The question "did you mean ...?" with the word closest to `word` among 1,000 known; empty if none is close."""
     near = get_close_matches(word, list(known)[:1000], n=1, cutoff=cutoff)
     return f"did you mean '{near[0]}'? " if near else ""
+
+
+def first_look(accuracy: float, lenient: float, answered: float, truncated: float, limit: int | None) -> list[str]:
+    """The likeliest causes of a weak first look, with the setting for each; at most two. All are fractions of the
+    completions: right, right if the last number counts, with a marked answer, cut at the limit of tokens."""
+    found: list[str] = []
+    if truncated > 0.5:
+        more = f"sampling.max_tokens={2 * limit}" if limit else "twice the sampling.max_tokens"
+        found.append(f"{truncated:.0%} are cut at the limit of tokens: try {more}, or end answers with sampling.stop")
+    if answered < 0.5:
+        found.append(
+            f"{1 - answered:.0%} mark no answer ({lenient:.0%} are right if the last number counts): show the form "
+            "(task.shots=4, cold_start.steps), ask for it (prompt.system), or try another prompt.format"
+        )
+    if not found and accuracy in (0, 1):
+        found.append(f"all are {'right: take harder' if accuracy else 'wrong: take easier'} problems or another model")
+    return found
+
+
+def without_signal(first: Mapping[str, float], limit: int | None) -> str:
+    """A warning if the metrics of a run's first step show no difference to learn from, with the causes; else empty."""
+    if first.get("reward/std", 1.0) and first.get("train/zero_advantage_groups", 0.0) < 1:
+        return ""
+    names = ("train/accuracy", "train/lenient_accuracy", "train/answered", "completion/truncated")
+    causes = first_look(*(first.get(name, math.nan) for name in names), limit)
+    told = f"; of its completions, {' and '.join(causes)}" if causes else ""
+    return f"no rewards of the first step differ, so it teaches nothing{told}"
 
 
 def duration(seconds: float | None, unknown: str = "-") -> str:

@@ -22,7 +22,7 @@ from ..data import Prompt
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
-from ..policy.text import TextCodec, load_codec
+from ..policy.text import TextCodec, codec_of
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 from ..settings.stages import Stage
@@ -146,7 +146,7 @@ def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
         config, read = model_config(spec.model), (spec.task, spec.prompt, spec.evaluation)
         key = (spec.model, str(spec.steps > 0), *(part.model_dump_json() for part in read))
         if key not in _LONGEST:
-            _LONGEST[key] = longest(load_codec(spec.model, spec.prompt), read_prompts(spec))
+            _LONGEST[key] = longest(codec_of(spec), read_prompts(spec))
         process = 0 if resolve_device(spec.device).type == "cuda" else PROCESS
         return {**estimate(spec, config, _LONGEST[key]), "process": process}, None
     except SpecError:
@@ -301,8 +301,9 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         samples = min(max(tested.num_samples, tested.num_test_samples or 1), 64)  # of a problem at a time
         prompts = -(-spec.prompts_per_step // spec.devices)
         at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
-        # logits and log-probs in float32, and in float64 probabilities, their sums and order
-        per_logit = 49 if spec.sampling.top_p < 1 else 25
+        # logits, also over the temperature, log-probs and probabilities; in float64, where top-p or few tokens need it,
+        # probabilities, their sums and order
+        per_logit = 49 if spec.sampling.top_p < 1 else 25 if counts.vocabulary <= 1024 else 17
         layers = counts.trunk.cache
         cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
         whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts

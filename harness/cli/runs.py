@@ -94,9 +94,12 @@ def evaluate(
     ]
     headers = ["measure", "accuracy", "95 % interval"]
     terminal.show_table(f"{model} on {task} ({split}), {count:,} problems", headers, rows, numeric=["accuracy"])
-    shares = {"answered": "answered", "answer format": "format", "cut at the token limit": "truncated"}
+    shares = {"answered": "answered", "right if the last number counts": "lenient_accuracy", "answer format": "format"}
+    shares["cut at the token limit"] = "truncated"
     told = [f"{words} {percent(metrics[key])}" for words, key in shares.items()]
     terminal.say(", ".join([*told, f"{metrics['num_tokens']:.1f} tokens per completion"]))
+    for cause in found.causes:
+        terminal.say(f"Of the completions, {cause}.")
     tables = {"test": {other: (one.result.metrics, intervals(one.result)["accuracy"])
                        for other, one in found.tests.items()}}  # fmt: skip
     for tag, parts in result.breakdown.items():

@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..base.tensors import pad_left
 from ..data import Group, Prompt, Sampling
 from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
+from ..policy.library import decoding_cache, grouped_attention
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
+BLOCK = 256  # tokens of a vocabulary whose probabilities are summed first
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -91,8 +93,8 @@ class LibraryDecoder:
     """Decodes one batch with the model's own forward pass and cache, if `keeps_keys_and_values`."""
 
     def __init__(self, model: nn.Module, capacity: int):
-        """`capacity` is the number of tokens, prompt and completion, that a row can have; the cache grows to it."""
-        self.model, self.cache = model, DynamicCache(config=model.config)  # pyright: ignore
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        self.model, self.cache = model, decoding_cache(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
@@ -115,14 +117,15 @@ class LibraryDecoder:
         self.mask = self.mask[lines]
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=self.mask if self.padded else None,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with grouped_attention(self.model):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.mask if self.padded else None,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1].float()
 
 
@@ -182,16 +185,31 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
     logprobs = torch.log_softmax(logits, dim=-1)
     if sampling.temperature == 0:
         chosen = logits.argmax(-1)
+    elif sampling.top_p == 1 and logits.shape[-1] > 4 * BLOCK:  # no copy in float64 of all that is there
+        probabilities = logprobs.exp()
+        blocks = F.pad(probabilities, (0, -logits.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        block, inside = _inverted(blocks.sum(-1), noise)
+        place, _ = _inverted(blocks[torch.arange(len(blocks), device=block.device), block], inside)
+        chosen = (block * BLOCK + place).clamp(max=logits.shape[-1] - 1)
     else:
         probabilities = logprobs.exp().double()
         if sampling.top_p < 1:  # outside of the nucleus (Holtzman et al. 2020) it is 0
             ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0  # keeps the token that crosses top_p
             probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-        cumulative = probabilities.cumsum(-1)
-        found = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
-        chosen = found[:, 0].clamp(max=logits.shape[-1] - 1)
+        chosen, _ = _inverted(probabilities, noise)
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+
+
+def _inverted(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """(place, rest) of each row of weights: the first place up to which their sum exceeds `noise` times the whole, and
+    the share of that place's own weight at which it does."""
+    cumulative = weights.double().cumsum(-1)
+    wanted = noise[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, wanted, right=True).clamp(max=weights.shape[-1] - 1)
+    own = weights.gather(-1, found).double()
+    rest = (wanted - cumulative.gather(-1, found) + own) / own
+    return found[:, 0], rest[:, 0].clamp(0, 1)
 
 
 def _fill_holes(running: Tensor) -> Tensor:

@@ -191,13 +191,17 @@ def state_logprobs(
     if len(targets_N) <= block and not again:
         return score(hidden_NH, targets_N)
     if type(head) is nn.Linear:
-        read: list[Tensor] = []  # [1, N, H]: what the head reads of last hidden states, which some models scale
-        with _answering(head, lambda given: read.append(given) or given[..., :1]):
-            output_logits(model, hidden_NH)
+        read: list[
+            Tensor
+        ] = []  # [1, N, H] that the head reads of last hidden states, which some models scale; its answer
+        with _answering(head, lambda given: read.extend([given, given[..., :1].detach().clone()]) or read[1]):
+            logits = output_logits(model, hidden_NH)
+        is_plain = logits.untyped_storage()._cdata == read[1].untyped_storage()._cdata  # no scale, no soft cap after it
         known = hidden_NH.detach()[:block]
         found = _LinearHead.apply(
             lambda product, targets: score(known[: len(targets)], targets, product),
             (block, torch.is_grad_enabled() and not again, entropy_gradient),
+            temperature or 1.0 if is_plain and not entropy_gradient else None,
             read[0][0], head.weight, head.bias, targets_N,
         )  # fmt: skip
         return found  # pyright: ignore
@@ -208,17 +212,22 @@ def state_logprobs(
 
 
 class _LinearHead(torch.autograd.Function):
-    """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time.
+    """(log-probs, entropies) that `score` finds in the products of states and head, a block of tokens at a time; with
+    `plain`, the temperature of logits that are these products, they and their gradient come in closed form.
 
-    A product takes a chunk of tokens. All are kept for the backward pass, or none, and it makes them again. The chunks'
-    gradients of the weights are added up in at least float32: in `weight.grad`, if an earlier pass left one.
+    A product takes a chunk of tokens. All are kept for the backward pass (as probabilities if plain), or none, and
+    it makes them again. The chunks' gradients of the weights are added up in at least float32: in `weight.grad`, if an
+    earlier pass left one.
     """
 
     @staticmethod
-    def forward(ctx: Any, score: Any, settings: Any, states_NH: Any, weight: Any, bias: Any, targets_N: Any) -> Any:
+    def forward(
+        ctx: Any, score: Any, settings: Any, plain: float | None, states_NH: Any, weight: Any, bias: Any, targets_N: Any
+    ) -> Any:
         block, is_kept, entropy_gradient = settings
         ctx.dtype = F.linear(states_NH[:0], weight[:0]).dtype  # autocast's, where it is on
-        ctx.score, ctx.block, ctx.chunk = score, block, chunk_tokens(len(weight), weight.device, ctx.dtype)
+        ctx.plain, ctx.block, ctx.chunk = plain, block, chunk_tokens(len(weight), weight.device, ctx.dtype)
+        ctx.score = score = score if plain is None else partial(_plain_score, temperature=plain)
         found, products = [], []
         with torch.autocast(states_NH.device.type, enabled=False):
             own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
@@ -236,7 +245,7 @@ class _LinearHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         states_NH, weight, bias, targets_N, *products = ctx.saved_tensors
         states_gradient = torch.empty_like(states_NH)
-        wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[3:5], strict=True)]
+        wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[4:6], strict=True)]
         adds = wanted[0] is not None and weight.is_leaf and weight.grad is not None and weight.dtype.itemsize > 2
         sums = [None if x is None else _at_least_float32(torch.zeros_like(x)) for x in wanted[adds:]]
         sums = [weight.grad, *sums] if adds else sums
@@ -249,6 +258,12 @@ class _LinearHead(torch.autograd.Function):
                 gradient = torch.empty_like(product) if products else product
                 blocks = (x.split(ctx.block) for x in (product, gradient, *of_tokens))
                 for part, part_gradient, targets, *known in zip(*blocks, strict=True):
+                    if ctx.plain is not None:
+                        if not products:
+                            ctx.score(part, targets)
+                        slope = (known[0] / ctx.plain)[:, None].to(part.dtype)
+                        torch.mul(part, -slope, out=part_gradient).scatter_add_(1, targets[:, None], slope)
+                        continue
                     leaf = part.detach().requires_grad_()
                     with torch.enable_grad():
                         found = [x for x in ctx.score(leaf, targets) if x.requires_grad]
@@ -261,7 +276,21 @@ class _LinearHead(torch.autograd.Function):
                 if sums[1] is not None:
                     sums[1] += gradient.sum(0)
         found = [None if x is None else x.to(weight.dtype) for x in sums]
-        return None, None, states_gradient, None if adds else found[0], found[1], None
+        return None, None, None, states_gradient, None if adds else found[0], found[1], None
+
+
+def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of the targets, and probabilities in place of the logits [N, V], times `temperature`."""
+    scaled = _at_least_float32(logits)
+    scaled = scaled if temperature == 1 else scaled / temperature
+    below = scaled - scaled.amax(-1, keepdim=True)
+    logprobs = below.gather(-1, targets_N[:, None])[:, 0]
+    odds = below.exp()
+    total = odds.sum(-1)
+    entropies = total.log() - torch.linalg.vecdot(odds, below) / total
+    torch.mul(odds, total.reciprocal()[:, None], out=odds)
+    logits.copy_(odds)
+    return logprobs - total.log(), entropies
 
 
 @dataclass

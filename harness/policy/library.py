@@ -1,8 +1,14 @@
-"""Imports transformers without the parts that nothing here needs, and without its progress bars, which break ours."""
+"""What here rests on the insides of transformers: its import without parts that nothing needs and without progress
+bars, which break ours, and a cache and an attention for decoding, through its own interfaces for both."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 
 def import_generation() -> None:
@@ -24,3 +30,90 @@ def import_generation() -> None:
     finally:
         for name, available in found.items():
             setattr(utils, name, available)
+
+
+def decoding_cache(model: nn.Module, capacity: int) -> Any:
+    """A cache for texts of at most `capacity` tokens, whose layers write keys and values in place and hand out views.
+    The library's own layers copy all of them for every token; those with a window shorter than the texts stay."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    class InPlace(DynamicLayer):
+        length, rows = 0, 0
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            new = key_states, value_states
+            if not self.is_initialized:
+                self.whole = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in new]
+                self.rows, self.is_initialized = len(key_states), True
+            start, self.length = self.length, self.length + key_states.shape[2]
+            for whole, x in zip(self.whole, new, strict=True):
+                whole[: self.rows, :, start : self.length] = x
+            return self._views()
+
+        def _views(self) -> tuple[Tensor, Tensor]:
+            self.keys, self.values = (whole[: self.rows, :, : self.length] for whole in self.whole)
+            return self.keys, self.values
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            for i, whole in enumerate(self.whole):
+                wide = whole.new_empty(len(whole), repeats, *whole.shape[1:])
+                wide[..., : self.length, :] = whole[:, None, :, : self.length]
+                self.whole[i] = wide.flatten(0, 1)
+            self.rows *= repeats
+            self._views()
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            """Rows that keep their place are not touched; others must come from beyond the new end."""
+            self.rows = len(indices)
+            moved = (indices != indices.new_tensor(range(self.rows))).nonzero()[:, 0]
+            for whole in self.whole:
+                whole[moved, :, : self.length] = whole[indices[moved], :, : self.length]
+            self._views()
+
+    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
+    long = capacity
+    cache.layers = [x if getattr(x, "sliding_window", long) < long else InPlace() for x in cache.layers]
+    return cache
+
+
+@contextmanager
+def grouped_attention(model: nn.Module) -> Iterator[None]:
+    """Inside the context, where the model's attention is SDPA's, `_attend` is, which repeats no keys for one token."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("grouped", _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("grouped", sdpa_mask)
+    config: Any = model.config
+    found = config._attn_implementation
+    exchanges = found == "sdpa" and getattr(model, "_supports_attention_backend", False)
+    config._attn_implementation = "grouped" if exchanges else found
+    try:
+        yield
+    finally:
+        config._attn_implementation = found
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """([R, 1, heads, D], None): SDPA's attention of a single token, in which the query heads that share a key head are
+    the rows of one product; SDPA itself for more tokens, for a mask by head and for a term by position."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    by_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if query.shape[2] != 1 or by_head or given.get("dropout") or given.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    (rows, heads, _, width), shared = query.shape, key.shape[1]
+    scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
+    grouped = (query * scale).view(rows * shared, heads // shared, width)
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, shared, heads // shared, -1)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill_(~attention_mask, -torch.inf)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    read = torch.bmm(scores.softmax(-1).flatten(0, 1).to(value.dtype), value.flatten(0, 1))
+    return read.view(rows, 1, heads, -1), None

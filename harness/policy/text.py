@@ -7,20 +7,22 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..data import Group, Prompt, PromptFormat, Rollout
-from .model import load_tokenizer
+from .model import load_tokenizer, model_config
 from .tiny import TINY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..settings.run import RunSpec
 
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
 TODAY = datetime(2024, 7, 26)  # for templates that contain today's date, so that a prompt is the same every day
@@ -28,9 +30,25 @@ AUTO = PromptFormat()
 QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
 
-def load_codec(model: str, settings: PromptFormat) -> TextCodec:
-    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used. Reads no weights."""
-    return TextCodec(load_tokenizer(model), settings)
+def load_codec(model: str, settings: PromptFormat, *in_words: Callable[[str], str]) -> TextCodec:
+    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used, or if a token has no
+    embedding. Reads no weights."""
+    codec, config = TextCodec(tokenizer := load_tokenizer(model), settings, *in_words), model_config(model)
+    ids = {*tokenizer.get_vocab().values()} - tokenizer.added_tokens_decoder.keys()  # of which some occur in no text
+    need = 1 + max(*ids, *codec.encode(QUESTION), *codec.encode_completion(ANSWER), tokenizer.pad_token_id)  # pyright: ignore
+    if model != TINY and need > (rows := getattr(config.get_text_config(decoder=True), "vocab_size", need)):
+        raise ValueError(
+            f"model '{model}' must embed each token of its tokenizer, got {rows} embeddings for {need} tokens; use the "
+            f"tokenizer that it was trained with, or save it after resize_token_embeddings({need})"
+        )
+    return codec
+
+
+def codec_of(spec: RunSpec, model: str | None = None) -> TextCodec:
+    """The codec with which a model, by default the run's own, reads the prompts of the run and of its tests."""
+    asked = [task.in_words for task in (spec.task, *spec.evaluation.tests)]
+    in_words = partial(reduce, lambda text, ask: ask(text), asked)
+    return load_codec(model or spec.model, spec.prompt, in_words)
 
 
 class TextCodec:
@@ -38,10 +56,16 @@ class TextCodec:
 
     `turn_end` is the token that closes an answer in the model's chat template. It also ends a completion of a plain
     prompt, because nothing after it belongs to the answer. ValueError for settings that need a missing or failing
-    template.
+    template. A chat's prompt is put `in_words`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptFormat = AUTO):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: PromptFormat = AUTO,
+        in_words: Callable[[str], str] = lambda text: text,
+    ):
+        self.in_words = in_words
         self.tokenizer, self.settings, self._model = tokenizer, settings, tokenizer.name_or_path or TINY
         self.encode = cache(self._encode)
         self.is_chat = settings.format != "plain" and bool(tokenizer.chat_template)
@@ -84,7 +108,7 @@ class TextCodec:
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt."""
         if self.is_chat:
-            text = self._render(text)
+            text = self._render(self.in_words(text))
         ids: Any = self.tokenizer(text, add_special_tokens=not self.is_chat)["input_ids"]
         begin = self.tokenizer.bos_token_id
         return tuple(ids[1:] if begin is not None and ids[:2] == [begin] * 2 else ids)

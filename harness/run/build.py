@@ -29,7 +29,7 @@ from ..policy.forward import recomputes
 from ..policy.lora import add_adapter
 from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
-from ..policy.text import TextCodec, load_codec
+from ..policy.text import TextCodec, codec_of
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
 from ..settings.stages import Stage
@@ -200,7 +200,7 @@ class Run:
 
 def first_prompt(spec: RunSpec, split: Split) -> str:
     """The first prompt of a split exactly as the policy reads it. Reads no weights."""
-    codec = load_codec(spec.model, spec.prompt)
+    codec = codec_of(spec)
     return codec.decode(codec.encode(spec.task.prompts(split)[0].text))
 
 
@@ -276,7 +276,7 @@ def prepare(
         policy = placed(start_policy(spec, cache, partial(note_progress, log, should_stop))[0], spec)
         return policy if spec.lora is None else add_adapter(policy, spec.lora, spec.seed)
 
-    policy, codec = ranks.from_first(start), load_codec(spec.model, spec.prompt)
+    policy, codec = ranks.from_first(start), codec_of(spec)
     if recompute:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)

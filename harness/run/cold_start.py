@@ -23,7 +23,7 @@ from ..devices.device import resolve_device
 from ..policy.forward import token_logprobs
 from ..policy.model import load_policy, save_model
 from ..policy.sources import start_inputs, start_name
-from ..policy.text import TextCodec, load_codec
+from ..policy.text import TextCodec, codec_of
 from ..settings.run import ColdStart, RunSpec
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def start_policy(
     """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so. Warm
     starts are kept under `cache/cold-start`; `on_progress` is told whether this process trains or waits for one."""
     seed, name = spec.cold_start.seed, start_name(spec, cache)
-    codec = load_codec(spec.model, spec.prompt)
+    codec = codec_of(spec)
     if spec.cold_start.steps == 0:
         return load_policy(name, seed=seed), codec
     inputs, folder = start_inputs(spec), Path(name)

@@ -149,6 +149,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
         "accuracy": sum(graded.correct or ()),
         **({} if graded.scores is None else {"score": sum(graded.scores)}),
         "answered": sum(answer is not None for answer in graded.answers),
+        "lenient_accuracy": sum(graded.lenient or ()),
         "truncated": sum(graded.truncated),
         "format": sum(graded.format_scores),
         "num_tokens": sum(graded.num_tokens),
@@ -172,7 +173,8 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
 
 def metric_names(settings: EvaluationSettings, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
-    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "truncated", "format", "num_tokens"]
+    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "lenient_accuracy", "truncated", "format"]
+    names += ["num_tokens"]
     return list(sample_metrics([ProblemScore("", settings.num_samples, dict.fromkeys(names, 0), 0.0, False)]))
 
 

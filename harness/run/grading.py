@@ -84,6 +84,10 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
             format_scores=formats,
             correct=tuple(correct[answer] for answer in answers),
             scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
+            lenient=tuple(
+                task.ends_in(text, gold) if answer is None else correct[answer]
+                for answer, text in zip(answers, read, strict=True)
+            ),
             run_on=tuple(task.own_part(text) != text for text in read),
         )  # fmt: skip
         graded.append(marked)

@@ -4,6 +4,7 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ..base.files import sha256
 from ..base.inputs import expecting
+from ..base.words import without_signal
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
@@ -26,6 +28,8 @@ from .guards.agreement import check_agreement
 from .guards.gates import LEARNT, check_gates
 from .rollout import Rollouts
 from .step import merged, train_step
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -98,6 +102,9 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
+        told = without_signal(metrics, spec.max_tokens) if step == 1 and spec.algorithm.learns_from_rewards else ""
+        if told and ranks.rank() == 0:
+            log.warning("%s", told)
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
         if step in run.stage.kept and does is None and ranks.rank() == 0:
             run.keep(step, [asdict(row) for row in rows()])

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
+from ...harness.base.words import without_signal
 from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
@@ -125,6 +126,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _critic_note(analysis, specs),
         _reward_note(paid, blind),
         _collapse_note(analysis, blind),
+        _signal_note(analysis),
         cold_start_note(specs),
         budget_note(analysis, specs),
         ("Equal rollouts are not equal tokens", tokens) if ratio >= 1.1 else None,
@@ -132,6 +134,18 @@ def notes(analysis: Analysis) -> list[_Note]:
         _selection_note(analysis),
     ]
     return [note for note in found if note is not None]
+
+
+def _signal_note(analysis: Analysis) -> _Note | None:
+    """The arms whose first steps had nothing to learn from, with the likeliest causes."""
+    found: dict[str, str] = {}
+    for trial in analysis.record.trials:
+        first = {name: dict(series)[1] for name, series in trial.history.items() if 1 in dict(series)}
+        told = without_signal(first, setting(trial.spec, "sampling.max_tokens"))
+        if told and any(one.get("weight") for one in setting(trial.spec, "rewards", {}).values()):
+            found.setdefault(trial.arm, told)
+    text = "; ".join(f"'{arm}': {told}" for arm, told in found.items())
+    return ("First steps without a signal", f"{text}.") if found else None
 
 
 def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any]:

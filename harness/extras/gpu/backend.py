@@ -24,7 +24,7 @@ from ...devices.device import device_bytes, resolve_device
 from ...mirror.address import MIRROR
 from ...policy.lora import add_adapter
 from ...policy.model import load_policy, save_model
-from ...policy.text import TextCodec, load_codec
+from ...policy.text import TextCodec, codec_of
 from ...policy.tiny import tiny_tokenizer
 from ...record.events import EVENTS, RunHistory, read_history
 from ...run.build import build_engine, placed
@@ -95,7 +95,7 @@ class Backend:
         policy = placed(load_policy(spec.model, seed=0), spec)
         if spec.lora is not None:
             add_adapter(policy, spec.lora, spec.seed)
-        return policy, load_codec(spec.model, spec.prompt)
+        return policy, codec_of(spec)
 
     def cache_of(self, engine: Any) -> tuple[str, int]:
         """The name of vLLM's model runner, and the bytes of its key-value cache."""

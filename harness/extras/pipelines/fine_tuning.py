@@ -17,7 +17,7 @@ from ...devices.device import mixed_precision, resolve_device
 from ...interfaces import Codec, RolloutEngine
 from ...policy import flops
 from ...policy.model import load_policy
-from ...policy.text import load_codec
+from ...policy.text import codec_of
 from ...run.build import Run, build_engine, note_progress, placed
 from ...run.cold_start import start_policy
 from ...run.evaluate import PROMPTS_AT_ONCE
@@ -93,7 +93,7 @@ def _sampler(teacher: str | None, run: Run) -> AbstractContextManager[RolloutEng
         return nullcontext(run.engine)
     run.engine.sleep()
     model = placed(load_policy(teacher, seed=0), run.spec)
-    return closing(build_engine(run.spec, model, load_codec(teacher, run.spec.prompt)))
+    return closing(build_engine(run.spec, model, codec_of(run.spec, teacher)))
 
 
 def kept_answers(rows: Sequence[Mapping[str, Any]], keep: int) -> list[Demonstration]:

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from ....tasks._answers import AnswerTask, after_thought, first_readable
+from ....tasks._answers import FORMULA, NUMBER, TAIL_CHARS, AnswerTask, after_thought, first_readable
 from ....tasks._latex import Checker
 from ...interfaces import Task
 
-TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
 LIBRARY_CHARS = 20_000  # math-verify's patterns are slow on more, and the end of a completion states its answer
 FOUND = "(found by math-verify)"  # the library gives its verdict only
 
@@ -31,8 +30,8 @@ def unmarked_number(completion: str) -> Iterator[str]:
     tail = completion[-TAIL_CHARS:]
     for phrase in (_ANSWER_IS, _EQUALS):
         sentence = _SENTENCE_END.split(_after_last(phrase, tail), maxsplit=1)[0]
-        yield from [sentence, *_NUMBER.findall(sentence)[:1]] if sentence else ()
-    yield from _NUMBER.findall(tail)[-1:]
+        yield from [sentence, *NUMBER.findall(sentence)[:1]] if sentence else ()
+    yield from NUMBER.findall(tail)[-1:]
 
 
 def unmarked_latex(completion: str) -> Iterator[str]:
@@ -40,11 +39,11 @@ def unmarked_latex(completion: str) -> Iterator[str]:
     the last `$...$`, and the last number."""
     tail = completion[-TAIL_CHARS:]
     rest = _after_last(_ANSWER_IS, tail)
-    formula = _FORMULA.match(rest)
+    formula = FORMULA.match(rest)
     if text := formula[1] if formula else _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" $*."):
         yield text
-    yield from _FORMULA.findall(tail)[-1:]
-    yield from _NUMBER.findall(tail)[-1:]
+    yield from FORMULA.findall(tail)[-1:]
+    yield from NUMBER.findall(tail)[-1:]
 
 
 def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:
@@ -66,8 +65,6 @@ def _library() -> Checker:
 # The Chinese words are "the answer is" and "answer:".
 _ANSWER_IS = re.compile(r"\banswer(?:\s{1,9}is\b|\s{0,9}:)|\u7b54\u6848?(?:\u662f|\u4e3a|[:\uff1a])", re.I)
 _EQUALS = re.compile(r"=\s")
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
-_FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
 _SENTENCE_END = re.compile(r"\.(?=\s)|[\n\u3002]")
 
 
