@@ -3,6 +3,7 @@
 import base64
 import csv
 import dataclasses
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +19,7 @@ from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
 from cohort.reports.anova import anova
 from cohort.reports.capability import capabilities
+from cohort.reports.claims import check_claims
 from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import DYNAMICS, aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
@@ -28,7 +30,16 @@ from cohort.reports.prose.methods import methods
 from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
-from fake_study import HOSTILE_ARM, FakeArm, arms_of, factor_grid, fake_study, three_algorithms, with_trials
+from fake_study import (
+    HOSTILE_ARM,
+    FakeArm,
+    arms_of,
+    factor_grid,
+    fake_study,
+    three_algorithms,
+    with_claims,
+    with_trials,
+)
 from markdown_it import MarkdownIt
 
 pytestmark = pytest.mark.every_figure
@@ -263,13 +274,38 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
 def test_accuracies_near_zero_are_reported_as_such_with_an_interval():
     analysis = analysed(fake_study(arms_of(0.0, 0.0), num_problems=100, seed_deviation=0.0))
     assert answer(analysis).startswith("Every arm stays near zero: no difference to a (0.0 % test accuracy")
-    # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
+    # Wilson's for 0 of 100 problems: z^2 / (100 + z^2) = 3.84146 / 103.84146 = 3.70 %
     interval = analysis.arms[0].interval
-    assert interval.high == pytest.approx(0.0362167, rel=1e-5)
-    assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in answer(analysis)
-    # the difference of two such arms is as uncertain as both
-    assert "level [-3.6, 3.6] with it (3 seeds" in answer(analysis)
+    assert interval.high == pytest.approx(0.0369935, rel=1e-5)
+    assert "b reaches 0.0 % test accuracy [0.0, 3.7]" in answer(analysis)
+    # two such arms may differ on as many: Student's t(99) = 1.98422 for z
+    assert "level [-3.7, 3.7] with it (3 seeds" in answer(analysis)
     assert analysis.comparisons[0].p == 1.0
+
+
+def test_the_floor_has_one_interval_for_answer_and_claims_that_never_shrinks_to_nothing():
+    def right(count: int, per_problem: bool = True) -> Analysis:
+        """Two arms that get the same `count` of 200 problems right, in every seed."""
+        record = fake_study(arms_of(0.0, 0.0), num_problems=200, seed_deviation=0.0)
+        number = {"test/num_prompts": [(100, 200.0)]}
+
+        def cells(trial: TrialRecord) -> dict[str, Any]:
+            found = {problem: float(i < count) for i, problem in enumerate(trial.per_problem)}
+            known = {"per_problem": found} if per_problem else {"per_problem": {}, "history": trial.history | number}
+            return {**known, "summary": {**trial.summary, "test_accuracy": count / 200}}
+
+        claim = {"contrast": {"b": 1, "a": -1}, "predicts": "equivalent"}
+        return analysed(with_claims(with_trials(record, cells), {**claim, "margin": 0.01}, {**claim, "margin": 0.05}))
+
+    arms = [right(count).arms[0].interval for count in range(12)]
+    assert all(one.low <= two.low and one.high <= two.high for one, two in itertools.pairwise(arms))
+    assert arms[0].high < arms[1].high < arms[2].high
+    assert max(one.high - one.low for one in arms) < 0.1 and min(one.high - one.low for one in arms) > 0.018
+    for analysis in (right(0), right(1), right(4), right(0, per_problem=False)):
+        close, wide = check_claims(analysis)
+        interval = close.found[0][1].interval
+        assert interval == analysis.comparisons[0].interval and 0.018 < interval.high == -interval.low < 0.03
+        assert (close.verdict, wide.verdict) == ("undecided", "supported")
 
 
 def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
@@ -280,9 +316,9 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
 
 
 @pytest.mark.parametrize(
-    ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.888, 1.0), (1.0, 0.0, -1.0, -0.888), (0.5, 1.0, 0.5, 0.5)]
+    ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.9423, 1), (1.0, 0.0, -1, -0.9423), (0.5, 1.0, 0.4423, 0.5577)]
 )
-def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(baseline, arm, low, high):
+def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_its_problems_are_few(baseline, arm, low, high):
     scores = {"ppo": baseline, "grpo": arm}  # of every problem, in every seed
 
     def alike(trial: TrialRecord) -> dict[str, Any]:
@@ -294,8 +330,7 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(basel
 
     analysis = analysed(with_trials(fake_study(three_algorithms()[:2], num_problems=64, num_steps=10), alike))
     interval = analysis.comparisons[0].interval
-    # Clopper-Pearson: 64 of 64 right is above 0.025^(1/64) = 0.94400, none right below 0.056: from 0.944 - 0.056 on.
-    # A score between 0 and 1 could have varied and did not.
+    # z / (64 + z^2) = 1.95996 / 67.84146 = 0.028890, times t(63) = 1.99834
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
     assert interval.estimate == arm - baseline
 

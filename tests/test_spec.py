@@ -95,6 +95,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"]),
     ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
      ["mismatch.correction must be none for online_dpo"]),
+    ({"overlong": "mask", "algorithm": "online_dpo"}, ["overlong must not be mask for online_dpo", "use count or"]),
     ({"staleness": 2, "engine": "vllm"},
      ["staleness must be 0 with engine=vllm, which keeps separate weights, got 2"]),
     ({"staleness": 2, "engine": "scripted"}, ["staleness must be 0 with engine=scripted"]),
