@@ -548,6 +548,18 @@ def test_a_note_names_the_arms_whose_first_steps_had_nothing_to_learn_from():
     assert "First steps without a signal" not in topics(study)
 
 
+def test_the_answer_begins_with_the_way_from_start_to_end_where_test_problems_were_scored_before_training_too():
+    start = {1: {"p": 0.0, "q": 0.2}, 2: {"p": 0.2, "q": 0.2}}  # means 10 % and 20 %; the ends are 50 % and 50 %
+    end = {"p": 1.0, "q": 0.0}
+    study = fake_study(arms_of(0.4), seeds=(1, 2))
+    told = with_trials(study, lambda t: {"start_per_problem": start[t.seed], "per_problem": end})
+    # gains 40 and 30 points: mean 35, Student's interval 35 +- 12.71 * 5
+    assert answer(analysed(told)).startswith(
+        "Accuracy on the test problems, start to end: 'a' from 15.0 to 50.0 % (35.0 points [-28.5, 98.5])"
+    )
+    assert "start to end" not in answer(analysed(study))
+
+
 def test_rollouts_and_operations_that_arms_spent_unequally_are_told():
     study = fake_study()
     more = with_trials(study, lambda t: {"summary": {**t.summary, "rollouts": 14400.0 if t.arm == "ppo" else 12800.0}})

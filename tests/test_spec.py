@@ -15,6 +15,7 @@ from cohort.harness.settings.load import load_run, load_study
 from cohort.harness.settings.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
 from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.settings.study import StudySpec, parse_study
+from factories import make_spec
 from pydantic import ValidationError
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
@@ -530,3 +531,8 @@ def test_a_wide_range_of_a_search_is_never_listed():
     (plan,) = parse_study(study(design="search", search={"space": space, "trials": 2}), "x").searches()
     assert plan.search.space["steps"].size == 10**15
     assert plan.search.space["steps"].probes() == [1, 10**15]
+
+
+@pytest.mark.parametrize(("given", "kept"), [("bf16", "bfloat16"), ("fp32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_precision_has_the_short_name_of_other_libraries_too(given, kept):
+    assert make_spec(dtype=given).dtype == kept

@@ -30,8 +30,8 @@ def quoted(labels: Sequence[str], most: int = 20) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """The question "did you mean ...?" with the known word closest to `word`; empty if none is close."""
-    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    """The question "did you mean ...?" with the word closest to `word` among 1,000 known; empty if none is close."""
+    near = get_close_matches(word, list(known)[:1000], n=1, cutoff=cutoff)
     return f"did you mean '{near[0]}'? " if near else ""
 
 

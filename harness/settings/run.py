@@ -274,6 +274,12 @@ class RunSpec(Section):
     )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _usual_names(cls, value: Any) -> Any:
+        """The precision by the short name that other libraries take."""
+        return {"bf16": "bfloat16", "fp32": "float32"}.get(value, value) if isinstance(value, str) else value
+
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "sampler", "engine")
 
     @field_validator(*plugin_fields, mode="before")

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal
 from ..claims import JudgedClaim
 from ..findings import ranked_components, verdicts
-from ..statistics import ALPHA, holm
+from ..statistics import ALPHA, holm, t_interval
 from ..trials import ArmSummary, search_of, tuning_of
 from . import wording
 
@@ -22,8 +23,8 @@ def answer(analysis: Analysis, claims: Sequence[JudgedClaim] = ()) -> str:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
     found = (
-        _learnt, _grid_finding, _finding, _untested, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
-        _added,
+        _from_start, _learnt, _grid_finding, _finding, _untested, _detectable, _components, _unexplained, _twins,
+        _tuned, _left_out, _added,
     ) if search_of(analysis.record) is None else (_search_finding, _left_out)  # fmt: skip
     told = [] if search_of(analysis.record) is not None else [_verdicts([claim.verdict for claim in claims])]
     parts = [part for part in [*told, *(each(analysis) for each in found)] if part]
@@ -112,6 +113,21 @@ def _verdicts(verdicts: Sequence[str]) -> str:
         return f"The claim is {verdicts[0]}"
     counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]
     return f"Of {len(verdicts)} claims {wording.listed(counts, len(counts))}" if verdicts else ""
+
+
+def _from_start(analysis: Analysis) -> str:
+    """The accuracy on the test problems from before the first step to the end, of the arms that have both."""
+    found = []
+    for arm in analysis.finished_arms:
+        trials = [t for t in analysis.record.trials if t.arm == arm.label and t.seed in arm.scores]
+        ends = [(fmean(t.start_per_problem.values()), fmean(t.per_problem.values())) for t in trials
+                if t.start_per_problem and t.per_problem]  # fmt: skip
+        if ends and len(ends) == len(trials):
+            start, end = (100 * fmean(column) for column in zip(*ends, strict=True))
+            gain = t_interval([last - first for first, last in ends])
+            told = wording.points((end - start) / 100, "test/accuracy", gain) if gain else "one seed, no interval"
+            found.append(f"'{arm.label}' from {start:.1f} to {end:.1f} % ({told})")
+    return f"Accuracy on the test problems, start to end: {', '.join(found)}" if found else ""
 
 
 def _learnt(analysis: Analysis) -> str:
