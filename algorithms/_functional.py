@@ -232,8 +232,8 @@ def to_go(values_BT: Tensor, gamma: float = 1.0) -> Tensor:
 def generalised_advantages(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, gae_lambda: float | Tensor
 ) -> Tensor:
-    """[B, T] GAE(gamma, lambda) on the tokens in the mask, 0 elsewhere; a row's last token is terminal. Lambda may be
-    [B].
+    """[B, T] GAE(gamma, lambda) on the tokens in the mask, 0 elsewhere. The last token before a hole of the mask is
+    terminal, as a row's last one is, so nothing flows over a hole. Lambda may be [B].
 
     arXiv:1506.02438, eq. 16: delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lambda * A_{t+1}.
     """

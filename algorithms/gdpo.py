@@ -31,7 +31,8 @@ class GDPO(F.ClipSettings, F.LossKLSettings):
         own_KPG = parts_BK.T.reshape(-1, *batch.rewards_PG.shape)
         own_BK = F.group_standardised(own_KPG.flatten(0, 1)).view(parts_BK.shape[1], -1).T
         total_1B = (weights_BK * own_BK).sum(dim=1)[None]
-        advantages_B1 = F.group_standardised(total_1B).T
+        # The mean over the batch is 0 but for rounding, which must not pay groups of equal rewards.
+        advantages_B1 = F.group_standardised(total_1B).where(total_1B != 0, 0.0).T
         return batch.replace(advantages_BT=advantages_B1 * batch.completion_mask_BT)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

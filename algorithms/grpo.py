@@ -6,7 +6,8 @@ reward), section 4.1.2 (outcome supervision: advantage = reward standardised wit
 steps, 4.1.3 (process supervision). Departure, shared by all that call `group_standardised`: the standard deviation uses
 G - 1 and a stated floor (the paper gives neither). Settings add other KL estimators, the KL times the ratio
 (DeepSeek-V3.2), the KL in the reward (eq. 2, the paper's PPO), a higher upper clip (DAPO), a bound on the ratio of bad
-answers (dual clip) and a weight for good answers.
+answers (dual clip) and a weight for good answers. Departure of weight 0 from NSR (arXiv:2506.01347): a group that is
+all wrong teaches nothing here, where NSR pays each of its answers -1.
 """
 
 from typing import Literal

@@ -29,7 +29,7 @@ class OnlineDPO(Algorithm):
 
     min_group_size = 2
     linear_in_advantages = False
-    needs_old_logprobs = True
+    needs_old_logprobs = pairs_rows = True
     objective = {
         "advantage": "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others",
         "aggregation": "sum over a row's tokens, one pair per group, mean over groups",

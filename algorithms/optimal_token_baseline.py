@@ -7,8 +7,8 @@ proxy is the gradient by the logits, as if different tokens' gradients were orth
 over the vocabulary), from one forward pass more, which is charged. No deviation, and no KL by default; the clip binds
 from the second update of a batch on. Process rewards count with their total. Departures: a group's mean is taken off
 its rewards first, so that equal ones are exact zeros; it stays the baseline where one answer is left, which would be
-its own (verl has 0); the sum over a completion's tokens is divided by a constant, as in Dr. GRPO (verl: any
-aggregation); W takes no weights for the engine's mismatch."""
+its own (some versions of verl have 0); the sum over a completion's tokens is divided by a constant, as in Dr. GRPO
+(verl: any aggregation); W takes no weights for the engine's mismatch."""
 
 from typing import Literal
 

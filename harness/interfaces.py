@@ -62,6 +62,7 @@ class Algorithm(Section, ABC):
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
+    pairs_rows: ClassVar[bool] = False  # the loss needs both completions of a pair, so that neither may be left out
     token_mean: ClassVar[bool] = False  # the loss is the mean over all tokens, not over rows of each row's mean
     shares_trunk: ClassVar[bool] = False  # the critic is a head on the policy's hidden states, no separate network
     _stated: ClassVar[Mapping[str, str]] = {}

@@ -276,20 +276,27 @@ def _of_outcome(
     found = replace(found, resolution=1 / counted if counted else 0.0)
     cells = [(weight, arms[label].cells_of(found.differences)) for label, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
-    if len(weighted) < len(weights):
-        return replace(found, interval=bounded(found.interval, outcome, *ends))
-    summed = np.sum(weighted, axis=0)
+    is_known = len(weighted) == len(weights)
+    summed = np.sum(weighted, axis=0) if is_known else None
     if found.interval is None:
         return replace(found, cells=summed)
-    intervals = statistics.cautious_intervals(summed, found.share)
-    return replace(
+    intervals = [found.interval] if summed is None else statistics.cautious_intervals(summed, found.share)
+    counted = counted if summed is None else summed.shape[1]
+    is_fixed = all(value in (0.0, 1.0) for label in weights for value in arms[label].values)
+    others = statistics.num_others(np.concatenate(weighted)) if is_known else 0 if is_fixed else counted
+    sparse = []  # the first of its tests, so that no statement goes without it
+    if others < min(statistics.RARE, counted / 4):
+        scale = max(ends[1], -ends[0])
+        sparse = [statistics.sparse_interval(found.estimate, counted, others, found.share, scale)]
+    found = replace(
         found,
-        interval=bounded(statistics.widest(intervals), outcome, *ends),
-        tests=[*found.tests, *intervals[1:]] if found.tests else (),
-        variance=statistics.crossed_variance(summed),
-        num_problems=summed.shape[1],
+        interval=bounded(statistics.widest([*sparse, *intervals]), outcome, *ends),
+        tests=[*sparse, *found.tests, *intervals[1:]] if found.tests else (),
         cells=summed,
     )
+    if summed is None:
+        return found
+    return replace(found, variance=statistics.crossed_variance(summed), num_problems=summed.shape[1])
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -345,14 +352,8 @@ def _compare(
             continue
         both = {baseline.label: baseline, arm.label: arm}
         one = _of_outcome(record, outcome, both, {baseline.label: -1.0, arm.label: 1.0})
-        interval = one.interval
-        is_fixed = all(value in (0.0, 1.0) for each in (arm, baseline) for value in each.values)
-        if interval and arm.interval and baseline.interval and interval.error == 0 and is_fixed:
-            low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
-            interval = bounded(replace(interval, low=low, high=high), outcome, least=-1.0)  # as uncertain as both arms
-        given = vars(one) | {"interval": interval}
         own = {"summary": arm, "baseline": baseline, "outcome": outcome, "rng_seed": int(rng.integers(2**32))}
-        found.append(Comparison(**given, **own))
+        found.append(Comparison(**vars(one), **own))
     return found
 
 

@@ -54,10 +54,14 @@ def check_claims(analysis: Analysis) -> list[JudgedClaim]:
     found = [[(_name(one, w), _measured(analysis, one, w)) for w in one["contrasts"]] for one in given]
     tested = [_tested([each for _, each in some], region) for some, region in zip(found, regions, strict=True)]
     adjusted = statistics.holm([min(ps) for ps in tested])
+    alone = [_tested([replace(each, tests=each.tests[:1]) for _, each in some], region)
+             for some, region in zip(found, regions, strict=True)]  # fmt: skip
+    alone_adjusted = statistics.holm([min(ps) for ps in alone])
     family = max(sum(not math.isnan(p) for p in adjusted), 1)
     claims = []
-    for one, some, region, ps, p in zip(given, found, regions, tested, adjusted, strict=True):
-        verdict = _verdict(ps, p)
+    by_claim = zip(given, found, regions, tested, adjusted, alone, alone_adjusted, strict=True)
+    for one, some, region, ps, p, own, own_p in by_claim:
+        verdict, other = _verdict(ps, p), _verdict(own, own_p)
         metric, is_ratio = _metric(analysis, one), bool(one["ratio"])
         shown = "; ".join(f"{name} {_value(each, metric, is_ratio)}" for name, each in some)
         seeds = min(len(each.differences) for _, each in some)
@@ -68,8 +72,7 @@ def check_claims(analysis: Analysis) -> list[JudgedClaim]:
             measured += f" No test is possible {why if seeds > 1 else 'with fewer than two seeds'}."
         if verdict == "undecided":
             measured += _seeds_to_decide([each for _, each in some], region, ALPHA / family)
-        alone = _tested([replace(each, tests=each.tests[:1]) for _, each in some], region)
-        if (other := _verdict(alone, min(alone) * family)) != verdict and verdict != "not tested":
+        if other != verdict != "not tested" and own != ps:  # else the same test would have two verdicts
             measured += f" For these test problems alone it would be {other}."
         arms = {arm for weights in one["contrasts"] for arm in weights}
         if lost := sum(gap.arm in arms and gap.state in ("invalid", "no value") for gap in analysis.gaps):

@@ -237,13 +237,35 @@ def crossed_variance(scores_SN: ArrayLike) -> CrossedVariance:
     return CrossedVariance(max(seed - rest, 0.0) / num_problems, max(problem - rest, 0.0) / num_seeds, rest)
 
 
-def exact_interval(fraction: float, num_problems: int) -> Interval:
-    """Clopper-Pearson (1934) for a fraction of problems; 0 of n reaches up to 1 - (alpha / 2)^(1 / n)."""
-    right, tail = round(fraction * num_problems), (1 - LEVEL) / 2
-    wrong = num_problems - right
-    low = special.betaincinv(right, wrong + 1, tail) if right else 0.0
-    high = special.betainccinv(right + 1, wrong, tail) if wrong else 1.0
-    return Interval(fraction, float(low), float(high))
+def at_edges(interval: Interval, num_problems: int) -> Interval:
+    """The interval of a fraction of that many problems, at least as wide as Wilson's (1927) where fewer than `RARE` are
+    right, or wrong, or no score differs. No limit falls when more problems are right: beyond, the upper one is not
+    below the limit for `RARE` right problems, nor the lower one above the limit for `RARE` wrong ones."""
+    mean, edge = interval.estimate, min(RARE / num_problems, 0.25)
+    quantile = NormalDist().inv_cdf(1 - (1 - LEVEL) * interval.share / 2)
+    if min(mean, 1 - mean) < edge or not interval.error > 0:
+        low, high = _wilson(mean, num_problems, quantile)
+    elif edge < 0.25:
+        low, high = _wilson(1 - edge, num_problems, quantile)[0], _wilson(edge, num_problems, quantile)[1]
+    else:
+        return interval
+    return replace(interval, low=min(interval.low, low), high=max(interval.high, high))
+
+
+def sparse_interval(estimate: float, num_problems: int, num_others: int, share: float, scale: float = 1.0) -> Interval:
+    """The interval of a difference of arms that score alike on all problems but `num_others`, fewer than `RARE`.
+
+    Seeds and problems that agree show no spread, which is no proof that others would: z^2 problems are added that
+    differ (as Agresti and Min 2005 add one), so that none of n leaves Wilson's limit z^2 / (n + z^2).
+    """
+    added = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
+    error = scale * math.sqrt(num_others + added) / (num_problems + added)
+    return _t_interval(estimate, error, max(num_problems - 1, 1), share)
+
+
+def num_others(scores: Floats) -> int:
+    """The problems (columns) that do not have the scores which most of them have."""
+    return scores.shape[1] - int(np.unique(scores, axis=1, return_counts=True)[1].max())
 
 
 def bootstrap_interval(scores_S: ArrayLike, rng: Generator | int, resamples: int = 10_000) -> Interval | None:

@@ -240,8 +240,8 @@ def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials,
         scores=scores,
         cells=cells,
         num_problems=count,
-        interval=bounded(over_all, outcome, num_problems=count),
-        student=bounded(student, outcome),
+        interval=bounded(over_all, outcome, num_problems=count if cells is None else cells.shape[1]),
+        student=bounded(student, outcome, num_problems=count),
         gain=bounded(gained, outcome, least=-1.0),
         gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
         rng_seed=int(rng.integers(2**32)),
@@ -254,12 +254,12 @@ def bounded(
 ) -> Interval | None:
     """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`.
 
-    With `num_problems`, the exact one if all seeds are 0 or all are 1 and there is no spread to estimate.
+    With `num_problems`, one of a fraction of them: see `statistics.at_edges`.
     """
     if interval is None or not outcome.is_fraction:
         return interval
-    if num_problems and interval.estimate in (0.0, 1.0) and not interval.error > 0:
-        return statistics.exact_interval(interval.estimate, num_problems)
+    if num_problems:
+        interval = statistics.at_edges(interval, num_problems)
     return replace(interval, low=max(interval.low, least), high=min(interval.high, most))
 
 

@@ -369,7 +369,7 @@ def _at_point(value: Any) -> Any:
 
 def _value(value: Any, point: dict[Any, Any]) -> Any:
     """The value at a point, None if it is unknown or, of real variables, a root or logarithm in it is not real."""
-    parts = list(sympy.preorder_traversal(value))
+    parts: list[Any] = list(sympy.preorder_traversal(value))
     if not all(isinstance(part, _ELEMENTARY) for part in parts):
         return None
     if point and not value.has(I) and not all(part.evalf(5, subs=point).is_real for part in filter(_needs_sign, parts)):

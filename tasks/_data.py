@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ..harness.base import inputs
 from ..harness.base.inputs import REVISION, Sources, Unreachable, check_expected, digest, digested, expected
 from ..harness.data import Demonstration, Prompt, Split
 from ._answers import QuestionTask
@@ -361,6 +362,7 @@ def _load_from_hub(path: str, config: str | None, commit: str | None) -> dict[st
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
+    inputs.hub_answers()
     asked: Any = {"revision": commit} if commit else {}
     try:
         names = [config] if config else datasets.get_dataset_config_names(path, **asked)

@@ -296,7 +296,7 @@ def test_what_would_act_is_seen_on_a_page_that_does_not_escape(site, made):
         ("10.evil.example:{port}", None, 403), ("192.168.evil.example", None, 403), ("evil.example", None, 403),
         ("localhost", None, 403), ("127.0.0.1:1", None, 403), ("", None, 403),
         ("127.0.0.1:{port}", "http://10.evil.example:{port}", 403), ("127.0.0.1:{port}", "null", 403),
-        ("127.0.0.1:{port}", "http://localhost:1", 403),
+        ("127.0.0.1:{port}", "http://localhost:1", 403), ("127.0.0.1:{port}", "https://127.0.0.1:{port}", 403),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/ajax-api/2.0/mlflow/experiments/get?experiment_id=0", "/version"])
@@ -315,6 +315,18 @@ def test_no_route_answers_a_foreign_host_or_origin(site, path, host, origin, sta
     else:
         assert (answer.status, b"MLFLOW_SERVER_ALLOWED_HOSTS" in body or b"Invalid" in body) == (403, True)
         assert b"sizes" not in body
+
+
+@pytest.mark.attack("A page that names this machine by a foreign name")
+@pytest.mark.parametrize(
+    ("where", "what", "status"),
+    [("cross-site", "image", 403), ("same-site", "iframe", 403), ("cross-site", "empty", 403),
+     ("cross-site", "document", 200), ("same-origin", "image", 200), ("none", "document", 200)],
+)  # fmt: skip
+def test_no_foreign_page_shows_a_part_of_ours_and_a_link_leads_here(site, where, what, status):
+    connection = HTTPConnection(site.address.removeprefix("http://"))
+    connection.request("GET", "/live", headers={"Sec-Fetch-Site": where, "Sec-Fetch-Dest": what})
+    assert connection.getresponse().status == status
 
 
 @pytest.mark.attack("A page that names this machine by a foreign name")

@@ -227,6 +227,24 @@ def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():
     found = checked(with_trials(record, cells), contrast={"b": 1, "a": -1})
     assert found.verdict == "undecided"
     assert "For these test problems alone it would be supported." in found.measured
+    # These p are a Holm family of their own. t(3) = (0.0985 - 0.0526) / (1 / 16 / sqrt(24)) = 3.60, p = 0.037; for a
+    # margin of 0 p = 0.0046. Beside a surer claim 0.037 counts once, beside one like it twice.
+    near = {"contrast": {"b": 1, "a": -1}, "margin": 0.0526}
+    for other, is_named in (({**near, "margin": 0.0}, True), ({**near, "margin": 0.0527}, False)):
+        named = check_claims(analysed(with_claims(with_trials(record, cells), near, other)))
+        assert ["alone it would be supported" in one.measured for one in named] == [is_named] * 2
+
+
+def test_a_claim_over_seeds_alone_has_one_verdict():
+    record = fake_study(arms_of(0.5, 0.5), seeds=range(4), num_problems=2, num_steps=10)
+
+    def curve(trial: TrialRecord) -> dict[str, Any]:
+        value = 0.5 + (NEAR[trial.seed] if trial.arm == "b" else 0.0)
+        return {"history": {"validation/accuracy": [(0, 0.1), (10, value)]}, "summary": {}, "per_problem": {}}
+
+    pair = [{"contrast": {"b": 1, "a": -1}, "margin": margin} for margin in (0.0, 0.005)]
+    found = check_claims(analysed(with_claims(with_trials(record, curve), *pair)))  # p = 0.016 and 0.035
+    assert [(one.verdict, "alone" in one.measured) for one in found] == [("supported", False)] * 2
 
 
 # In a study file ---------------------------------------------------------------------------------------------------

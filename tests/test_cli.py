@@ -312,10 +312,14 @@ def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort, tmp_path
     command = ["task", "show", "arithmetic", "-n", "1", "--model", chat_folder(tmp_path), "--json"]
     assert cohort(*command, "--set", "prompt.system=Be brief.") == 0
     chat = cohort.json()
+
+    def in_words(sum_: str) -> str:
+        return f"Compute {sum_.removesuffix('=')}. End with #### and the number."
+
     head, tail = "<|im_start|>system:Be brief.<|im_end|><|im_start|>user:", "<|im_end|><|im_start|>assistant:"
-    assert chat["problems"][0]["prompt"] == head + plain["problems"][0]["prompt"] + tail
+    assert chat["problems"][0]["prompt"] == head + in_words(plain["problems"][0]["prompt"]) + tail
     assert chat["worked_solution"] == {
-        "prompt": head + plain["worked_solution"]["prompt"] + tail,
+        "prompt": head + in_words(plain["worked_solution"]["prompt"]) + tail,
         "completion": plain["worked_solution"]["completion"] + "<|im_end|>",
     }
     assert cohort(*command[:-1], "--set", "prompt.format=plain") == 0

@@ -78,18 +78,21 @@ def test_an_objective_of_collisions_gets_those_of_the_policys_own_forward_pass()
     assert learner_for(make_spec()).annotate(batch).collision_BT is None
 
 
-def test_the_effective_share_of_the_completions_is_that_of_whole_importance_weights():
+@pytest.mark.parametrize("offset", [0.0, -4.0, 4.0, -60.0, 60.0])
+def test_the_effective_share_of_the_completions_is_that_of_whole_importance_weights(offset):
     batch = make_batch(tiny_model(0))
     shift_B1 = torch.tensor([0.0, 0.1, -0.1, 0.2, 0.0, -0.2, 0.05, 0.1])[:, None]  # of each token, since it was sampled
+    shift_B1 = shift_B1 + offset / batch.completion_mask_BT.sum(dim=1, keepdim=True)  # a factor of all weights
     batch = batch.replace(sampler_logprobs_BT=batch.sampler_logprobs_BT - shift_B1 * batch.completion_mask_BT)
 
-    spec = factories.make_spec({"name": "dr_grpo", "group_size": 2}, rollouts_per_step=8, staleness=1)
+    changes = {"rollouts_per_step": 8, "staleness": 1, "optimizer.tokens_per_microbatch": 24}
+    spec = factories.make_spec({"name": "dr_grpo", "group_size": 2}, **changes)
     learner = Learner(spec, tiny_model(0))
     metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch)), 0)
-    w = (shift_B1[:, 0] * batch.completion_mask_BT.sum(dim=1)).exp().double()
+    w = (shift_B1[:, 0].double() * batch.completion_mask_BT.sum(dim=1)).exp()
     share = float(w.sum() ** 2 / (w**2).sum() / 8)
-    assert 0.3 < share < 0.9
-    assert metrics["staleness/effective_samples"] == pytest.approx(share, abs=1e-5)
+    assert 0.2 < share < 0.9
+    assert metrics["staleness/effective_samples"] == pytest.approx(share, abs=1e-4)
 
 
 def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():

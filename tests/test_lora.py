@@ -156,6 +156,10 @@ def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():
     assert {name.split(".")[-4] for name in adapter_weights(policy)} == {"q_proj", "v_proj"}
     with pytest.raises(ValueError, match=r"lora\.targets must name linear layers of the model \(down_proj, .*query"):
         adapted(lora={"targets": ["query"]})
+    for embedding in ("lm_head", "embed_tokens"):  # one weight in this model
+        with pytest.raises(ValueError, match=f"lora.targets must .* without an embedding's weight, got .*{embedding}"):
+            adapted(lora={"targets": [embedding]})
+    adapted(lora={"targets": ["lm_head"]}, model=llama(tie_word_embeddings=False))
 
 
 def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision():

@@ -1,11 +1,28 @@
 """The built-in model and tokenizer, and clear errors for folders that are no model."""
 
+import json
+from functools import partial
+from pathlib import Path
+
+import datasets
+import httpx
+import huggingface_hub
 import pytest
 import torch
+from architectures import build_model
+from cohort.harness.base.inputs import Unreachable, hub_answers
+from cohort.harness.checks.preflight import check_runs
+from cohort.harness.data import Prompt, PromptFormat
 from cohort.harness.devices.device import resolve_device
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
+from cohort.harness.policy.sources import model_sources
+from cohort.harness.policy.text import as_groups, load_codec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.run.standalone import evaluate_once
+from cohort.tasks.gsm8k import GSM8K
+from factories import make_spec
 from queues import python
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -74,6 +91,95 @@ def test_a_name_that_can_be_no_model_is_refused_and_a_hub_id_is_left_to_the_load
     with pytest.raises(ValueError, match=message):
         check_model(name)
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def edit(folder, **changes):
+    """Changes settings of JSON files: `file__setting=value`."""
+    for path, value in changes.items():
+        name, key = path.split("__")
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+
+
+def put(folder, **tensors):
+    """Puts tensors in place of others, or nothing in place of one."""
+    weights = load_file(folder / "model.safetensors") | {name.replace("__", "."): x for name, x in tensors.items()}
+    save_file({k: x for k, x in weights.items() if x is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(partial(put, model__layers__2__mlp__down_proj__weight=None), r"got none for model\.layers\.2\.mlp\.down_proj"),
+     (partial(put, model__norm__weight=torch.ones(3)), r"shapes of its config\.json, got none for model\.norm\.weight"),
+     (lambda folder: tiny_tokenizer(140).save_pretrained(folder), "got 100 embeddings for 140 tokens"),
+     (partial(edit, config__quantization_config={"quant_method": "gptq", "bits": 4}), "got quantised ones")],
+    ids=["missing", "shape", "tokens", "gptq"],
+)  # fmt: skip
+def test_an_odd_model_folder_is_refused_before_its_weights_load(folder, tmp_path, monkeypatch, change, message):
+    (folder / "manifest.json").unlink()
+    change(folder)
+    spec = make_spec(model=str(folder))
+    with pytest.raises(ValueError, match=message):
+        check_runs([spec], tmp_path / "runs")
+    if "got none" in message:  # as a model of the Hub is
+        with pytest.raises(ValueError, match=message):
+            load_policy(str(folder), seed=0)
+
+
+def test_settings_that_transformers_loads_but_refuses_to_save_are_saved(folder, tmp_path):
+    (folder / "manifest.json").unlink()
+    edit(folder, generation_config__temperature=0.6, generation_config__top_p=0.9, config__max_length=30)
+    save_model(tmp_path / "again", load_policy(str(folder), seed=0), tiny_tokenizer())
+    saved = json.loads((tmp_path / "again/generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"]) == (0.6, 0.9)
+    assert load_policy(str(tmp_path / "again"), seed=0).generation_config.temperature == 0.6
+
+
+def test_the_text_that_is_graded_is_the_text_that_was_sampled(folder):
+    (folder / "manifest.json").unlink()
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # in no text: it needs no embedding
+    tokenizer.save_pretrained(folder)
+    edit(folder, tokenizer_config__clean_up_tokenization_spaces=True)
+    codec = load_codec(str(folder), PromptFormat())
+    ids = codec.tokenizer("7 .5 , do n't")["input_ids"]
+    (group,) = as_groups([Prompt("a", "1", "1")], [(1,)], [(ids, [0.0] * len(ids), False)], codec)
+    assert group.rollouts[0].text == "7 .5 , do n't"
+
+
+def test_an_evaluation_beyond_the_models_positions_is_refused_before_it_loads(tmp_path):
+    save_model(tmp_path / "model", build_model("gpt2", n_positions=16), tiny_tokenizer())
+    spec = make_spec(model=str(tmp_path / "model"), steps=0, **{"sampling.max_tokens": 8})
+    with pytest.raises(ValueError, match=r"must fit into .* context limit of 16 tokens, got 1\d \+ 8"):
+        evaluate_once(spec, "test", tmp_path / "runs", "long")
+    assert not (tmp_path / "runs/evaluate").exists()
+
+
+class NoNetwork(httpx.BaseTransport):
+    asked = 0
+
+    def handle_request(self, request):
+        self.asked += 1
+        raise httpx.ConnectError("no network")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_not_again_for_each_file(monkeypatch):
+    network = NoNetwork()
+    hooks = {"request": [huggingface_hub.utils._http.hf_request_event_hook]}
+    huggingface_hub.set_client_factory(lambda: httpx.Client(transport=network, event_hooks=hooks))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    hub_answers.cache_clear()
+    try:
+        assert model_sources("no/model") == {}
+        with pytest.raises(ValueError, match="model 'no/model' must be here, as the Hub cannot be reached"):
+            check_runs([make_spec(model="no/model")], Path("runs"))
+        with pytest.raises(Unreachable, match="the Hub cannot be reached"):
+            GSM8K(path="no/data").prompts("test")
+        assert network.asked == 1
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
+        hub_answers.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

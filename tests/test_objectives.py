@@ -8,6 +8,7 @@ import pytest
 import torch
 from cohort.algorithms._functional import group_centred
 from cohort.algorithms.dppo import _binary_kl
+from cohort.algorithms.gdpo import GDPO
 from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
@@ -212,6 +213,9 @@ def test_groups_of_equal_rewards_have_exact_zeros_whatever_lies_beside_them():
         assert torch.equal(group_centred(value * mask, mask), torch.zeros(1, 8))
     equal = batch_of([[1]] * 14, [0.1] * 7 + [0.3] * 7, 7)
     assert not ReinforcePlusPlus(kl_beta=0, baseline="group").advantages(equal).advantages_BT.any()
+    parts_BK = torch.tensor([[1.0, 0.1], [0.0, 0.7], [0.2, 0.4], *[[0.3, 0.3]] * 3])
+    mixed = batch_of([[1]] * 6, parts_BK.sum(1).tolist(), 3, reward_parts_BK=parts_BK, reward_weights_BK=parts_BK**0)
+    assert not GDPO(group_size=3).advantages(mixed).advantages_BT[3:].any()
 
 
 @pytest.mark.parametrize("gap", [-400.0, 400.0])

@@ -3,6 +3,7 @@
 import base64
 import csv
 import dataclasses
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +19,7 @@ from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
 from cohort.reports.anova import anova
 from cohort.reports.capability import capabilities
+from cohort.reports.claims import check_claims
 from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import DYNAMICS, aligned
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
@@ -28,7 +30,16 @@ from cohort.reports.prose.methods import methods
 from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
-from fake_study import HOSTILE_ARM, FakeArm, arms_of, factor_grid, fake_study, three_algorithms, with_trials
+from fake_study import (
+    HOSTILE_ARM,
+    FakeArm,
+    arms_of,
+    factor_grid,
+    fake_study,
+    three_algorithms,
+    with_claims,
+    with_trials,
+)
 from markdown_it import MarkdownIt
 
 pytestmark = pytest.mark.every_figure
@@ -263,13 +274,48 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
 def test_accuracies_near_zero_are_reported_as_such_with_an_interval():
     analysis = analysed(fake_study(arms_of(0.0, 0.0), num_problems=100, seed_deviation=0.0))
     assert answer(analysis).startswith("Every arm stays near zero: no difference to a (0.0 % test accuracy")
-    # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
+    # Wilson's for 0 of 100 problems: z^2 / (100 + z^2) = 3.84146 / 103.84146 = 3.70 %
     interval = analysis.arms[0].interval
-    assert interval.high == pytest.approx(0.0362167, rel=1e-5)
-    assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in answer(analysis)
-    # the difference of two such arms is as uncertain as both
-    assert "level [-3.6, 3.6] with it (3 seeds" in answer(analysis)
+    assert interval.high == pytest.approx(0.0369935, rel=1e-5)
+    assert "b reaches 0.0 % test accuracy [0.0, 3.7]" in answer(analysis)
+    # two such arms may differ on as many: Student's t(99) = 1.98422 for z
+    assert "level [-3.7, 3.7] with it (3 seeds" in answer(analysis)
     assert analysis.comparisons[0].p == 1.0
+
+
+def test_the_floor_has_one_interval_for_answer_and_claims_that_never_shrinks_to_nothing():
+    def right(count: int, per_problem: bool = True) -> Analysis:
+        """Two arms that get the same `count` of 200 problems right, in every seed."""
+        record = fake_study(arms_of(0.0, 0.0), num_problems=200, seed_deviation=0.0)
+        number = {"test/num_prompts": [(100, 200.0)]}
+
+        def cells(trial: TrialRecord) -> dict[str, Any]:
+            found = {problem: float(i < count) for i, problem in enumerate(trial.per_problem)}
+            known = {"per_problem": found} if per_problem else {"per_problem": {}, "history": trial.history | number}
+            return {**known, "summary": {**trial.summary, "test_accuracy": count / 200}}
+
+        claim = {"contrast": {"b": 1, "a": -1}, "predicts": "equivalent"}
+        return analysed(with_claims(with_trials(record, cells), {**claim, "margin": 0.01}, {**claim, "margin": 0.05}))
+
+    arms = [right(count).arms[0].interval for count in range(12)]
+    assert all(one.low <= two.low and one.high <= two.high for one, two in itertools.pairwise(arms))
+    assert arms[0].high < arms[1].high < arms[2].high
+    assert max(one.high - one.low for one in arms) < 0.1 and min(one.high - one.low for one in arms) > 0.018
+    for analysis in (right(0), right(1), right(4), right(0, per_problem=False)):
+        close, wide = check_claims(analysis)
+        interval = close.found[0][1].interval
+        assert interval == analysis.comparisons[0].interval and 0.018 < interval.high == -interval.low < 0.03
+        assert (close.verdict, wide.verdict) == ("undecided", "supported")
+
+
+def test_the_answer_names_every_arm_that_no_test_reaches():
+    states = {("c", 1): "invalid", ("c", 2): "invalid", **{("d", seed): "invalid" for seed in range(3)}}
+    text = answer(analysed(fake_study(arms_of(0.5, 0.5, 0.75, 0.5), states=states)))
+    found = re.search(
+        r"; no test reaches 2 arms: 'c' \((\d+\.\d) points above a with one shared seed\) and 'd' \(no va", text
+    )
+    assert found and 15 < float(found[1]) < 35
+    assert "no test reaches" not in answer(analysed(fake_study(arms_of(0.5, 0.5, 0.75))))
 
 
 def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
@@ -280,9 +326,9 @@ def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing():
 
 
 @pytest.mark.parametrize(
-    ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.888, 1.0), (1.0, 0.0, -1.0, -0.888), (0.5, 1.0, 0.5, 0.5)]
+    ("baseline", "arm", "low", "high"), [(0.0, 1.0, 0.9423, 1), (1.0, 0.0, -1, -0.9423), (0.5, 1.0, 0.4423, 0.5577)]
 )
-def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(baseline, arm, low, high):
+def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_its_problems_are_few(baseline, arm, low, high):
     scores = {"ppo": baseline, "grpo": arm}  # of every problem, in every seed
 
     def alike(trial: TrialRecord) -> dict[str, Any]:
@@ -294,8 +340,7 @@ def test_the_difference_of_all_right_and_all_wrong_is_as_uncertain_as_both(basel
 
     analysis = analysed(with_trials(fake_study(three_algorithms()[:2], num_problems=64, num_steps=10), alike))
     interval = analysis.comparisons[0].interval
-    # Clopper-Pearson: 64 of 64 right is above 0.025^(1/64) = 0.94400, none right below 0.056: from 0.944 - 0.056 on.
-    # A score between 0 and 1 could have varied and did not.
+    # z / (64 + z^2) = 1.95996 / 67.84146 = 0.028890, times t(63) = 1.99834
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
     assert interval.estimate == arm - baseline
 
@@ -501,6 +546,18 @@ def test_a_note_names_the_arms_whose_first_steps_had_nothing_to_learn_from():
     assert text.startswith("'b': no rewards of the first step differ") and "'a'" not in text
     assert "90% mark no answer (40% are right if the last number counts)" in text
     assert "First steps without a signal" not in topics(study)
+
+
+def test_the_answer_begins_with_the_way_from_start_to_end_where_test_problems_were_scored_before_training_too():
+    start = {1: {"p": 0.0, "q": 0.2}, 2: {"p": 0.2, "q": 0.2}}  # means 10 % and 20 %; the ends are 50 % and 50 %
+    end = {"p": 1.0, "q": 0.0}
+    study = fake_study(arms_of(0.4), seeds=(1, 2))
+    told = with_trials(study, lambda t: {"start_per_problem": start[t.seed], "per_problem": end})
+    # gains 40 and 30 points: mean 35, Student's interval 35 +- 12.71 * 5
+    assert answer(analysed(told)).startswith(
+        "Accuracy on the test problems, start to end: 'a' from 15.0 to 50.0 % (35.0 points [-28.5, 98.5])"
+    )
+    assert "start to end" not in answer(analysed(study))
 
 
 def test_rollouts_and_operations_that_arms_spent_unequally_are_told():

@@ -6,8 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from cohort.harness.api import runs as api_runs
 from cohort.harness.api.settings import scale_settings
-from cohort.harness.api.study import comparison
+from cohort.harness.api.study import comparison, load_study
 from cohort.harness.policy.tiny import tiny_model
 
 MODEL = "Qwen/Qwen2.5-0.5B"
@@ -46,6 +47,26 @@ def test_a_large_model_gets_rates_of_its_size_in_one_line_and_the_built_in_one_s
 def test_an_adapter_learns_ten_times_as_fast_and_a_given_rate_wins(given, rate):
     (spec, _) = runs_of([given, *scale_settings(MODEL, [given])])
     assert spec.optimizer.learning_rate == rate
+
+
+def test_a_run_and_a_study_of_a_large_model_get_its_rates_unless_their_files_name_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(api_runs, "_in_its_group", lambda run, command: seen.append(run) or sys.exit())
+    seen, file = [], tmp_path / "one.yaml"
+    base = f"model: {MODEL}\ntask: arithmetic\nalgorithm: grpo\ndevice: cpu\n"
+    for text, sets in ((base, []), (f"{base}optimizer: {{learning_rate: 3.0e-5}}\n", []), (base, ["model=tiny"])):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            api_runs.train(file, sets)
+    assert [run.optimizer.learning_rate for run in seen] == [1e-6, 3e-5, 1e-4]
+    assert capsys.readouterr().err.count("optimizer.learning_rate=1e-06") == 1
+    study = "question: Q?\nseeds: [0]\nrun: {{{}, task: arithmetic, algorithm: grpo}}\nfactors: {{{}: [1, 2]}}"
+    for run, factor, rate in (
+        (f"model: {MODEL}", "algorithm.kl_beta", 1e-6),
+        (f"model: {MODEL}", "optimizer.learning_rate", 1.0),
+        ("steps: 3", "algorithm.kl_beta", 1e-4),
+    ):
+        file.write_text(study.format(run, factor))
+        assert load_study(file).spec.design_arms()[0].spec.optimizer.learning_rate == rate
 
 
 def test_a_checkpoint_of_the_built_in_model_is_no_large_model(tmp_path, gpu):

@@ -15,6 +15,7 @@ from cohort.harness.settings.load import load_run, load_study
 from cohort.harness.settings.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
 from cohort.harness.settings.run import RunSpec, parse_run
 from cohort.harness.settings.study import StudySpec, parse_study
+from factories import make_spec
 from pydantic import ValidationError
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
@@ -94,6 +95,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["kl.schedule must not be cosine for online_dpo, whose kl_beta must not fall"]),
     ({"mismatch": {"correction": "masked"}, "algorithm": {"name": "online_dpo"}},
      ["mismatch.correction must be none for online_dpo"]),
+    ({"overlong": "mask", "algorithm": "online_dpo"}, ["overlong must not be mask for online_dpo", "use count or"]),
     ({"staleness": 2, "engine": "vllm"},
      ["staleness must be 0 with engine=vllm, which keeps separate weights, got 2"]),
     ({"staleness": 2, "engine": "scripted"}, ["staleness must be 0 with engine=scripted"]),
@@ -529,3 +531,8 @@ def test_a_wide_range_of_a_search_is_never_listed():
     (plan,) = parse_study(study(design="search", search={"space": space, "trials": 2}), "x").searches()
     assert plan.search.space["steps"].size == 10**15
     assert plan.search.space["steps"].probes() == [1, 10**15]
+
+
+@pytest.mark.parametrize(("given", "kept"), [("bf16", "bfloat16"), ("fp32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_precision_has_the_short_name_of_other_libraries_too(given, kept):
+    assert make_spec(dtype=given).dtype == kept

@@ -1,5 +1,6 @@
 """The statistics against hand arithmetic, scipy and simulated studies whose truth is known."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -121,13 +122,24 @@ def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest():
     assert effect.p == close(stats.ttest_1samp(cells.mean(axis=0), 0).pvalue)
 
 
-@pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
-def test_the_exact_interval_agrees_with_scipy(problems):
-    assert ours.exact_interval(0.0, problems).high == close(1 - 0.025 ** (1 / problems))
-    for right in range(0, problems + 1, max(1, problems // 20)):
-        interval, theirs = ours.exact_interval(right / problems, problems), stats.binomtest(right, problems)
-        bounds = theirs.proportion_ci(0.95, "exact")
-        assert (interval.low, interval.high) == (close(bounds.low), close(bounds.high))
+@pytest.mark.parametrize("problems", [1, 2, 7, 30, 100, 1319])
+def test_at_the_edges_the_interval_is_at_least_wilsons_and_no_limit_falls_as_more_are_right(problems):
+    found = []
+    for right in range(0, problems + 1, max(1, problems // 300)):
+        given = ours._t_interval(right / problems, 1e-4, 3, 1.0)
+        interval, theirs = (
+            ours.at_edges(given, problems),
+            stats.binomtest(right, problems).proportion_ci(0.95, "wilson"),
+        )
+        if min(right, problems - right) < min(5, problems / 4):
+            assert (interval.low, interval.high) == (
+                close(min(given.low, theirs.low)), close(max(given.high, theirs.high))
+            )  # fmt: skip
+        found.append(interval)
+    if problems > 20:
+        assert all(one.low <= two.low and one.high <= two.high for one, two in itertools.pairwise(found))
+    flat = ours.at_edges(ours._t_interval(0.5, 0.0, 3, 1.0), 50)
+    assert (flat.low, flat.high) == tuple(map(close, stats.binomtest(25, 50).proportion_ci(0.95, "wilson")))
 
 
 def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed():

@@ -1,5 +1,6 @@
 """Arms stop, go on and are cloned while their study runs; none of it changes a result."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -26,6 +27,7 @@ from cohort.harness.run import loop
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.queue import HELD, Queue, TrialOutcome, study_status
+from cohort.harness.study.runner import start_study
 from cohort.harness.study.steering import clone_arm, drop_arm, hold_arm, remove_study
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analysed
@@ -339,6 +341,18 @@ def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs, url):
     assert {trial.state for trial in again.status().trials} == {"waiting"} and again.num_claims() == 0
 
 
+def test_a_deletion_that_is_killed_anywhere_leaves_a_study_or_none_and_is_ended_by_the_next_one(runs):
+    for moment in itertools.count():
+        folder = a_queue(a_study(), runs).plan.folder
+        if not killed_at(moment, functools.partial(remove_study, "sizes", runs)):
+            break
+        assert not folder.exists() or read_study(runs, "sizes").arms == ARMS
+        with contextlib.suppress(SpecError):  # there is none
+            remove_study("sizes", runs)
+        assert not list(runs.glob("studies/*")) and not list(runs.glob(".*"))
+    assert moment >= 8
+
+
 @pytest.mark.slow
 def test_mlflow_forgets_a_deleted_study(runs):
     run(a_study(seeds=[0]), runs, workers=1)
@@ -430,6 +444,9 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
         first = open_queue(a_study(), runs)
         first.status()
         assert len(first.clones()) in (0, 1)
+        start_study(a_study(), runs, command="", execute=fake_trials.EXECUTE)
+        said = [arm for one in read_study(runs, "sizes").amendments for arm in one["dropped"]]
+        assert said == first.dropped()
         ways[what](runs)
         queue = open_queue(a_study(), runs)
         trials = queue.status().trials

@@ -234,8 +234,9 @@ class Evaluation:
     @property
     def causes(self) -> list[str]:
         """The likeliest causes of a weak accuracy, with the setting for each."""
-        seen = [self.result.metrics[key] for key in ("accuracy", "lenient_accuracy", "answered", "truncated")]
-        return first_look(*seen, self._spec.max_tokens)
+        names = "accuracy", "lenient_accuracy", "answered", "truncated"
+        accuracy, lenient, answered, truncated = (self.result.metrics[name] for name in names)
+        return first_look(accuracy, lenient, answered, truncated, self._spec.max_tokens)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:

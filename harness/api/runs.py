@@ -16,6 +16,7 @@ from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
+from ..settings.raw import read_yaml
 from ..settings.run import RunSpec
 from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings
 
@@ -47,6 +48,9 @@ def train(
     starts one.
     """
     folder, texts = runs_folder(runs), as_texts(settings)
+    run = load_run(None if spec is None else str(spec), texts)
+    file = None if spec is None else read_yaml(Path(spec))
+    texts += scale_settings(run.model, texts, trains=run.steps > 0, file=file)
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     _in_its_group(run, command)

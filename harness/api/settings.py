@@ -57,9 +57,12 @@ def as_texts(settings: Settings) -> list[str]:
     return texts
 
 
-def scale_settings(model: str, sets: Sequence[str], *, trains: bool = True) -> list[str]:
-    """Settings as `path=value` for a command on a model that is not built in, except those in `sets`; prints them in
-    one line on stderr. The study and the command that reproduces it name them and mean the same on every machine.
+def scale_settings(
+    model: str, sets: Sequence[str], *, trains: bool = True, file: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Settings as `path=value` for a command on a model that is not built in, except those in `sets` or a run's `file`;
+    prints them in one line on stderr. The study and the command that reproduces it name them and mean the same on every
+    machine.
 
     Learning rates (only if it `trains`): 1e-6 is usual for full RL fine-tuning of such models (arXiv:2402.03300,
     section 4.2), ten times that for an adapter, and 1e-5 for a critic on a trained model. On a GPU, forward passes run
@@ -67,7 +70,7 @@ def scale_settings(model: str, sets: Sequence[str], *, trains: bool = True) -> l
     """
     import torch
 
-    given = with_overrides({"model": model}, parse_overrides(sets))
+    given = with_overrides({**(file or {}), "model": model}, parse_overrides(sets))
     config, built_in = Path(given["model"]).expanduser() / "config.json", given["model"] == "tiny"
     if config.is_file():  # perhaps a saved model of its shape
         from ..policy.tiny import tiny_config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -83,6 +84,10 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
     """A shipped study by name (`cohort study list` shows them), or one from a YAML file."""
     source, texts = str(name_or_path), as_texts(settings)
     spec = load.load_study(source, texts)
+    has_rate = re.search(r'optimizer(\.|":{[^}]*?")learning_rate', spec.model_dump_json())
+    if "model" in spec.run and not has_rate:  # it would be tiny's
+        texts += scale_settings(spec.run["model"], texts, file=spec.run)
+        spec = load.load_study(source, texts)
     return Study(source, texts, spec, shell(f"cohort study run {shlex.quote(source)}", {"--set": texts}))
 
 

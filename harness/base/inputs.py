@@ -6,9 +6,11 @@ that commit, and every reader of a source compares afterwards, so that a run has
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,19 @@ class Unreachable(ValueError):
 
 class InputsChanged(ValueError):
     """A source has changed since the run was started; the message names the file, both hashes and a fix."""
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the Hub answers this process; if not, its libraries ask it no more: each request would wait 25 s."""
+    from huggingface_hub import constants, get_session
+
+    with suppress(Exception):  # of whatever client the library has
+        return bool(get_session().head(constants.ENDPOINT, timeout=10.0).status_code)
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # or else it reads the constant when it is imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return False
 
 
 def digested(sources: Sources, notes: Path | None = None) -> Inputs:

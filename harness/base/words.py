@@ -30,8 +30,8 @@ def quoted(labels: Sequence[str], most: int = 20) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """The question "did you mean ...?" with the known word closest to `word`; empty if none is close."""
-    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    """The question "did you mean ...?" with the word closest to `word` among 1,000 known; empty if none is close."""
+    near = get_close_matches(word, list(known)[:1000], n=1, cutoff=cutoff)
     return f"did you mean '{near[0]}'? " if near else ""
 
 
@@ -57,7 +57,8 @@ def without_signal(first: Mapping[str, float], limit: int | None) -> str:
     if first.get("reward/std", 1.0) and first.get("train/zero_advantage_groups", 0.0) < 1:
         return ""
     names = ("train/accuracy", "train/lenient_accuracy", "train/answered", "completion/truncated")
-    causes = first_look(*(first.get(name, math.nan) for name in names), limit)
+    accuracy, lenient, answered, truncated = (first.get(name, math.nan) for name in names)
+    causes = first_look(accuracy, lenient, answered, truncated, limit)
     told = f"; of its completions, {' and '.join(causes)}" if causes else ""
     return f"no rewards of the first step differ, so it teaches nothing{told}"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..base.inputs import Inputs, Unreachable, digested, expecting
 from ..base.machine import SHARED_BYTES, shared_memory_bytes, usable_cores, usable_gpus
-from ..data import Split
+from ..data import Prompt, Split
 from ..interfaces import Task
 from ..mirror.store import check_runs_folder
-from ..policy.sources import is_here, model_sources
+from ..policy.sources import is_here, is_local, model_sources
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 
@@ -207,8 +207,9 @@ def check_tokens(model: str, reference: str) -> None:
         )
 
 
-def check_length(spec: RunSpec) -> None:
-    """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
+def check_length(spec: RunSpec, prompts: Sequence[Prompt] | None = None) -> None:
+    """ValueError if a prompt, by default of all that a run reads, and its completion may be longer than the model can
+    read. Reads no weights."""
     from ..policy.model import length_limit, model_config
     from ..policy.text import codec_of
     from .memory import longest, read_prompts
@@ -216,7 +217,7 @@ def check_length(spec: RunSpec) -> None:
     limit = length_limit(model_config(spec.model))
     if limit is None:
         return
-    found = longest(codec_of(spec), read_prompts(spec))
+    found = longest(codec_of(spec), read_prompts(spec) if prompts is None else prompts)
     if found + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into '{spec.model}'s context limit of {limit} tokens, got "
@@ -225,7 +226,7 @@ def check_length(spec: RunSpec) -> None:
 
 
 def _check_models(specs: Sequence[RunSpec]) -> None:
-    from ..policy.model import check_model, model_config  # here: it loads torch, which workers of fakes do without
+    from ..policy.model import check_model, check_weights, model_config  # here: it loads torch, which fakes do without
     from ..policy.text import load_codec
     from ..policy.tiny import TINY
 
@@ -235,15 +236,16 @@ def _check_models(specs: Sequence[RunSpec]) -> None:
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
-        if prompt.needs_template if model == TINY else Path(model).expanduser().is_dir():  # a Hub id: when it loads
+        if prompt.needs_template if model == TINY else is_local(model):  # a Hub id: when it loads
             load_codec(model, prompt)
+            check_weights(model)
     for algorithm in (s.algorithm for s in specs if s.steps and s.kl.reference is None):
         if not algorithm.learns_from_rewards:
             raise SpecError(f"kl.reference must name the teacher of {algorithm.name}: a Hub id or a model folder")
     for model, teacher in dict.fromkeys((spec.model, spec.kl.reference) for spec in specs):
         if teacher is not None:
             check_model(teacher, "kl.reference")
-            if Path(teacher).expanduser().is_dir():
+            if is_local(teacher):
                 check_tokens(model, teacher)
     for spec in specs:
         spec.engine.check(spec.sampling_with_limit())

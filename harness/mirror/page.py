@@ -75,8 +75,13 @@ class OwnHosts:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
-        named = [headers.get(b"host", ""), *([headers[b"origin"].partition("//")[2]] if b"origin" in headers else [])]
-        if scope["type"] == "lifespan" or all(is_allowed_host_header(self.hosts, host) for host in named):
+        scheme, _, page = headers.get(b"origin", "").partition("://")
+        page = page if scheme == scope.get("scheme", "").replace("ws", "http") else ""
+        named = [headers.get(b"host", ""), *([page] if b"origin" in headers else [])]
+        is_part = headers.get(b"sec-fetch-dest") != "document"  # a link may lead here, from anywhere
+        is_foreign = is_part and headers.get(b"sec-fetch-site") in ("cross-site", "same-site")
+        allowed = not is_foreign and all(is_allowed_host_header(self.hosts, host) for host in named)
+        if scope["type"] == "lifespan" or allowed:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})

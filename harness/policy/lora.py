@@ -41,11 +41,20 @@ def add_adapter(policy: M, settings: LoRA, seed: int) -> M:
         except ValueError as error:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(policy)}))
             raise ValueError(f"lora.targets must name linear layers of the model ({known}), got {targets}") from error
+    check_layers(policy, "lora.targets")
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
             assert "lora_" in name
             parameter.data = parameter.data.float()
     return policy.eval()
+
+
+def check_layers(model: nn.Module, what: str) -> None:
+    """ValueError if an adapter changes an embedding or a head that is tied to it: merged, it would change both."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, layer in adapted_layers(model):
+        if id(layer.base_layer.weight) in embeddings:
+            raise ValueError(f"{what} must be linear layers without an embedding's weight, got {name}; leave it out")
 
 
 def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:

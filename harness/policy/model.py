@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..base.files import write_hashed, write_manifest
-from ..base.inputs import expecting
+from ..base.inputs import expecting, hub_answers
 from ..base.words import did_you_mean
 from ..devices import ranks
+from ..settings.errors import SpecError
 from .library import import_generation
 from .lora import adapter_weights, has_adapter, merge_saved, save_adapter
-from .sources import BASE, Base, base_of, pinned, verify_model
+from .sources import BASE, Base, base_of, folder_of, is_here, is_local, pinned, reader_of, verify_model
 from .tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def check_model(name: str, setting: str = "model") -> None:
     if name == TINY and may_be_tiny:
         return
     path = Path(name).expanduser()
+    if (reader := reader_of(name)) is not None:
+        return reader.check(path)
     if not path.is_dir():
         tiny = "'tiny', " if may_be_tiny else ""
         rule = f"{setting} must be {tiny}a Hub id or an existing folder, got '{name}'"
@@ -97,6 +100,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"the tokenizer of '{name}' has no end-of-sequence token; set tokenizer.eos_token and save it")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False  # or else "7 .5" is graded as "7.5"
     return tokenizer
 
 
@@ -126,16 +130,32 @@ def on_base(name: str, seed: int, load: Callable[[str, int], M]) -> M:
     return model
 
 
-def _load_policy(name: str, seed: int) -> nn.Module:
+def check_weights(name: str) -> None:
+    """ValueError if a local model lacks a weight. Reads their names and shapes alone."""
+    if is_local(name) and base_of(name) is None:
+        _load_policy(name, 0, device_map="meta")
+
+
+def _load_policy(name: str, seed: int, **how: Any) -> nn.Module:
     if name == TINY:
         return tiny_model(seed)
-    import_generation()
+    model_config(name)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        **local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    )
+    model = pretrained(AutoModelForCausalLM, name, **how)
     verify_model(name)
+    return model
+
+
+def pretrained(kind: Any, name: str, may_lack: str = " ", **how: Any) -> Any:
+    """A model that a class of transformers loads. ValueError if a weight has another shape than in the configuration,
+    or is missing and its name does not begin with `may_lack`."""
+    given = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True, **local_or_hub(name), **how}
+    model, found = kind.from_pretrained(**given, output_loading_info=True, ignore_mismatched_sizes=True)
+    lost = sorted(weight for weight in found["missing_keys"] if not weight.startswith(may_lack))
+    if lost := lost + sorted(weight for weight, *_ in found["mismatched_keys"]):
+        rule = f"must have all weights in the shapes of its config.json, got none for {', '.join(lost[:3])}"
+        raise ValueError(f"model '{name}' {rule} ({len(lost)} in all); copy or save it again")
     return model
 
 
@@ -184,7 +204,8 @@ def save_model(
     else:
         config.dtype, config.architectures = str(model.dtype)[6:], [type(model).__name__.removeprefix("FSDP")]
         if model.can_generate():  # pyright: ignore
-            model.generation_config.save_pretrained(folder)  # pyright: ignore
+            settings: Any = model.generation_config  # whose `save_pretrained` refuses some that it loads
+            settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         if size > 1:
             index = {"metadata": {}, "weight_map": {name: file for file, _, names in parts for name in names}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -209,13 +230,16 @@ def write_safetensors(weights: Mapping[str, Tensor], stream: Any) -> None:
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """The shape of a model by its name in a spec; downloads no weights."""
+    """The shape of a model by its name in a spec; downloads no weights. ValueError if they are quantised."""
     if name == TINY:
         return tiny_config()
     import_generation()
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
+    config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"model '{name}' must have weights that can be trained, got quantised ones; use its original")
+    return config
 
 
 def empty_model(config: PretrainedConfig, *, scores: bool = False) -> Any:
@@ -230,6 +254,8 @@ def empty_model(config: PretrainedConfig, *, scores: bool = False) -> Any:
 
 def local_or_hub(name: str) -> dict[str, str]:
     """The model's name for transformers: a folder's path with `~` expanded, or else the Hub id and its commit."""
-    path = Path(name).expanduser()
+    if not is_here(name) and not hub_answers():
+        raise SpecError(f"model '{name}' must be here, as the Hub cannot be reached; give a folder with a model")
+    path = folder_of(name)
     where = {"pretrained_model_name_or_path": str(path) if path.is_dir() else name}
     return where | ({"revision": commit} if (commit := pinned(name)) else {})

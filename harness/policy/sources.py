@@ -1,12 +1,15 @@
 """Finds the source of a model: the files of its folder, or the commit of its Hub repository."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..base.files import MANIFEST, whole_manifest
-from ..base.inputs import REVISION, Inputs, Sources, check_expected, digest, digested, expected
+from .. import extras
+from ..base.files import MANIFEST, file_lock, publish_folder, read_manifest, whole_manifest
+from ..base.inputs import REVISION, Inputs, Sources, check_expected, digest, digested, expected, hub_answers
 from ..settings.run import RunSpec
 
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of files that transformers reads
@@ -26,7 +29,7 @@ class Base:
     @classmethod
     def of(cls, name: str, seed: int) -> "Base":
         folder = Path(name).expanduser()
-        name = str(folder.resolve()) if folder.is_dir() else name
+        name = str(folder.resolve()) if folder.exists() else name
         return cls(name, seed, digested(model_sources(name)))
 
 
@@ -43,6 +46,8 @@ def model_sources(name: str) -> Sources:
     Includes the source of an adapter's base. ValueError for a folder that has changed since it was saved.
     """
     source, folder = source_name(name), Path(name).expanduser()
+    if (reader := reader_of(name)) is not None:
+        return reader.sources(folder)
     if folder.is_dir():
         _manifest(folder)
         found = sorted([*folder.iterdir(), *folder.glob("*/*.jinja")])
@@ -54,11 +59,32 @@ def model_sources(name: str) -> Sources:
         return {}
     from huggingface_hub import hf_hub_download
 
+    hub_answers()
     try:  # a commit in the cache needs no request to a server
         config = hf_hub_download(name, "config.json", revision=pinned(name))
     except (OSError, ValueError):
         return {}
     return {source: {REVISION: Path(config).parent.name}}
+
+
+def reader_of(name: str) -> Any:
+    """The module of an extra that converts the model, if its format is one of an extra; None for any other model."""
+    path = Path(name).expanduser()
+    return next((reader for reader in extras.modules("models").values() if reader.reads(path)), None)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a local model; one in a format of an extra is converted once, into the user's cache."""
+    path = Path(name).expanduser()
+    if (reader := reader_of(name)) is None:
+        return path
+    key = digest([version("transformers"), list(digested(reader.sources(path)).values())])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cohort" / "models" / key
+    with file_lock(folder.with_name(f"{key}.lock")):
+        if read_manifest(folder) is None:
+            with publish_folder(folder) as partial:
+                reader.convert(path, partial)
+    return folder
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
@@ -85,12 +111,15 @@ def verify_model(name: str) -> None:
         check_expected(model_sources(name))
 
 
+def is_local(name: str) -> bool:
+    return Path(name).expanduser().is_dir() or reader_of(name) is not None
+
+
 def is_here(name: str) -> bool:
-    """Whether a model by its name in a spec is built in, a folder, or in the cache of the Hub."""
+    """Whether a model by its name in a spec is built in, local, or in the cache of the Hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    is_own = name == "tiny" or Path(name).expanduser().is_dir()
-    return is_own or isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return name == "tiny" or is_local(name) or isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def source_name(name: str) -> str:

@@ -10,13 +10,13 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache, partial, reduce
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..data import Group, Prompt, PromptFormat, Rollout
-from .model import load_tokenizer
+from .model import load_tokenizer, model_config
 from .tiny import TINY
 
 if TYPE_CHECKING:
@@ -30,16 +30,29 @@ AUTO = PromptFormat()
 QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
 
-def load_codec(model: str, settings: PromptFormat) -> TextCodec:
-    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used. Reads no weights."""
-    return TextCodec(load_tokenizer(model), settings)
+def load_codec(model: str, settings: PromptFormat, *in_words: Callable[[str], str]) -> TextCodec:
+    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used, or if a token has no
+    embedding. Reads no weights."""
+    codec, config = TextCodec(tokenizer := load_tokenizer(model), settings, *in_words), model_config(model)
+    ids = {*tokenizer.get_vocab().values()} - tokenizer.added_tokens_decoder.keys()  # of which some occur in no text
+    need = 1 + max(*ids, *codec.encode(QUESTION), *codec.encode_completion(ANSWER), tokenizer.pad_token_id)  # pyright: ignore
+    if model != TINY and need > (rows := getattr(config.get_text_config(decoder=True), "vocab_size", need)):
+        raise ValueError(
+            f"model '{model}' must embed each token of its tokenizer, got {rows} embeddings for {need} tokens; use the "
+            f"tokenizer that it was trained with, or save it after resize_token_embeddings({need})"
+        )
+    return codec
 
 
 def codec_of(spec: RunSpec, model: str | None = None) -> TextCodec:
     """The codec with which a model, by default the run's own, reads the prompts of the run and of its tests."""
-    asked = [task.in_words for task in (spec.task, *spec.evaluation.tests)]
-    in_words = partial(reduce, lambda text, ask: ask(text), asked)
-    return TextCodec(load_tokenizer(model or spec.model), spec.prompt, in_words)
+
+    def in_words(text: str) -> str:
+        for task in (spec.task, *spec.evaluation.tests):
+            text = task.in_words(text)
+        return text
+
+    return load_codec(model or spec.model, spec.prompt, in_words)
 
 
 class TextCodec:

@@ -179,6 +179,14 @@ def study_document(
     }
 
 
+def with_dropped(document: Mapping[str, Any], dropped: Sequence[str]) -> dict[str, Any]:
+    """The document with an amendment for each arm that its queue has dropped; a kill can leave it without one."""
+    known = {arm for one in document.get("amendments", ()) for arm in one.get("dropped", ())}
+    one = {"time": round(1000 * time.time()), "arms": [], "seeds": [], "digest": document["digest"]}
+    more = [{**one, "dropped": [arm]} for arm in dropped if arm not in known]
+    return {**document, "amendments": [*document.get("amendments", ()), *more]}
+
+
 def study_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in a study's document."""
     return {key: value for key, value in document.items() if key not in _ABOUT}
@@ -400,6 +408,8 @@ def _unasked(trial: TrialRecord, tags: Mapping[str, str], document: Mapping[str,
     designs = [document["digest"], *(one["digest"] for one in document.get("amendments", ()))]
     if tags.get("cohort.study") != document["name"] or tags.get("cohort.design") not in designs:
         return f"it ran for '{tags.get('cohort.study')}', or with other settings than {STUDY} has"
+    if any(trial.arm in one.get("dropped", ()) for one in document.get("amendments", ())):
+        return f"{STUDY} says that '{trial.arm}' was taken back before it began"
     if tags.get("cohort.phase") != "final":
         return ""
     if document["labels"] and trial.arm not in document["labels"]:

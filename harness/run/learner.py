@@ -240,6 +240,7 @@ class Learner:
         """The metrics of an optimiser step on a minibatch with loss weights; `first`: the policy is the sampler's."""
         sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
         ratios: dict[str, list[Tensor]] = defaultdict(list)
+        log_weights: list[Tensor] = []
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
@@ -258,10 +259,8 @@ class Learner:
             loss.backward()
             logprobs = output.logprobs_BT.detach()
             if self.spec.staleness:
-                log_weight_B = ((logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT).sum(dim=1)
-                weight_B = log_weight_B.clamp(-20, 20).double().exp()
-                sums["weights"] += weight_B.sum()
-                sums["squares"] += weight_B.square().sum()
+                log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
+                log_weights.append(log_ratio_BT.double().sum(dim=1))
             ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
             if first:
                 sampler = micro.sampler_logprobs_BT
@@ -273,6 +272,12 @@ class Learner:
             if states is not None:
                 states.backward()
         self._train_mode(False)
+        if (
+            log_weights
+        ):  # with staleness, so of a single rank; less the largest, so that none overflows and not all vanish
+            log_weight_B = torch.cat(log_weights)
+            weight_B = (log_weight_B - log_weight_B.max()).exp()
+            sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
         totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))

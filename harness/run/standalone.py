@@ -14,7 +14,7 @@ from ..base.inputs import Inputs, expecting
 from ..base.stop import stop_on_signals
 from ..base.words import duration
 from ..checks.disk import check_disk
-from ..checks.preflight import check_runs, run_inputs
+from ..checks.preflight import check_length, check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
 from ..devices.device import resolve_device
@@ -79,11 +79,13 @@ def evaluate_once(
     directory = runs / "evaluate" / name
     with expecting(recorded_inputs(directory) if (directory / f"{split}.jsonl").exists() else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
+    measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}
+    count = spec.evaluation.num_test_prompts if split == "test" else spec.evaluation.num_prompts
+    prompts = [prompt for on in measures.values() for prompt in on.task.prompts(split)[:count]]
+    check_length(spec, prompts)
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
         policy = placed(policy, spec)
-        measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}
-        prompts = [prompt for on in measures.values() for prompt in on.task.prompts(split)]
         found: dict[str, EvaluationResult] = {}
         with closing(build_engine(spec, policy, codec, prompts)) as engine:
             is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches

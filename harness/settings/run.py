@@ -274,6 +274,12 @@ class RunSpec(Section):
     )
     devices: int = Field(default=1, ge=1, description="GPUs (on a CPU: processes) that share its weights and rows")
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _usual_names(cls, value: Any) -> Any:
+        """The precision by the short name that other libraries take."""
+        return {"bf16": "bfloat16", "fp32": "float32"}.get(value, value) if isinstance(value, str) else value
+
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "sampler", "engine")
 
     @field_validator(*plugin_fields, mode="before")
@@ -353,6 +359,9 @@ class RunSpec(Section):
         if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
             rule = f"mismatch.correction must be none for {algorithm}, whose loss is not linear in its advantages"
             raise ValueError(f"{rule}, got {self.mismatch.correction}")
+        if self.overlong == "mask" and self.algorithm.pairs_rows:
+            rule = f"overlong must not be mask for {algorithm}, whose loss needs both completions of a pair"
+            raise ValueError(f"{rule}; use count or penalise")
         if self.dynamic_sampling > 1 and self.algorithm.group_size == 1:
             rule = "dynamic_sampling must be 1 with algorithm.group_size=1, whose groups never differ"
             raise ValueError(f"{rule}, got {self.dynamic_sampling}")

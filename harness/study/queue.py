@@ -13,6 +13,7 @@ decides the arms of a search, `steering.py` handles users' requests.
 """
 
 import logging
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,7 @@ from ..base.files import sweep
 from ..base.machine import usable_gpus
 from ..data import ENDED, TrialState
 from ..record.status import StudyStatus, TrialStatus
-from ..record.study import study_settings
+from ..record.study import keep_document, study_settings, with_dropped
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.study import Arm, parse_study
 from .attempts import RETRY_BELOW, STOPPED, Attempts
@@ -141,6 +142,12 @@ class Queue:
     def drop(self, arm: str) -> None:
         """Take an arm that has not begun back. The caller holds the lock."""
         self._study.set_user_attr(DROPPED, [*self.dropped(), arm])
+
+    def keep(self, document: Mapping[str, Any]) -> None:
+        """Write the study's document, and what the queue has dropped. The caller holds the lock."""
+        document = with_dropped(document, self.dropped() if self.storage.exists() else ())
+        self.storage.write_document(document)
+        keep_document(self.plan.folder, document)
 
     def remove(self) -> None:
         """Delete what lies outside of the study's folder. The caller holds the lock."""
@@ -342,6 +349,7 @@ def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
     storage = open_storage(folder / name, name, url)
     document = storage.read_document()
     if document is None:
+        shutil.rmtree(runs / f".{name}.removed", ignore_errors=True)  # of a deletion that was killed
         place, known, fix = storage.place, [], f"start it with: cohort study run {name}"
         if not url:
             place, known = f"'{runs}'", sorted(file.parent.name for file in folder.glob("*/study.json"))

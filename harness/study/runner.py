@@ -17,7 +17,7 @@ from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.provenance import write_diff
 from ..record.status import StudyStatus
-from ..record.study import SEARCH, keep_document, read_trial, study_document, write_status
+from ..record.study import SEARCH, read_trial, study_document, write_status
 from ..settings.study import StudySpec
 from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
@@ -97,9 +97,7 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
     plan = queue.plan
     with queue.storage.lock():
         check_same(check_unchanged(plan.study, queue.storage), inputs)
-        document = study_document(plan.study, command, inputs, queue.storage.read_document())
-        queue.storage.write_document(document)
-        keep_document(plan.folder, document)
+        queue.keep(study_document(plan.study, command, inputs, queue.storage.read_document()))
         write_diff(plan.folder)
         queue.retry_failed()
 

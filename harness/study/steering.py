@@ -8,7 +8,6 @@ import itertools
 import json
 import shlex
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from ..checks.preflight import check_runs
 from ..data import FINAL
 from ..mirror.studies import forget_study
 from ..record.run import read_result
-from ..record.study import keep_document
 from ..settings.effect import identical
 from ..settings.errors import SpecError, did_you_mean
 from ..settings.run import RunSpec
@@ -45,23 +43,18 @@ def drop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> boo
         queue = _queue(name, runs, arm, storage)
     study = queue.plan.study
     with queue.storage.lock():
-        if arm in queue.dropped():
-            return False
-        if arm in queue.begun():
+        is_new = arm not in queue.dropped()
+        if is_new and arm in queue.begun():
             raise SpecError(f"only an arm that has not begun can be taken back, and '{arm}' has: its results count; "
                             f"stop it instead: cohort study stop {shlex.quote(name)} {shlex.quote(arm)}")  # fmt: skip
         if arm == (study.baseline or study.arm_labels()[0]):
             raise SpecError(f"the other arms are compared with '{arm}', so it stays; stop it, or start a study with "
                             "another baseline under another name")  # fmt: skip
-        document = {"amendments": [], **(queue.storage.read_document() or {})}
-        if all(arm not in one.get("dropped", ()) for one in document["amendments"]):  # else a command was killed here
-            amendment = {"time": round(1000 * time.time()), "arms": [], "seeds": [], "dropped": [arm]}
-            document["amendments"] = [*document["amendments"], {**amendment, "digest": document["digest"]}]
-            queue.storage.write_document(document)
-        keep_document(queue.plan.folder, document)
-        queue.drop(arm)
-        _clear({seed: queue.plan.directory((label, seed)) for label, seed in queue.plan.keys if label == arm})
-    return True
+        if is_new:  # the queue first, so that no worker takes what the document calls dropped
+            queue.drop(arm)
+            _clear({seed: queue.plan.directory((label, seed)) for label, seed in queue.plan.keys if label == arm})
+        queue.keep(queue.storage.read_document() or {})
+    return is_new
 
 
 def remove_study(name: str, runs: Path, storage: str | None = None) -> None:
@@ -73,11 +66,11 @@ def remove_study(name: str, runs: Path, storage: str | None = None) -> None:
             raise SpecError(f"a study that runs cannot be deleted, and '{name}' has {len(running)} trials at work; "
                             "stop its command with Ctrl-C first")  # fmt: skip
         forget_study(runs, queue.plan.folder)
-        queue.remove()
         gone = runs / f".{name}.removed"  # moved first: a kill leaves no half of a study
         shutil.rmtree(gone, ignore_errors=True)
         if queue.plan.folder.exists():
             queue.plan.folder.rename(gone)
+        queue.remove()  # last: until then the study is there for the next command
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -75,7 +75,8 @@ def worker_main(
         if group is not None and group.rank:
             group.follow(pkgutil.resolve_name(execute))
             return 0
-    with stop_on_signals(on_second=lambda number: os._exit(128 + number), scheduled=True) as stop:
+    words = "Stopping: the run finishes its step and writes a checkpoint."  # no one presses keys here
+    with stop_on_signals(on_second=lambda number: os._exit(128 + number), words=words, scheduled=True) as stop:
         if parent is not None and group is None:  # a process of a group ends with its agent
             threading.Thread(target=_watch_parent, args=(parent, stop.set), name="parent", daemon=True).start()
         try:

@@ -145,8 +145,9 @@ def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None)
 
 
 def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_smooth: bool = False) -> list[_Line]:
-    """A line per arm that recorded the metric, with the arm's marker or as a centred moving average over 1/40 of the
-    steps (at least 1), shorter at the ends. Of complete trials, or of unfinished ones while none is complete."""
+    """A line per arm that recorded the metric, with the arm's marker at measured steps (over a cost, seeds have none in
+    common), or as a centred moving average over 1/40 of the steps (at least 1), shorter at the ends. Of complete
+    trials, or of unfinished ones while none is complete."""
     trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
     trials = trials or [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
     found = []
@@ -159,7 +160,8 @@ def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_s
             ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
             band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
             name, (color, marker) = style.end_label(analysis, arm), look(analysis, arm)
-            found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, "" if is_smooth else marker))
+            marker = "" if is_smooth or cost else marker
+            found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker))
     return found
 
 

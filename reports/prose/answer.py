@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from ...harness.base.arms import short_path
 from ..analysis import Analysis, Comparison, marginal
 from ..claims import JudgedClaim
 from ..findings import ranked_components, verdicts
-from ..statistics import ALPHA, holm
+from ..statistics import ALPHA, holm, t_interval
 from ..trials import ArmSummary, search_of, tuning_of
 from . import wording
 
@@ -22,8 +23,8 @@ def answer(analysis: Analysis, claims: Sequence[JudgedClaim] = ()) -> str:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
     found = (
-        _learnt, _grid_finding, _finding, _detectable, _components, _unexplained, _twins, _tuned, _left_out,
-        _added,
+        _from_start, _learnt, _grid_finding, _finding, _untested, _detectable, _components, _unexplained, _twins,
+        _tuned, _left_out, _added,
     ) if search_of(analysis.record) is None else (_search_finding, _left_out)  # fmt: skip
     told = [] if search_of(analysis.record) is not None else [_verdicts([claim.verdict for claim in claims])]
     parts = [part for part in [*told, *(each(analysis) for each in found)] if part]
@@ -114,6 +115,21 @@ def _verdicts(verdicts: Sequence[str]) -> str:
     return f"Of {len(verdicts)} claims {wording.listed(counts, len(counts))}" if verdicts else ""
 
 
+def _from_start(analysis: Analysis) -> str:
+    """The accuracy on the test problems from before the first step to the end, of the arms that have both."""
+    found = []
+    for arm in analysis.finished_arms:
+        trials = [t for t in analysis.record.trials if t.arm == arm.label and t.seed in arm.scores]
+        ends = [(fmean(t.start_per_problem.values()), fmean(t.per_problem.values())) for t in trials
+                if t.start_per_problem and t.per_problem]  # fmt: skip
+        if ends and len(ends) == len(trials):
+            start, end = (100 * fmean(column) for column in zip(*ends, strict=True))
+            gain = t_interval([last - first for first, last in ends])
+            told = wording.points((end - start) / 100, "test/accuracy", gain) if gain else "one seed, no interval"
+            found.append(f"'{arm.label}' from {start:.1f} to {end:.1f} % ({told})")
+    return f"Accuracy on the test problems, start to end: {', '.join(found)}" if found else ""
+
+
 def _learnt(analysis: Analysis) -> str:
     """The arms that end above their start, in a Holm family of their own; empty if all do, or if none can be tested."""
     known = [arm for arm in analysis.finished_arms if not math.isnan(arm.gain_p)]
@@ -178,6 +194,23 @@ def _finding(analysis: Analysis) -> str:
         f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {closest.arm}, is "
         f"{_apart(closest)} it ({_evidence(closest)}){lowest}"
     )
+
+
+def _untested(analysis: Analysis) -> str:
+    """The arms that have ended and that no test reaches, beside others that one does; empty if there are none."""
+    compared = {one.arm: one for one in analysis.comparisons}
+    if not any(one.interval for one in compared.values()):
+        return ""
+    open_ = {gap.arm for gap in analysis.gaps if gap.state not in ("invalid", "no value")}
+    found = []
+    for label in (arm.label for arm in analysis.arms if not arm.is_baseline):
+        one = compared.get(label)
+        if one is not None and one.interval is None:
+            found.append(f"'{label}' ({_apart(one)} {one.baseline.label} with one shared seed)")
+        elif one is None and label not in open_:
+            has_run = bool(analysis.arm(label).scores)
+            found.append(f"'{label}' ({'no seed shared' if has_run else 'no valid trial'})")
+    return f"no test reaches {wording.plural(len(found), 'arm')}: {wording.listed(found, len(found))}" if found else ""
 
 
 def _pairs(analysis: Analysis) -> str:

@@ -7,6 +7,7 @@ seed; its last step counts. Scores are taken as they are. Files are hostile: siz
 
 import csv
 import json
+import os
 import re
 import shlex
 import struct
@@ -14,7 +15,7 @@ import time
 import uuid
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -116,6 +117,9 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
     found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
     places: list[tuple[Path, dict[str, Any]]] = [(path, {})]
     if path.is_dir():
+        folders = (os.path.join(place, name) for place, names, _ in os.walk(path) for name in names)  # links unfollowed
+        if link := next(filter(os.path.islink, folders), None):
+            raise SpecError(f"'{link}' is a link to a folder; put the folder itself there")
         files = [file for file in sorted(path.glob("*/*/**/*")) if file.suffix in _SUFFIXES and file.is_file()]
         runs = [(file, *file.relative_to(path).parts[:2]) for file in files]
         numbers = [re.fullmatch(r"(?:seed[-_=]?)?(\d{1,15})", seed) for _, _, seed in runs]
@@ -127,8 +131,9 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
         try:
             for number, row in enumerate(_rows(file)):
                 known, scores = _split(row, file, number, score)
+                about = tuple(map({**known, **place}.get, _KNOWN))
                 for name, value in scores.items():
-                    found[name].append((*map({**known, **place}.get, _KNOWN), value))
+                    found[name].append((*about, value))
                     if len(found[name]) > MOST_ROWS:
                         raise SpecError(f"scores must have at most {MOST_ROWS:,} rows, '{path}' has more; give means")
         except (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError, csv.Error, struct.error,
@@ -153,24 +158,27 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         raise SpecError(f"'{file}' must have at most {most:,} bytes, got {size:,}; write its scores as a table")
     if file.suffix == ".csv":
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            yield from csv.DictReader(stream, restkey="more", strict=True)
+            rows = csv.DictReader(stream, restkey="more", strict=True)
+            _distinct("columns", rows.fieldnames or ())
+            yield from rows
     elif file.suffix == ".jsonl":
         with file.open("rb") as stream:
             while line := stream.readline(MOST_JSON):
-                yield from [json.loads(line)] if line.strip() else []
+                yield from [_json(line)] if line.strip() else []
     elif file.suffix == ".parquet":
         table = pq.ParquetFile(file)
         unpacked = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
         if table.metadata.num_rows > MOST_ROWS or unpacked > MOST_BYTES:
             raise SpecError(f"'{file}' must have at most {MOST_ROWS:,} rows and {MOST_BYTES:,} bytes unpacked, got "
                             f"{table.metadata.num_rows:,} and {unpacked:,}; leave out the completions")  # fmt: skip
+        _distinct("columns", table.schema_arrow.names)
         names = [name for name in table.schema_arrow.names if name not in _HEAVY]
         leaves = ["doc.id", "doc.task_name"] if "doc" in table.schema_arrow.names else []
         for batch in table.iter_batches(columns=[*names, *leaves]):
             yield from batch.to_pylist()
     else:  # of inspect; other JSON has no samples
         with zipfile.ZipFile(file) if file.suffix == ".eval" else file.open("rb") as log:
-            about = _member(log, "header.json") if isinstance(log, zipfile.ZipFile) else json.load(log)
+            about = _member(log, "header.json") if isinstance(log, zipfile.ZipFile) else _json(log.read())
             samples = _member(log, "summaries.json") if isinstance(log, zipfile.ZipFile) else about.get("samples")
         for one in samples or ():
             yield {**one, "eval": about["eval"]["task"]}
@@ -181,11 +189,30 @@ def _member(log: zipfile.ZipFile, name: str) -> Any:
     member, stream = log.getinfo(name), log.fp
     if stream is None or member.file_size > MOST_JSON:
         raise ValueError(f"{name} must have at most {MOST_JSON:,} bytes, got {member.file_size:,}")
+    if member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with log.open(member) as unpacked:
+            return _json(unpacked.read(member.file_size))  # without a number, what it unpacks has no bound
     if member.compress_type != _ZSTD:
-        return json.loads(log.read(member))
+        raise ValueError(f"{name} must be stored, deflated or packed with zstd")
     stream.seek(member.header_offset)
     stream.seek(sum(struct.unpack("<26xHH", stream.read(30))), 1)  # past the file's name and what else is said of it
-    return json.loads(pa.decompress(stream.read(member.compress_size), member.file_size, codec="zstd", asbytes=True))
+    return _json(pa.decompress(stream.read(member.compress_size), member.file_size, codec="zstd", asbytes=True))
+
+
+def _json(text: bytes) -> Any:
+    """The JSON value. ValueError if an object has a key twice."""
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _distinct("keys", [key for key, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=made)
+
+
+def _distinct(what: str, names: Sequence[str]) -> None:
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two {what} '{twice:.80}'")
 
 
 def _split(
@@ -248,6 +275,12 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
             raise SpecError(f"a problem has one family, got '{family}' and '{families[problem]}' for '{problem}'")
         samples[sample] = value
         spent += [tokens] if scores.tokens else []
+    ends = {run: max(steps) for run, steps in runs.items()}
+    early, late = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+    if ends[early] < ends[late]:
+        raise SpecError(f"runs must end at the same step to be compared, and '{early[0]}', seed {early[1]}, ends at "
+                        f"{ends[early]}, '{late[0]}', seed {late[1]}, at {ends[late]}; leave out later steps, or the "
+                        "column step for runs that are meant to differ in length")  # fmt: skip
     problems = {problem for steps in runs.values() for problem in steps[max(steps)][0]}
     for (arm, seed), steps in runs.items():
         if lost := problems - steps[max(steps)][0].keys():

@@ -129,11 +129,11 @@ _studies: dict[str, LiveStudy] = {}
 
 def _show(request: Request) -> Response:
     name = request.path_params["name"]
-    if name in (".", "..") or not (runs_folder(None) / "studies" / name / STUDY).is_file():
+    here = {one["name"]: one["question"] for one in list_studies() if "runs folder" in one["where"]}
+    if name not in here:
         return PlainTextResponse("The runs folder has no such study.\n", 404)
-    question = next(one["question"] for one in list_studies() if one["name"] == name)
     study = _studies.setdefault(name, LiveStudy(name))
-    return _page("study", name=name, question=question, seconds=REFRESH_SECONDS, **study.shown())
+    return _page("study", name=name, question=here[name], seconds=REFRESH_SECONDS, **study.shown())
 
 
 ROUTES = [Route("/live", _list), Route("/live/{name}", _show)]

@@ -28,7 +28,7 @@ from ...base.tensors import pad_right
 from ...data import InvalidRun
 from ...devices.device import resolve_device
 from ...policy.library import import_generation
-from ...policy.model import check_model, load_tokenizer, local_or_hub, model_config, on_base, save_model
+from ...policy.model import check_model, load_tokenizer, model_config, on_base, pretrained, save_model
 from ...policy.sources import source_name, verify_model
 from ...policy.text import TextCodec
 from ...policy.tiny import TINY
@@ -120,9 +120,8 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
                 f"rewards.reward_model.path must be a sequence classifier with one label, got {found} in '{name}'; "
                 "fit one with `cohort reward-model`"
             )
-        model = AutoModelForSequenceClassification.from_pretrained(
-            **local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
+        may_lack = " " if seed is None else "score"  # a head that is drawn
+        model = pretrained(AutoModelForSequenceClassification, name, may_lack, num_labels=1)
         verify_model(name)
         return model
 

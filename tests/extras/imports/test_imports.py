@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -241,6 +242,7 @@ REFUSED = [
     (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "divide percentages by 100"),
     (changed(arm=["a", "b"], score=[0.5, 50.0]), "in all arms, 1 of 2 have others (such as 50 in 'b')", "divide"),
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
+    (changed(arm=["a", "b"], problem="p", step=[50, 100]), "'a', seed 0, ends at 50, 'b', seed 0, at 100", "same step"),
     (changed(seed=[0, 1]), "'a', seed 0, lacks 1 of 2, such as 'q'; add them, with 0 for a failed", "everywhere"),
     (changed(arm=["a", "b"], seed=[0, 1], problem="p"), "arms must share seeds with the baseline 'a'", "0, 1, 2"),
     (changed(seed=[0, 0.5]), "column seed of the scores, row 2: input should be a valid integer", "0.5"),
@@ -283,6 +285,9 @@ def test_no_name_of_an_import_leaves_the_runs_folder(name, tmp_path):
         ("x.parquet", b"PAR1", "holds no scores (ArrowInvalid"),
         ("x.json", b'{"samples": 3, "eval": 4}', "holds no scores (TypeError"),
         ("x.eval", b"PK", "holds no scores (BadZipFile"),
+        ("x.csv", b"arm,seed,problem,score,score\na,0,p,1,0\n", "two columns 'score'"),
+        ("x.jsonl", b'{"arm": "a", "seed": 0, "problem": "p", "score": 1, "score": 0}', "two keys 'score'"),
+        ("x.csv", b",".join(b"c%d" % i for i in range(200_000)) + b"\n" + b"1," * 199_999 + b"1\n", "has no score"),
     ],
 )
 @pytest.mark.attack("Files of scores that are none")
@@ -291,6 +296,29 @@ def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name, content, w
     with pytest.raises(ValueError) as caught:
         cohort.import_scores(tmp_path / name, "bad", runs=tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["a", "a/0", "a/0/deep"])
+@pytest.mark.attack("A folder of scores that is a link to the whole disk")
+def test_a_link_in_a_folder_of_scores_is_not_followed(place, tmp_path):
+    (link := tmp_path / "scores" / place).parent.mkdir(parents=True)
+    link.symlink_to("/")
+    with pytest.raises(ValueError, match=rf"scores/{place}' is a link to a folder; put the folder itself there"):
+        cohort.import_scores(tmp_path / "scores", "bad", runs=tmp_path)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.attack("A log that unpacks to far more than its size")
+def test_no_more_is_unpacked_than_a_log_says(packing, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.eval", "w", packing) as log:
+        log.writestr("header.json", b'{"eval": 1}' + b" " * 2**26)
+    content = (tmp_path / "x.eval").read_bytes()
+    (tmp_path / "x.eval").write_bytes(content.replace(struct.pack("<I", 2**26 + 11), struct.pack("<I", 11)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="holds no scores"):
+        cohort.import_scores(tmp_path / "x.eval", "bad", runs=tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
 
 
 @pytest.mark.attack("A log that unpacks to far more than its size")

@@ -49,7 +49,18 @@ def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/live/none", "/live/..", "/live/%2e%2e", "/live/..%2f.."])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/live/none",
+        "/live/..",
+        "/live/%2e%2e",
+        "/live/..%2f..",
+        f"/live/{'a' * 5000}",
+        "/live/%ED%A0%80",
+        "/live/%00",
+    ],
+)
 def test_a_live_page_of_no_study_is_not_found(site, path):
     connection = HTTPConnection(site.address.removeprefix("http://"))
     connection.request("GET", path)

@@ -14,6 +14,7 @@ from typing import Any
 import fake_trials
 import pytest
 from cohort.harness.api import reporting, study
+from cohort.harness.extras.live.pages import LiveStudy
 from cohort.harness.extras.notices import notices
 from cohort.harness.mirror.address import MIRROR
 from cohort.harness.study import runner
@@ -73,14 +74,20 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path, monkeypatch)
         ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
         ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
         ("false s3cret", "did not reach what COHORT_NOTIFY names (1)"),
+        (
+            "{python} -c 'import signal; signal.pause()' s3cret",
+            "what COHORT_NOTIFY names (TimeoutExpired)",
+        ),
     ],
 )
 @pytest.mark.attack("A webhook or command of notices that fails")
 def test_a_notice_that_fails_costs_a_warning_without_the_address(where, words, hook, monkeypatch, caplog):
-    monkeypatch.setattr(notices, "NOTICE_SECONDS", 60.0)
-    monkeypatch.setenv(notices.NOTIFY, where.replace("{hook}", hook[0]))
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.1 if "pause" in where else 60.0)
+    monkeypatch.setenv(notices.NOTIFY, where.replace("{hook}", hook[0]).replace("{python}", sys.executable))
     with notices.notices("sizes") as notify:
         notify("study ended", "two")
+        while "pause" in where and not caplog.text:
+            time.sleep(0.01)
         while "silent" in where and not hook[1]:  # until it is asked, and waited for 60 s
             time.sleep(0.01)
         if "silent" in where:
@@ -130,3 +137,34 @@ def test_a_study_tells_of_invalid_trials_decided_claims_and_its_end(runs, plugin
     assert not [file for file in written if secret.encode() in file.read_bytes()]
     study.run_to_report(again, runs, 1)  # the invalid trial was told then
     assert [document["event"] for _, document in hook[1]][3:] == ["claim decided", "study ended"]
+
+
+SECRETS = ("COHORT_SECRET", "COHORT_NOTIFY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
+           "WANDB_API_KEY", "PGPASSWORD")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A secret in the environment of a study")
+def test_no_secret_of_the_environment_is_in_a_log_record_tag_or_page(
+    runs, plugins, monkeypatch, caplog, capfd, record_property
+):
+    planted = {name: uuid.uuid4().hex for name in SECRETS}
+    for name, secret in planted.items():
+        monkeypatch.setenv(name, secret)
+    command = f"{sys.executable} -c 'import signal; signal.pause()' {planted['COHORT_NOTIFY']}"
+    monkeypatch.setenv(notices.NOTIFY, command)
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setenv("COHORT_RUNS", str(runs))
+    monkeypatch.setattr(runner, "run_study", functools.partial(runner.run_study, execute=fake_trials.EXECUTE))
+    (runs / "crash").touch()
+    spec = a_study(seeds=[0, 1], factors={"optimizer.weight_decay": [0.0, 0.1, 0.2]})
+    with caplog.at_level("DEBUG", "cohort"):
+        study.run_to_report(study.Study("sizes", (), spec, "cohort study run sizes"), runs, 2)
+        page = repr(LiveStudy("sizes").shown())
+    written = {str(file): file.read_bytes() for file in runs.rglob("*") if file.is_file()}
+    assert {"mlflow.db", "index.html", "run.json", "worker-0.log"} <= {name.rpartition("/")[2] for name in written}
+    said = {"page": page, "log": caplog.text, "output": "".join(capfd.readouterr())}
+    assert "TimeoutExpired" in said["log"] and "no memory left" in page
+    places = written | {name: text.encode() for name, text in said.items()}
+    assert [(where, name) for where, text in places.items() for name in planted if planted[name].encode() in text] == []
+    record_property("tried", len(SECRETS))

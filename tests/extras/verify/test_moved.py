@@ -73,6 +73,7 @@ def replaced(file: Path, **changes: Any) -> None:
     write_json(file, {**{k: v for k, v in read_json(file).items() if k != "format"}, **changes})
 
 
+NOTHING: dict[str, Any] = {"time": 0, "arms": [], "seeds": [], "digest": "0" * 16}
 MOVED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the files of a seed copied onto another": (
         lambda f: copied(trial(f, A), trial(f, "group_size=4-seed1")), "must hold its own run"),
@@ -97,6 +98,9 @@ MOVED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: replaced(f / "study.json", seeds=[0]), "is no trial of this study: study.json has no seed 1"),
     "study.json of a start with an arm fewer": (
         lambda f: replaced(f / "study.json", labels=["group_size=4"]), "study.json has no arm 'group_size=8'"),
+    "an arm taken back that has run": (
+        lambda f: replaced(f / "study.json", amendments=[{**NOTHING, "dropped": ["group_size=8"]}]),
+        "study.json says that 'group_size=8' was taken back"),
     "study.json of other settings": (
         lambda f: replaced(f / "study.json", digest="0" * 16), "or with other settings than study.json has"),
     "study.json with the content of another document": (
