@@ -54,14 +54,17 @@ about inputs
 about prompt
 resume -1
 metrics 0 memory mismatch
+progress validation 0 2
 progress validation 2 2
 kept completions/validation-000000.jsonl
 metrics 0 flops validation
 samples 2
+progress test 0 3
 progress test 3 3
 kept completions/start-000000.jsonl
 metrics 0 flops start
 per_problem 3 start
+progress test 0 3
 progress test 3 3
 kept completions/start_arithmetic-000000.jsonl
 metrics 0 flops start_arithmetic
@@ -72,6 +75,7 @@ progress train 1 5
 metrics 2 completion critic flops kl memory mismatch policy reward seconds throughput train 6 19 8 2
 progress train 2 5
 samples 4
+progress validation 0 2
 progress validation 2 2
 kept completions/validation-000002.jsonl
 metrics 2 flops validation
@@ -88,10 +92,12 @@ metrics 4 completion critic flops kl memory mismatch policy reward seconds throu
 kept rollouts/step-000004.jsonl
 progress train 4 5
 samples 4
+progress validation 0 2
 progress validation 2 2
 kept completions/validation-000004.jsonl
 metrics 4 flops validation
 samples 2
+progress test 0 3
 progress test 3 3
 kept completions/test-000004.jsonl
 metrics 4 flops test
@@ -101,16 +107,19 @@ sync
 metrics 5 completion critic flops kl memory mismatch policy reward seconds throughput train 6 46 20 5
 progress train 5 5
 samples 4
+progress validation 0 2
 progress validation 2 2
 kept completions/validation-000005.jsonl
 metrics 5 flops validation
 samples 2
 sync
+progress test 0 3
 progress test 3 3
 kept completions/test-000005.jsonl
 metrics 5 flops test
 per_problem 3 test
 samples 3
+progress test 0 3
 progress test 3 3
 kept completions/test_arithmetic-000005.jsonl
 metrics 5 flops test_arithmetic
