@@ -878,7 +878,7 @@ def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval
     # standard deviation 0.057735, so the half width is t(3, 0.975) 3.18245 x 0.0288675
     assert (mean, interval.low, interval.high) == pytest.approx((0.55, 0.4581307, 0.6418693), rel=1e-6)
     _, certain = found["test/greedy_accuracy"]["b"]
-    assert (certain.low, certain.high) == pytest.approx((128 / (128 + 1.959964**2), 1.0), rel=1e-6)  # Wilson, of 128 problems
+    assert (certain.low, certain.high) == pytest.approx((128 / (128 + 1.959964**2), 1.0), rel=1e-6)  # Wilson
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
     assert "greedypass@4maj@4" in text
