@@ -64,7 +64,7 @@ def test_a_chat_is_asked_in_words_and_a_plain_prompt_as_ever(task, text, asked, 
     monkeypatch.setattr("cohort.harness.policy.text.load_tokenizer", lambda name: chat_tokenizer())
     asked, codecs = asked or text, {}
     for form in ("chat", "plain"):
-        changes = {"task": task, "prompt": {"format": form}, "evaluation": {"tests": ["aime24", "arithmetic"]}}
+        changes = {"task": task, "prompt": {"format": form}, "evaluation": {"tests": ["math500", "arithmetic"]}}
         codecs[form] = codec_of(make_spec(**changes))
     whole = TextCodec(chat_tokenizer())
     assert codecs["chat"].in_words(text) == asked and codecs["chat"].encode(text) == whole.encode(asked)
