@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes: none compiles the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart smollm2 test test-without test-slow chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
+.PHONY: quickstart smollm2 test test-without test-slow test-real chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,10 @@ test: $(BIN)/.gym
 # The others, without those that `make chaos` alone runs.
 test-slow: $(BIN)/.gym
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 3 --dist worksteal
+
+# The tests on a real chat model: those that are skipped without it.
+test-real: smollm2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 tests/test_real_model.py tests/extras/gguf
 
 # The core alone, without any extra (or without those that WITHOUT names), passes its tests but those of the pages, which
 # tell of all extras.

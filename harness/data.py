@@ -156,12 +156,12 @@ class GradedGroup:
 
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence class
     of that answer under the task's own equality (None without an answer that counts). `correct` is None for a reward
-    that must not see the gold answer, so that label leakage fails loudly. So are `lenient`, which reads the last number
-    or expression where no answer is marked, and `scores`, of each answer from 0 to 1, also for a task without partial
-    credit. `format_scores[i]` in [0, 1] is the score of the answer format, `max_tokens` the limit of a completion.
-    `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of
-    each completion, under the policy at the sampling temperature.
-    `run_on[i]` tells whether the completion goes on with another problem.
+    that must not see the gold answer, so that label leakage fails loudly; so are `lenient`, which takes the last number
+    or expression where no answer is marked, and `scores`, from 0 to 1, which are None for a task without partial credit
+    too. `run_on[i]` tells whether the completion goes on with another problem. `format_scores[i]` in [0, 1] is the
+    score of the answer format, `max_tokens` the limit of a completion. `token_means` has, for each
+    `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of each completion, under the
+    policy at the sampling temperature.
     """
 
     prompt_id: str
@@ -177,7 +177,7 @@ class GradedGroup:
     scores: tuple[float, ...] | None = None
     lenient: tuple[bool, ...] | None = None
     token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    run_on: tuple[bool, ...] = ()
+    run_on: tuple[bool, ...] | None = None
 
     def blind(self) -> GradedGroup:
         """The same group without correctness and scores."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from ..record.study import StudyRecord, read_folder, study_settings
 from ..settings import load
 from ..settings.errors import SpecError
 from ..settings.raw import differences, parse_overrides, read_yaml, with_overrides
-from ..settings.run import Optimizer
+from ..settings.run import Optimizer, get_path
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "IProgress not found")
 
 TINY_COLD_START = 400
+RATE = "optimizer.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
     """A shipped study by name (`cohort study list` shows them), or one from a YAML file."""
     source, texts = str(name_or_path), as_texts(settings)
     spec = load.load_study(source, texts)
-    has_rate = re.search(r'optimizer(\.|":{[^}]*?")learning_rate', spec.model_dump_json())
-    if "model" in spec.run and not has_rate:  # it would be tiny's
+    names_rate = [RATE in arm.overrides or get_path(spec.run, RATE) for arm in spec.checked_arms()]
+    if "model" in spec.run and not any(names_rate):  # it would be tiny's
         texts += scale_settings(spec.run["model"], texts, file=spec.run)
         spec = load.load_study(source, texts)
     return Study(source, texts, spec, shell(f"cohort study run {shlex.quote(source)}", {"--set": texts}))

@@ -191,12 +191,11 @@ def state_logprobs(
     if len(targets_N) <= block and not again:
         return score(hidden_NH, targets_N)
     if type(head) is nn.Linear:
-        read: list[
-            Tensor
-        ] = []  # [1, N, H] that the head reads of last hidden states, which some models scale; its answer
-        with _answering(head, lambda given: read.extend([given, given[..., :1].detach().clone()]) or read[1]):
+        read: list[Tensor] = []  # [1, N, H]: the states as the head reads them, which some models scale
+        column = hidden_NH.new_zeros(1, len(hidden_NH), 1)
+        with _answering(head, lambda given: read.append(given) or column):
             logits = output_logits(model, hidden_NH)
-        is_plain = logits.untyped_storage()._cdata == read[1].untyped_storage()._cdata  # no scale, no soft cap after it
+        is_plain = logits.untyped_storage()._cdata == column.untyped_storage()._cdata  # neither scaled nor capped
         known = hidden_NH.detach()[:block]
         found = _LinearHead.apply(
             lambda product, targets: score(known[: len(targets)], targets, product),
@@ -227,7 +226,9 @@ class _LinearHead(torch.autograd.Function):
         block, is_kept, entropy_gradient = settings
         ctx.dtype = F.linear(states_NH[:0], weight[:0]).dtype  # autocast's, where it is on
         ctx.plain, ctx.block, ctx.chunk = plain, block, chunk_tokens(len(weight), weight.device, ctx.dtype)
-        ctx.score = score = score if plain is None else partial(_plain_score, temperature=plain)
+        ctx.score = score
+        if plain is not None:
+            ctx.score, score = (partial(_plain_score, temperature=plain, keep=keep) for keep in (True, is_kept))
         found, products = [], []
         with torch.autocast(states_NH.device.type, enabled=False):
             own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
@@ -279,8 +280,9 @@ class _LinearHead(torch.autograd.Function):
         return None, None, None, states_gradient, None if adds else found[0], found[1], None
 
 
-def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of the targets, and probabilities in place of the logits [N, V], times `temperature`."""
+def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float, keep: bool) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of the targets under logits / temperature; with `keep`, probabilities replace the logits
+    [N, V]."""
     scaled = _at_least_float32(logits)
     scaled = scaled if temperature == 1 else scaled / temperature
     below = scaled - scaled.amax(-1, keepdim=True)
@@ -288,8 +290,8 @@ def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float) -> tuple
     odds = below.exp()
     total = odds.sum(-1)
     entropies = total.log() - torch.linalg.vecdot(odds, below) / total
-    torch.mul(odds, total.reciprocal()[:, None], out=odds)
-    logits.copy_(odds)
+    if keep:
+        logits.copy_(odds.mul_(total.reciprocal()[:, None]))
     return logprobs - total.log(), entropies
 
 

@@ -272,11 +272,9 @@ class Learner:
             if states is not None:
                 states.backward()
         self._train_mode(False)
-        if (
-            log_weights
-        ):  # with staleness, so of a single rank; less the largest, so that none overflows and not all vanish
+        if log_weights:  # with staleness, so of one rank alone
             log_weight_B = torch.cat(log_weights)
-            weight_B = (log_weight_B - log_weight_B.max()).exp()
+            weight_B = (log_weight_B - log_weight_B.max()).exp()  # so none overflows, and not all vanish
             sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))

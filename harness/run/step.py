@@ -61,7 +61,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
         "completion/truncated": float(np.mean([t for g in graded for t in g.truncated])),
-        "completion/run_on": float(np.mean([went for g in graded for went in g.run_on])),
+        "completion/run_on": float(np.mean([went for g in graded for went in g.run_on or ()] or np.nan)),
     }
 
 

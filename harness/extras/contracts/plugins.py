@@ -282,7 +282,7 @@ def gold_as_declared(reward: Reward) -> None:
 def order_does_not_matter(reward: Reward) -> None:
     """Scores do not depend on the order of the completions."""
     given, order = graded_group(), (2, 0, 3, 1)
-    rows = {f.name: row for f in fields(given) if isinstance(row := getattr(given, f.name) or None, tuple)}
+    rows = {f.name: row for f in fields(given) if isinstance(row := getattr(given, f.name), tuple)}
     turned, means = ({name: tuple(row[i] for i in order) for name, row in part.items()} for part in (rows, MEANS))
     scores, other = reward.score(given), reward.score(replace(given, **turned, token_means=means))
     _must(other == [scores[i] for i in order], f"{scores} turned into {other}")

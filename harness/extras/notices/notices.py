@@ -51,12 +51,8 @@ def notices(study: str) -> Iterator[Callable[..., None]]:
                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     )  # fmt: skip
             except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
-                log.warning(
-                    "the notice '%s' did not reach what %s names (%s)",
-                    document["event"],
-                    NOTIFY,
-                    getattr(error, "returncode", type(error).__name__),
-                )  # its words may hold the secret
+                reason = getattr(error, "returncode", type(error).__name__)  # its words may hold the secret
+                log.warning("the notice '%s' did not reach what %s names (%s)", document["event"], NOTIFY, reason)
 
     (thread := threading.Thread(target=send, daemon=True)).start()
 

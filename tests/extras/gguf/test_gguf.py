@@ -95,7 +95,9 @@ def test_a_gguf_that_cannot_be_read_is_refused_with_the_way_on(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (MODELS / "smollm2.gguf").exists(), reason="needs `make smollm2`")
+@pytest.mark.skipif(
+    not (MODELS / "smollm2.gguf").exists(), reason="the model is not here; `make test-real` makes it and runs this"
+)
 @pytest.mark.parametrize("name", ["smollm2", "smollm2.gguf"])
 def test_the_converted_folder_of_smollm2_equals_its_gguf(name):
     check_equal(str(MODELS / name), MODELS / "smollm2.gguf")
