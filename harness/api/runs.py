@@ -114,9 +114,14 @@ def evaluate(
         try:
             found = evaluate_once(spec, part, folder, name, show)
         except KeyboardInterrupt:
-            count = sum(file.read_bytes().count(b"\n") for file in place.glob(f"{split}*.jsonl"))
-            told = f"{count:,} problems are kept in {place}; the same command continues there."
-            raise KeyboardInterrupt(told if count else "No problem is kept yet.") from None
+            problems, rows = (
+                sum(file.read_bytes().count(b"\n") for file in place.glob(f"{split}*.{kind}"))
+                for kind in ("jsonl", "rows")
+            )
+            told = f"{problems:,} problems and {rows:,} completions of further ones are kept in {place}; the same "
+            raise KeyboardInterrupt(
+                f"{told}command continues there." if problems or rows else "No completion is kept yet."
+            ) from None
     measured = spec.tests if part == "test" else {}
     others = {other: Evaluation(on, found[f"test_{other}"], place) for other, on in measured.items()}
     return Evaluation(spec, found[part], place, others)

@@ -77,7 +77,7 @@ def evaluate_once(
     """
     check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
-    with expecting(recorded_inputs(directory) if (directory / f"{split}.jsonl").exists() else {}):
+    with expecting(recorded_inputs(directory) if any(directory.glob(f"{split}.*")) else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
     measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}
     count = spec.evaluation.num_test_prompts if split == "test" else spec.evaluation.num_prompts
