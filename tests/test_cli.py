@@ -404,7 +404,7 @@ def test_an_interrupted_evaluation_says_what_is_kept(die_at, told, cohort, runs,
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
     monkeypatch.setattr("cohort.harness.run.evaluate.PROMPTS_AT_ONCE", 2)
     assert cohort("evaluate", "tiny", "--task", "arithmetic", "--limit", "4", "--samples", "1", "--name", "one") == 130
-    kept = f"completions of further ones are kept in {runs / 'evaluate' / 'one'}; the same command continues there."
+    kept = f"completions of others are kept in {runs / 'evaluate' / 'one'}; the same command continues there."
     assert cohort.err.splitlines()[-1] == f"Interrupted. {told}{kept if die_at else ''}"
 
 

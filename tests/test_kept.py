@@ -61,6 +61,15 @@ def test_parts_are_small_for_a_large_model_on_a_cpu_and_as_ever_for_a_small_one(
         assert engine.asked == [part for size in sizes for part in ((size, 4), (size, 1))]
 
 
+@pytest.mark.parametrize(("num_prompts", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0)])
+def test_the_causes_of_a_weak_first_part_are_told_before_the_next(num_prompts, text, looks):
+    spec, told = make_spec(num_prompts, num_samples=1), []
+    engine = CountingEngine(spec)
+    engine.script = lambda prompt, sample: text
+    evaluate_run(spec, engine, "validation", 0, on_look=lambda causes: told.append((causes, len(engine.asked))))
+    assert len(told) == looks and all("mark no answer" in causes and calls == 2 for causes, calls in told)
+
+
 @pytest.mark.attack("A kill in the middle of an evaluation")
 @pytest.mark.parametrize("die_at", [0, 1, 2, 5, 7])
 def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp_path):

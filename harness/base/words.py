@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
+LOOKED_AT = ("accuracy", "lenient_accuracy", "answered", "truncated")  # the metrics of a first look
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 

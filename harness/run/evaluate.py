@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..base.files import sync
 from ..base.streams import generator
+from ..base.words import LOOKED_AT, first_look
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
@@ -52,11 +54,10 @@ class EndedRows(dict[str, list[int]]):
     """The completions of an unfinished part that have ended, by row: token ids, each in the file as it comes."""
 
     def __init__(self, file: Path) -> None:
-        """Reads what a killed evaluation left in the file, without a torn last line."""
+        """Reads what a killed evaluation left in the file, up to a torn or damaged line."""
         self.file = file
-        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-        super().__init__(map(json.loads, whole.splitlines()))
-        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError, ValueError, TypeError):
+            super().__init__(map(json.loads, file.read_text().splitlines()))
         file.write_text("".join(f"{json.dumps(row)}\n" for row in self.items()))
 
     def __setitem__(self, name: str, ids: list[int]) -> None:
@@ -78,13 +79,14 @@ def evaluate_run(
     num_shown: int = 16,
     kept: Path | None = None,
     weights: int = 0,
+    on_look: Callable[[str], None] = lambda causes: None,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split, the same every time: one greedy completion and k samples for each.
 
     The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
     the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue. The
     number of a model's `weights` bounds the parts of an engine on a CPU, whose rows are kept as they end; with 0 they
-    are as large as memory allows.
+    are as large as memory allows. `on_look` gets the causes of a weak first part.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -130,6 +132,11 @@ def evaluate_run(
             engine.ended.clear()
         score(groups, greedy_groups)
         drawn += [*lengths(groups), *lengths(greedy_groups)]
+        if start == 0 and len(part) < len(left):
+            found = sample_metrics(list(scores.values()))
+            causes = first_look(0.5, *(found[name] for name in LOOKED_AT[1:]), spec.max_tokens)
+            if causes:  # it is too small to judge accuracy
+                on_look(f"of the completions, {' and '.join(causes)}")
         on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
     samples = [shown[key] for key in sorted(shown)]
     return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)

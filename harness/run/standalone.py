@@ -93,7 +93,8 @@ def evaluate_once(
             for area, on in measures.items():
                 pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)
                 engine.note_tokens, kept = pace.sampled, directory / f"{area}.jsonl"
-                found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights)
+                look = partial(on_progress, f"first look at {area}", 0, 0)
+                found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights, look)
                 log.metrics(0, evaluation_metrics(found[area], area))
         log.samples(found[split].samples)
         log.finish("complete", None, {f"{split}_accuracy": found[split].metrics["accuracy"]})

@@ -65,7 +65,6 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
 
 
 def check_signal(settings: Gates, state: GateState, metrics: Mapping[str, float], steps: int, limit: int) -> None:
-    """InvalidRun after the last of some `steps`, with its metrics, if all of their rewards were equal, however few they
-    are; completions had at most `limit` tokens."""
+    """InvalidRun if the rewards of all `steps` were equal; `metrics` are the last one's, `limit` is in tokens."""
     if settings.stuck_groups is not None and state.lowest_reward == state.highest_reward:
         raise InvalidRun(f"{without_signal(metrics, limit, f'{steps:,} steps')} (gates.stuck_groups)")
