@@ -17,7 +17,6 @@ from ..base.words import without_signal
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
-from ..devices.device import peak_memory
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
@@ -104,7 +103,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
         run.charge(run.now() - start)
         metrics["seconds/total"] = run.totals.seconds
-        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        run.note_peak()
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         told = without_signal(metrics, spec.max_tokens) if step == 1 and spec.algorithm.learns_from_rewards else ""
