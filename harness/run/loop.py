@@ -52,6 +52,7 @@ def train(
     ranks.check_alike(directory, checkpoints=found, inputs=inputs)
     log.about(inputs=dict(inputs))
     run: Run | None = None
+    closes = True
     with expecting(inputs):
         spec.engine.check(spec.sampling_with_limit())
         for stage in spec.staged():
@@ -66,12 +67,16 @@ def train(
             run, step = prepare(spec, directory, log, cache, should_stop, now)
             run.inputs = inputs
             return _loop(run, prompts, step, should_stop)
-        except InvalidRun as invalid:
-            return RunResult("invalid", str(invalid), run.summary() if run else {})
         except StoppedEarly:
             return RunResult("stopped", None, {})
+        except InvalidRun as invalid:
+            ranks.tell(invalid)  # most often all know it, and end the engine together
+            return RunResult("invalid", str(invalid), run.summary() if run else {})
+        except BaseException as error:
+            closes = ranks.tell(error)
+            raise
         finally:
-            if run is not None:
+            if run is not None and closes:
                 run.close()
 
 
