@@ -58,9 +58,15 @@ def train_once(
                 result = RunResult(ended["state"], ended["reason"], ended["summary"])
             else:
                 opened = RunLog(runs, directory, spec, experiment="train", run_name=name, on_progress=show)
+
+                def finished(result: Any) -> RunResult:
+                    opened.finish(result.state, result.reason, result.summary)
+                    return result
+
                 with expecting(recorded_inputs(directory)), opened as log:
-                    result = group.lead(train, spec, directory, log, cache=runs / "cache", should_stop=should_stop)
-                    log.finish(result.state, result.reason, result.summary)
+                    how = {"cache": runs / "cache", "should_stop": should_stop}
+                    stuck = {"when_stuck": lambda tell: finished(tell())} if spec.devices > 1 else {}
+                    result = finished(group.lead(train, spec, directory, log, **stuck, **how))
             if result.state in FINAL:  # also checkpoints that a killed attempt had no time to delete
                 drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return result

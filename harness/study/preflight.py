@@ -27,7 +27,7 @@ from .worker import EXECUTE
 log = logging.getLogger(__name__)
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
-    "peak_memory_bytes", "core_seconds", "gpu_seconds",
+    "peak_memory_bytes", "learner_peak_bytes", "core_seconds", "gpu_seconds",
 )  # fmt: skip
 
 
