@@ -267,6 +267,49 @@ def group_of_two(rank: int, folder: Path, port: int) -> None:
     (folder / "ends.json").write_text(json.dumps(found))
 
 
+# A group that ends as NCCL does: together ----------------------------------------------------------------------------
+
+STALE = InvalidRun("stale weights")
+BROKEN = {
+    "follower": {1: torch.OutOfMemoryError("too long")}, "first": {0: KeyError("own")}, "stale": {1: STALE},
+    "both": {0: STALE, 1: STALE},
+}  # fmt: skip
+
+
+def group_of_nccl(rank: int, folder: Path, port: int, how: str) -> None:
+    """One of two that train until the update of some of them fails; FOLDER/HOW.json gets how the first one's ended, and
+    whether it was stuck."""
+    store, errors = dist.TCPStore("127.0.0.1", port, is_master=False), BROKEN[how]
+
+    def together(*_: Any) -> None:
+        turn = store.add("ends", 1)
+        until(lambda: store.add("ends", 0) >= turn + turn % 2)
+
+    def update(learner: Learner, *given: Any) -> Any:
+        if rank in errors:
+            raise errors[rank]
+        return learned(learner, *given)
+
+    def note(end: Callable[[], Any], is_stuck: bool) -> None:
+        try:
+            words = [end().state]
+        except Exception as error:
+            words = [type(error).__name__, str(error)]
+        (folder / f"{how}.json").write_text(json.dumps([is_stuck, *words]))
+
+    learned, Learner.update = Learner.update, update
+    state.Run.close, dist.destroy_process_group = (lambda run: together()), together  # pyright: ignore
+    group.LEAVE_SECONDS, group.BACKENDS = 1, {"cpu": "cpu:gloo"}
+    group._own = one = group.RankGroup(store, rank, 2, 2, "secret")
+    one.meet()
+    if rank:
+        return one.follow(train)
+    spec = parse_run({**RUN, "device": "cpu", "devices": 2, "steps": 1}, how)
+    named = {"cache": folder / "cache", "should_stop": lambda: False, "when_stuck": lambda tell: note(tell, True)}
+    note(lambda: group.lead(train, spec, folder / how, MemoryLog(), **named), False)
+    one.end()
+
+
 # The command, its agent and the ranks ---------------------------------------------------------------------------------
 
 

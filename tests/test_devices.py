@@ -38,6 +38,7 @@ from ranks_at_work import (
     ends,
     gathers,
     gradients,
+    group_of_nccl,
     group_of_two,
     side_by_side,
     until,
@@ -254,6 +255,24 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
         ["follower dies", "ChildProcessError", "only 1 of the trial's 2 processes answer; the trial continues from its "
          "last checkpoint when it is started again"],
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "told", "statuses"),
+    [
+        ("follower", [True, "RuntimeError", "process 1: OutOfMemoryError: too long"], [1, 1]),
+        ("first", [False, "KeyError", "'own'"], [1, 1]),
+        ("stale", [True, "invalid"], [1, 1]),
+        ("both", [False, "invalid"], [0, 0]),
+    ],
+)
+def test_an_error_of_one_process_ends_all_although_each_would_wait_for_the_others(tmp_path, how, told, statuses):
+    """A fake NCCL: whoever ends the group, or vLLM in it, waits until the other does too (torchtitan's issue 1342)."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    both = [begun(group_of_nccl, rank, tmp_path, store.port, how) for rank in range(2)]
+    assert ends(*both) == statuses
+    assert json.loads((tmp_path / f"{how}.json").read_text()) == told
 
 
 def test_a_run_on_several_devices_needs_a_group(tmp_path):

@@ -13,12 +13,13 @@ import psutil
 import pytest
 from cohort.harness.devices import group
 from cohort.harness.devices.group import RankGroup
-from cohort.harness.record.events import read_events
+from cohort.harness.record.events import EVENTS, read_events, read_history
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import parse_run
 from cohort.harness.study.queue import study_status
 from cohort.harness.study.runner import start_study
+from cohort.harness.study.worker import worker_main
 from factories import make_study
 from fake_trials import free_port
 from fakes import MemoryLog, StopAfter
@@ -148,6 +149,28 @@ def test_hosts_with_other_versions_are_told_so(monkeypatch):
     monkeypatch.setattr(group, "versions", versions)
     for end in meet(["s", "s"]):
         assert isinstance(end, SpecError) and "all hosts must run the same versions, torch is" in str(end)
+
+
+def test_a_stuck_first_process_records_the_error_of_another_before_it_ends(tmp_path, monkeypatch):
+    def lead(execute: Any, spec: Any, directory: Path, log: Any, *, when_stuck: Any, **how: Any) -> None:
+        def tell(*_: Any, **__: Any) -> None:
+            raise RuntimeError("process 1: OutOfMemoryError: too long")
+
+        log.resume(-1)
+        log.metrics(1, {"policy/loss": 0.5})
+        thread = threading.Thread(target=when_stuck, args=(tell,))
+        thread.start()
+        thread.join()
+        raise SystemExit(1)  # where RankGroup ends the process
+
+    start(tmp_path)
+    monkeypatch.setattr(group, "lead", lead)
+    with pytest.raises(SystemExit):
+        worker_main("two", tmp_path, checked=True)
+    (trial,) = study_status("two", tmp_path).trials
+    assert (trial.state, trial.reason) == ("failed", "RuntimeError: process 1: OutOfMemoryError: too long")
+    history = read_history(trial.directory / EVENTS).history  # which the process had open
+    assert history["policy/loss"] == {1: (0.5, history["policy/loss"][1][1])}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from cohort.harness.api.runs import estimate_runs
+from cohort.harness.api.study import run
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
 from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
@@ -25,7 +26,9 @@ from cohort.harness.run.build import placed, prepare, run_facts
 from cohort.harness.run.step import train_step
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
-from cohort.harness.study.preflight import check_study
+from cohort.harness.study import runner
+from cohort.harness.study.preflight import auto_workers, check_study
+from cohort.harness.study.runner import dry_run
 from cohort.harness.study.worker import EXECUTE
 from factories import make_spec, real_sets
 from fakes import MemoryLog, tiny_codec
@@ -224,6 +227,30 @@ def test_workers_share_the_memory_of_a_machine():
     check_memory(spec, copies=1)
     with pytest.raises(SpecError, match="workers must fit in memory"):
         check_memory(spec, copies=2 * free // peak_bytes(found))
+
+
+@pytest.mark.parametrize(("most", "held", "expected"), [(8, 3.5, 3), (2, 3.5, 2), (8, 0.5, 1), (16, 12.5, 16)])
+def test_as_many_workers_as_fit_into_memory_are_the_default_and_fewer_are_told(
+    tmp_path, monkeypatch, caplog, most, held, expected
+):
+    study = load_study("quickstart")  # of 12 trials, so that 16 workers hold 12 at a time
+    each = max(peak_bytes(estimate_run(arm.spec)[0] or {}) for arm in study.checked_arms())
+    for room in ("checks.memory", "devices.device"):
+        monkeypatch.setattr(f"cohort.harness.{room}.device_bytes", lambda device: int(held * each))
+    monkeypatch.setattr("cohort.harness.study.preflight.default_workers", lambda devices: most)
+    assert auto_workers(study) == expected
+    assert (f"workers=auto is {expected}, not {most}, because" in caplog.text) == (expected != most)
+    if expected == 3:
+        assert dry_run(study, tmp_path, workers=None)["workers"] == 3
+
+        def told(*_, workers, **__):
+            raise LookupError(workers)
+
+        monkeypatch.setattr(runner, "run_study", told)
+        with pytest.raises(LookupError, match=r"^3$"):
+            run("quickstart", runs=tmp_path)
+    with pretend_cuda():
+        assert auto_workers(study) == most
 
 
 def test_a_model_that_cannot_be_counted_has_a_reason_instead_of_an_estimate(tmp_path):

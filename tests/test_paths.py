@@ -39,7 +39,8 @@ def contents(folder: Path) -> dict[bytes, bytes | None]:
 
 def fetched(address: str, run_id: str | None, name: str) -> bytes:
     """An artifact as the MLflow pages show it."""
-    with urllib.request.urlopen(f"{address}/get-artifact?run_uuid={run_id}&path={name}") as answer:
+    place = f"{address}/get-artifact?run_uuid={run_id}&path={name}"
+    with urllib.request.urlopen(urllib.request.Request(place, headers={"Authorization": "Bearer secret"})) as answer:
         return answer.read()
 
 
@@ -103,7 +104,7 @@ def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path, new_
     assert moved_from(copy) is None and moved_from(original) is None
     catch_up(copy)
     address = f"http://127.0.0.1:{(port := free_port())}"
-    with serve_ui(copy, port):
+    with serve_ui(copy, port, "secret"):
         for place, name, content in (
             (log.directory.relative_to(original), "config.yaml", b"seed: 0\n"),
             (folder.relative_to(original), "report/index.html", b"<p>yes"),

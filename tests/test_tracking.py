@@ -479,7 +479,7 @@ def test_the_first_view_leaves_out_clones_and_stopped_trials(runs):
 def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_its_arms_as_groups(runs):
     open_study(runs, a_study())
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert study_pages(runs, "http://127.0.0.1:5000") == {"sizes": page}
+    assert study_pages(runs, "http://127.0.0.1:5000/") == {"sizes": page}
     found = read_view(MlflowClient(tracking_uri(runs)).get_experiment("1").tags)
     assert found is not None
     view, colors = found

@@ -98,7 +98,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, ca
     assert finite == [("kl/old", 1, sys.float_info.max), (COLUMN, 0, 0.25), (COLUMN, 1, 0.5)]
     assert capsys.readouterr().out == ""  # MLflow's client likes to print addresses, and stdout may be JSON
     shutil.rmtree(runs)
-    assert study_pages(runs, server.uri)["sizes"].startswith(f"{server.uri}/#/experiments/")
+    assert study_pages(runs, f"{server.uri}/")["sizes"].startswith(f"{server.uri}/#/experiments/")
     assert not runs.exists()  # nothing was read from, or written to, a file beside the server
     note = MlflowClient(server.uri).get_run(parent).data.tags["mlflow.note.content"]
     assert note == "Do larger groups help?\n\nYes."

@@ -28,7 +28,7 @@ for (const button of document.querySelectorAll("button"))
 def main(out: Path = DOCS, options: str = "") -> None:
     runs = Path("runs").resolve()
     terminal.main(str(out / "terminal.svg"), f"cohort study run {STUDY}{options}", f"cohort verify {STUDY}")
-    with browser.session() as chromium, serve_ui(runs, PORT):
+    with browser.session() as chromium, serve_ui(runs, PORT, STUDY):
 
         def picture(name: str, address: str, height: int, words: str, then: str = "") -> None:
             size = {"width": 1280, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -40,7 +40,9 @@ def main(out: Path = DOCS, options: str = "") -> None:
             chromium.save_screenshot(str(out / name))
 
         site = f"http://127.0.0.1:{PORT}"
-        page = study_pages(runs, site)[STUDY]
+        chromium.get(f"{site}/?token={STUDY}#/none")
+        browser.wait_for(lambda: "token" not in chromium.current_url, "the page without the secret", 120)
+        page = study_pages(runs, f"{site}/")[STUDY]
         picture("report.png", (runs / "studies" / STUDY / "report" / "index.html").as_uri(), 1330, STUDY)
         picture("mlflow.png", page, 660, "grpo | seed 0")
         place = page.partition("#")[2].partition("/runs")[0]

@@ -70,7 +70,7 @@ class Result:
             test_accuracy                on the test split, at the end (fraction)
             rollouts, generated_tokens, optimizer_steps   spent on training (counts)
             seconds                      time of the run (seconds)
-            peak_memory_bytes            (bytes)
+            peak_memory_bytes, learner_peak_bytes   of all, and while the learner works and vLLM sleeps (bytes)
             flops_train, flops_sampling, flops_scoring, flops_learning, flops_evaluation, flops_cold_start
                                          operations, where they were counted
             core_seconds, gpu_seconds    time on all cores and GPUs (seconds), where it was measured

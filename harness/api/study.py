@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import extras
 from ..base.files import read_json
-from ..base.machine import default_workers
 from ..console import progress, terminal
 from ..record.status import StudyStatus
 from ..record.study import StudyRecord, read_folder, study_settings
@@ -30,6 +29,7 @@ from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
 from ..study.launchers.local import Launcher
+from ..study.preflight import auto_workers
 from . import reporting
 from .settings import RATE, REPORTING, Settings, as_texts, runs_folder, scale_settings, shell, suited_rate
 
@@ -205,7 +205,7 @@ def run_to_report(
     """
     spec, command = study.spec, study.command
     if cluster is None and workers is None:
-        workers = default_workers(spec.devices)
+        workers = auto_workers(spec)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
     with suppress(SpecError, ConnectionError):  # it was not started, or its storage is away, which the run says

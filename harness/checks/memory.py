@@ -36,18 +36,30 @@ PROCESS = 390 * 2**20  # bytes in RAM of a worker before it loads a model
 _LONGEST: dict[tuple[str, ...], int] = {}
 
 
-def check_memory(spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if `copies` processes with such a run cannot fit on the device; passes if there is no estimate."""
+def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None:
+    """SpecError if `copies` processes with such a run, or with an evaluation alone, cannot fit on the device; passes if
+    there is no estimate."""
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
             "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
             "engine=transformers"
         )
-    spec = decided(spec, alone=copies == 1)
+    spec = decided(spec, alone=copies == 1) if learns else _sampled_alone(spec)
     found, _ = estimate_run(spec)
+    if found is not None and not learns:  # an engine with weights of its own reads the policy on the host
+        is_apart = spec.engine.name == "vllm" and device.type == "cuda"
+        needed = {"kv_cache", "sampling", "engine", "process", *(() if is_apart else ("policy",))}
+        found = {name: size if name in needed else 0 for name, size in found.items()}
     if found is not None:
         check_fits(found, device, spec, copies)
+
+
+def _sampled_alone(spec: RunSpec) -> RunSpec:
+    """The run with steps so small that an evaluation decides how many rows it samples at once."""
+    return spec.model_copy(
+        update={"gradient_checkpointing": True, "stages": (), "rollouts_per_step": spec.algorithm.group_size}
+    )
 
 
 def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:

@@ -6,8 +6,10 @@ group of its own. They talk through torch's TCPStore, which lets in whoever reac
 interface alone): so both sides prove that they know a secret before any trial is told, and what rank 0 tells is signed
 with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
 
-The first error of any rank ends the trial on all of them, and rank 0 raises it; the group lives on. A rank that dies
-ends the group; who started the agent starts it again, and the trial goes on from its checkpoint.
+The first error of any rank ends the trial on all of them, and rank 0 raises it. Over gloo the group lives on. NCCL ends
+a group only together, and who waits in it hears of no error: so it is told through the store, a thread of each rank
+reads it there, nothing is destroyed, and all processes end once rank 0 has recorded it. A rank that dies ends the
+group; who started the agent starts it again, and the trial goes on from its checkpoint.
 """
 
 import atexit
@@ -21,13 +23,14 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +45,7 @@ from ..record.provenance import versions
 from ..record.run import RunLog
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec, parse_run
+from . import ranks
 from .device import resolve_device
 
 STORE = "COHORT_STORE"  # ADDRESS:PORT of a group on one host
@@ -49,6 +53,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
 STOP_SECONDS = 1800  # for a step and its checkpoint
 LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed
+ENDS_ALONE = "gloo"  # the backend that a rank can end while others wait in it
+BACKENDS = {"cpu": ENDS_ALONE, "cuda": "cpu:gloo,cuda:nccl"}
 POLL_SECONDS = 0.1
 OF_THE_AGENT = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -65,6 +71,7 @@ class RankGroup:
     def __init__(self, store: Any, rank: int, size: int, size_here: int, secret: str):
         self.rank, self.size, self.size_here = rank, size, size_here
         self._store, self._secret, self._trials = store, secret.encode(), 0
+        self.is_broken = False  # after an error that no rank survives
 
     def meet(self) -> None:
         """Wait for all; SpecError if one has another secret or other versions."""
@@ -111,13 +118,18 @@ class RankGroup:
                         log.warning("%s: %s", type(error).__name__, error)
                         traceback.clear_frames(error.__traceback__)
             self._gone("ended")
+            if self.is_broken:
+                os._exit(1)
         except dist.DistNetworkError:
             raise SystemExit("the first process of the group is gone") from None
 
     def end(self) -> None:
-        """Let the others go."""
+        """Let the others go; a broken group ends with this process."""
         self.tell({})
         self._gone("ended")
+        if self.is_broken:  # an orderly exit would wait for the others
+            sys.stdout.flush()
+            os._exit(1)
 
     def tell(self, job: Mapping[str, Any]) -> None:
         """Tell the others the next trial; an empty one is the end."""
@@ -132,42 +144,65 @@ class RankGroup:
             raise SpecError("a trial was told by someone who does not know the secret of this group")
         return job
 
-    def run(self, job: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def run(self, job: Mapping[str, Any], run: Callable[[], Any], when_stuck: Callable[..., Any] = id) -> Any:
         """The result of this rank's part of a trial; on rank 0 also the first error of any, and ChildProcessError if
-        one of them is gone."""
+        one of them is gone. `when_stuck` is as `lead` has it."""
         store: Any = dist.PrefixStore(f"{self._trials}/", self._store)  # pyright: ignore
-        size = job["spec"]["devices"]
-        backend = "cpu:gloo,cuda:nccl" if resolve_device(job["spec"]["device"]).type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=PATIENCE)
-            with expecting(job["inputs"]):
-                end = run()
-            if self.rank and end.state == "invalid":
-                raise InvalidRun(end.reason)
-        except Exception as error:
-            end = error
+        size, backend, left = job["spec"]["devices"], BACKENDS[resolve_device(job["spec"]["device"]).type], Event()
+
+        def note(error: BaseException) -> bool:
             words = json.dumps([self.rank, type(error).__name__, str(error)])
             store.compare_set("error", "", words)  # the first counts
-            traceback.clear_frames(error.__traceback__)  # they hold what holds the connections to the others
-            gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()  # whoever waits for this rank fails now
-        store.add("left", 1)
-        if not isinstance(end, Exception):
+            return backend == ENDS_ALONE
+
+        stuck = partial(when_stuck, lambda *_, **__: _end_of(store.clone(), size))
+        watch = Thread(target=self._watch, args=(store.clone(), left, backend, stuck), name="trial", daemon=True)
+        watch.start()
+        try:
+            with ranks.telling(note):
+                dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=PATIENCE)
+                with expecting(job["inputs"]):
+                    end = run()
+            if self.rank and end.state == "invalid":
+                raise InvalidRun(end.reason)
+        except BaseException as error:
+            end, self.is_broken = error, not note(error) and not isinstance(error, InvalidRun)
+            if not self.is_broken:
+                traceback.clear_frames(error.__traceback__)  # they hold what holds the connections to the others
+                gc.collect()
+        if dist.is_initialized() and not self.is_broken:
+            dist.destroy_process_group()  # over gloo whoever waits for this rank fails now
+        left.set()
+        watch.join()
+        if not isinstance(end, BaseException):
             return end
-        if self.rank:
+        if self.rank or not isinstance(end, Exception):
             raise end
-        if (left := _counted(store, "left", size)) < size:
-            raise ChildProcessError(
-                f"only {left} of the trial's {size} processes answer; the trial continues from its last checkpoint "
-                "when it is started again"
-            )
-        rank, kind, words = json.loads(store.get("error"))
-        if rank == 0:
-            raise end
-        if kind == InvalidRun.__name__:
-            return SimpleNamespace(state="invalid", reason=words, summary={})
-        raise KINDS.get(kind, RuntimeError)(words if kind in KINDS else f"process {rank}: {kind}: {words}")
+        return _end_of(store, size, end)
+
+    def _watch(self, store: Any, left: Event, backend: str, when_stuck: Callable[[], Any]) -> None:
+        """Wait until the trial `left` this rank or an error is told; then it has LEAVE_SECONDS to leave, but over gloo,
+        where the wait of the others ends. A stuck rank 0 records the error; a stuck follower lets it; both end."""
+        with suppress(dist.DistNetworkError):
+            while not left.wait(POLL_SECONDS) and not store.check(["error"]):
+                pass
+            store.add("here", 1)
+            if left.wait(None if backend == ENDS_ALONE else LEAVE_SECONDS):
+                return
+            if self.rank == 0:
+                self.is_broken = True
+                try:
+                    when_stuck()
+                except BaseException as error:
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                self.end()
+            while not left.wait(POLL_SECONDS) and not self._store.check(["ended"]):
+                pass
+            if left.is_set():
+                return
+            self._gone("ended")
+        if not left.is_set():
+            os._exit(1)
 
     def _gone(self, why: str) -> None:
         """Say that this process ends; rank 0, which may hold the store, then waits for the others."""
@@ -269,7 +304,7 @@ def enter() -> RankGroup | None:
             time.sleep(5 * POLL_SECONDS)
         os._exit(4)
 
-    threading.Thread(target=watch, name="agent", daemon=True).start()
+    Thread(target=watch, name="agent", daemon=True).start()
     if STORE in os.environ:
         host, _, port = os.environ[STORE].partition(":")
         store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)  # pyright: ignore
@@ -298,9 +333,18 @@ def enter() -> RankGroup | None:
     return _own
 
 
-def lead(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLog, **how: Any) -> Any:
+def lead(
+    execute: Callable[..., Any],
+    spec: RunSpec,
+    directory: Path,
+    log: RunLog,
+    *,
+    when_stuck: Callable[[Callable[..., Any]], Any] = lambda tell: tell(),
+    **how: Any,
+) -> Any:
     """The result of `execute(spec, directory, log, **how)` on `spec.devices` processes of the group that this one
-    leads; errors as `RankGroup.run`."""
+    leads; errors as `RankGroup.run`. If it waits in vain for a rank that failed, a thread calls `when_stuck` with a
+    function that returns or raises how the trial ended; then this process ends with status 1."""
     if spec.devices == 1:
         return execute(spec, directory, log, **how)
     if _own is None or _own.size < spec.devices:
@@ -313,7 +357,7 @@ def lead(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLo
         "cache": str(how["cache"].resolve()), "inputs": all_expected(),
     }  # fmt: skip
     _own.tell(job)
-    return _own.run(job, lambda: execute(spec, directory, log, **how))
+    return _own.run(job, lambda: execute(spec, directory, log, **how), when_stuck)
 
 
 def size() -> int:
@@ -342,6 +386,22 @@ def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:
             f"{ours.get(other)} on {socket.gethostname()}"
         )
     return None
+
+
+def _end_of(store: Any, size: int, own: Exception | None = None) -> Any:
+    """How a trial with a told error ended; `own` is raised if it is rank 0's, ChildProcessError if one of `size`
+    processes is gone."""
+    if (here := _counted(store, "here", size)) < size:
+        raise ChildProcessError(
+            f"only {here} of the trial's {size} processes answer; the trial continues from its last checkpoint when it "
+            "is started again"
+        )
+    rank, kind, words = json.loads(store.get("error"))
+    if rank == 0 and own is not None:
+        raise own
+    if kind == InvalidRun.__name__:
+        return SimpleNamespace(state="invalid", reason=words, summary={})
+    raise KINDS.get(kind, RuntimeError)(words if kind in KINDS else f"process {rank}: {kind}: {words}")
 
 
 def _counted(store: Any, key: str, wanted: int) -> int:

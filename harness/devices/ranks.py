@@ -3,7 +3,8 @@
 A single process is rank 0 of 1, and every function here is then the identity. All ranks call them in the same order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..settings.errors import SpecError
 
 T = TypeVar("T")
 R = TypeVar("R")
+_note: Callable[[BaseException], bool] = lambda error: True  # noqa: E731
 
 
 def world_size() -> int:
@@ -73,6 +75,22 @@ def own_sum(rows: Tensor) -> Tensor:
     if world_size() == 1:
         return rows
     return dealt(summed(torch.cat([rows, rows.new_zeros(-len(rows) % world_size(), *rows.shape[1:])])))
+
+
+@contextmanager
+def telling(note: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Inside, `tell` calls `note`."""
+    global _note
+    before, _note = _note, note
+    try:
+        yield
+    finally:
+        _note = before
+
+
+def tell(error: BaseException) -> bool:
+    """Tell the other ranks of an error, before anything waits for them. Whether this one may end what all share."""
+    return _note(error)
 
 
 def apart() -> Any:

@@ -1,6 +1,7 @@
-"""Serves the MLflow pages of a runs folder on this machine only."""
+"""Serves the MLflow pages of a runs folder on this machine only, to who knows the secret in the printed address."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from .follow import catch_up
 from .store import check_runs_folder, connect, search_runs
 
 APP = "cohort"  # the entry point of `page.py`
+SECRET = "COHORT_PAGES_SECRET"  # which the server gets in its environment, which other users cannot read
 TRAINING_PAGES = "workflowType=machine_learning"  # MLflow has others, for chat agents
 START_SECONDS = 120.0  # how long a server may take to start
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
@@ -30,19 +32,20 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
     pages, so that nothing else happens then. Returns why the pages ended by themselves, or None.
     """
 
-    def told(address: str) -> None:
+    def told(address: str, query: str = "") -> None:
         catch_up(runs)
         own = extras.told("pages") if remote_uri() is None else {}
-        pages = {words: f"{address}/{name}" for name, words in own.items()}
-        show(pages | (study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"}))
+        pages = {words: f"{address}/{name}{query}" for name, words in own.items()}
+        bare = {"MLflow": f"{address}/{query}#/experiments?{TRAINING_PAGES}"}
+        show(pages | (study_pages(runs, f"{address}/{query}") or bare))
 
-    status = None
+    status, secret = None, secrets.token_urlsafe(24)
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
         if (address := remote_uri()) is not None:
             return told(address)
         try:
-            with serve_ui(runs, port, should_stop) as server:
-                told(f"http://127.0.0.1:{port}")
+            with serve_ui(runs, port, secret, should_stop) as server:
+                told(f"http://127.0.0.1:{port}", f"?token={secret}")
                 while (status := server.poll()) is None and not should_stop():
                     time.sleep(0.2)
         except KeyboardInterrupt:
@@ -54,9 +57,10 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
 
 @contextmanager
 def serve_ui(
-    runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False
+    runs: Path, port: int, secret: str, should_stop: Callable[[], bool] = lambda: False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server of the MLflow pages of `runs` on 127.0.0.1, once it answers; creates an empty store if needed.
+    """A server of the MLflow pages of `runs` on 127.0.0.1, for who knows `secret`, once it answers; creates an empty
+    store if needed.
 
     ValueError if the port is in use, RuntimeError with the end of the server's output if it does not start,
     KeyboardInterrupt if `should_stop()` turns true first.
@@ -73,9 +77,7 @@ def serve_ui(
     command += ["--default-artifact-root", place, "--artifacts-destination", place]
     command += ["--app-name", APP, "--uvicorn-opts", "--timeout-graceful-shutdown 1"]  # an extra's page may never end
     environment = {**os.environ, "COHORT_RUNS": str(runs.resolve()), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    environment["MLFLOW_BACKEND_STORE_URI"] = tracking_uri(runs)
-    if not environment.get("MLFLOW_SERVER_ALLOWED_HOSTS"):  # MLflow's own are globs, such as `10.*`
-        environment["MLFLOW_SERVER_ALLOWED_HOSTS"] = f"127.0.0.1:{port},localhost:{port}"
+    environment |= {"MLFLOW_BACKEND_STORE_URI": tracking_uri(runs), SECRET: secret}
     with tempfile.TemporaryFile() as output:
         deadline = time.monotonic() + START_SECONDS
         process = subprocess.Popen(
@@ -102,9 +104,9 @@ def serve_ui(
 
 
 def study_pages(runs: Path, address: str) -> dict[str, str]:
-    """The page of each study's trials on the MLflow server at `address`, the newest last."""
+    """The page of each study's trials at `address`, MLflow's start page, the newest last."""
     client = connect(runs)
     names = {one.experiment_id: one.name for one in client.search_experiments()}
     studies = reversed(search_runs(client, [*names], "tags.`cohort.kind` = 'study'"))
     numbers = dict.fromkeys(run.info.experiment_id for run in studies)
-    return {names[number]: f"{address}/#/experiments/{number}/runs?{TRAINING_PAGES}" for number in numbers}
+    return {names[number]: f"{address}#/experiments/{number}/runs?{TRAINING_PAGES}" for number in numbers}

@@ -17,7 +17,6 @@ from ..base.words import without_signal
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
-from ..devices.device import peak_memory
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
@@ -52,6 +51,7 @@ def train(
     ranks.check_alike(directory, checkpoints=found, inputs=inputs)
     log.about(inputs=dict(inputs))
     run: Run | None = None
+    closes = True
     with expecting(inputs):
         spec.engine.check(spec.sampling_with_limit())
         for stage in spec.staged():
@@ -66,12 +66,16 @@ def train(
             run, step = prepare(spec, directory, log, cache, should_stop, now)
             run.inputs = inputs
             return _loop(run, prompts, step, should_stop)
-        except InvalidRun as invalid:
-            return RunResult("invalid", str(invalid), run.summary() if run else {})
         except StoppedEarly:
             return RunResult("stopped", None, {})
+        except InvalidRun as invalid:
+            ranks.tell(invalid)  # most often all know it, and end the engine together
+            return RunResult("invalid", str(invalid), run.summary() if run else {})
+        except BaseException as error:
+            closes = ranks.tell(error)
+            raise
         finally:
-            if run is not None:
+            if run is not None and closes:
                 run.close()
 
 
@@ -99,7 +103,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
         run.charge(run.now() - start)
         metrics["seconds/total"] = run.totals.seconds
-        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        run.note_peak()
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         told = without_signal(metrics, spec.max_tokens) if step == 1 and spec.algorithm.learns_from_rewards else ""

@@ -22,7 +22,7 @@ from ..settings.study import StudySpec
 from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
 from .pool import supervise
-from .preflight import check_room, check_study, check_unchanged
+from .preflight import auto_workers, check_room, check_study, check_unchanged
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
 
@@ -139,6 +139,7 @@ def dry_run(
     not_checked = missing_here(list(specs.values()))
     if not not_checked:
         with expecting(known):
+            workers = auto_workers(study) if workers is None and execute == EXECUTE else workers
             check_study(study, runs, workers, execute)
             if known:
                 run_inputs(list(specs.values()), runs / "cache")

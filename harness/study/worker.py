@@ -100,6 +100,8 @@ def worker_main(
                 torch = sys.modules.get("torch")  # torch is never imported for this
                 if (parent is not None or group is None) and torch is not None and torch.cuda.is_initialized():
                     break  # what a trial leaves there, a full memory or a broken context, ends with its process
+                if group is not None and group.is_broken:
+                    group.end()
                 idle_since = time.monotonic()
         except Exception as error:
             if disk_full(error, runs) is None:
@@ -119,14 +121,21 @@ def _check(queue: Queue) -> None:
         raise Unfit(" ".join(str(error).split())) from None
 
 
-def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
-    """Run a claimed trial to its end, even a failure, and record it."""
-    if queue.plan.study.devices > 1:
+def _run_claim(
+    claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest, told: "_TrialLog | None" = None
+) -> None:
+    """Run a claimed trial to its end, even a failure, and record it. With the log of a trial that runs, `run_trial` is
+    told how it ended."""
+    execute = run_trial
+    if queue.plan.study.devices > 1 and told is None:
         from ..devices.group import lead
 
-        run_trial = partial(lead, run_trial)
+        def execute(spec: Any, directory: Path, log: _TrialLog, **how: Any) -> Any:
+            how["when_stuck"] = lambda tell: _run_claim(claim, queue, tell, stop, log)
+            return lead(run_trial, spec, directory, log, **how)
+
     try:
-        outcome = _outcome(claim, queue, run_trial, stop)
+        outcome = _outcome(claim, queue, execute, stop, told)
     except Exception as error:  # most often a file of the trial's folder: the other trials can do without it
         if (full := disk_full(error, queue.plan.runs)) is not None:  # not the arm's fault
             with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
@@ -138,13 +147,15 @@ def _run_claim(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any],
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 
-def _outcome(claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> TrialOutcome:
+def _outcome(
+    claim: ClaimedTrial, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest, told: "_TrialLog | None"
+) -> TrialOutcome:
     """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
     directory, metric = plan.directory(claim.key), plan.study.metric
     if (ended := final_result(directory)) is not None:
         return _with_metric(TrialOutcome(**ended), metric)
-    run_log = _TrialLog(queue, claim.key, stop)
+    run_log = told or _TrialLog(queue, claim.key, stop)
     try:
         spec, cache = plan.spec(claim.key), plan.runs / "cache"
         with expecting(plan.inputs):

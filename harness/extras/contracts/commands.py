@@ -16,8 +16,8 @@ def check(
 ) -> None:
     """Check the plugins of a package of your own against what Cohort's own are tested for.
 
-    Prints one line per check, and what to change where one fails; the exit code is then 1. A task that reads files is
-    checked on its default path.
+    Prints one line per check, and what to change where one fails; the exit code is then 1. A check that ends its
+    process or takes five minutes has failed. A task that reads files is checked on its default path.
     """
     from .plugins import check_package
 

@@ -1,12 +1,17 @@
 """Decides whether a plugin keeps what every plugin of its kind must keep: `cohort check` and the tests call this."""
 
 import math
+import multiprocessing
+import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice, product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from . import hostile
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SAMPLING = Sampling(max_tokens=12)
 SLOWEST = 2.0  # seconds of one hostile completion
+CHECK_SECONDS = 300.0  # of one check
 GROUP_SIZE = 4
 PAID = [1.0, 0, 0, 0.5] * 3  # one best answer in each group, since pass@k pays nothing for a tie
 CORRECT, WRONG = (True, False, False, True), (False, True, True, False)
@@ -64,21 +70,75 @@ def of_kind(kind: plugins.Kind) -> list[PluginCheck]:
 
 def check_package(package: str) -> Iterator[CheckResult]:
     """The outcome of each check of each plugin that an installed package declares. ValueError for a package without
-    plugins."""
-    for kind, name in plugins.of_package(package):
-        loads = PluginCheck(
-            [kind], "it loads, and its settings have defaults", "see docs/extending.md", lambda plugin: None
-        )
-        for check in (loads, *of_kind(kind)):
-            found = ""
-            try:
-                check.test(make(kind, name))
-            except Exception as error:  # of foreign code
-                words = " ".join(str(error).split())
-                found = words if isinstance(error, AssertionError) and words else f"{type(error).__name__}: {words}"
-            yield CheckResult(kind, name, check.rule, check.fix, found)
-            if found and check is loads:
-                break
+    plugins.
+
+    Checks run in a process of their own: one that ends it, or takes more than CHECK_SECONDS, has failed, and those
+    after it run in a new one.
+    """
+    with ExitStack() as after:
+        child: _Child | None = None
+        for kind, name in plugins.of_package(package):
+            for number, check in enumerate(_checks(kind)):
+                if child is None or not child.lives:
+                    child = _Child()
+                    after.callback(child.end)
+                found = child.found(kind, name, number)
+                yield CheckResult(kind, name, check.rule, check.fix, found)
+                if found and number == 0:
+                    break
+
+
+def _checks(kind: plugins.Kind) -> list[PluginCheck]:
+    rule = "it loads, and its settings have defaults"
+    return [PluginCheck([kind], rule, "see docs/extending.md", lambda plugin: None), *of_kind(kind)]
+
+
+class _Child:
+    """A process that runs checks, one at a time."""
+
+    def __init__(self) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=_answer, args=(theirs,))
+        self._process.start()
+        theirs.close()
+        self.lives = self._pipe.recv()
+
+    def found(self, kind: plugins.Kind, name: str, number: int) -> str:
+        """What the check says of the plugin, or how it did not come to its end."""
+        try:
+            self._pipe.send((kind, name, number))
+            if self._pipe.poll(CHECK_SECONDS):
+                return self._pipe.recv()
+            words = f"it has not ended after {CHECK_SECONDS:.0f} s"
+        except (EOFError, OSError):
+            self._process.join(10)
+            words = f"it ended its process, with status {self._process.exitcode}"
+        self.end()
+        return words
+
+    def end(self) -> None:
+        if self.lives:
+            self.lives = False
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid or 0, signal.SIGKILL)  # with all that it has started
+            self._process.join()
+
+
+def _answer(pipe: Connection) -> None:
+    """Run the checks that `pipe` asks for."""
+    os.setsid()
+    os.dup2(2, 1)  # stdout may be JSON
+    pipe.send(True)
+    while True:
+        kind, name, number = pipe.recv()
+        found = ""
+        try:
+            _checks(kind)[number].test(make(kind, name))
+        except Exception as error:  # of foreign code
+            words = " ".join(str(error).split())
+            found = words if isinstance(error, AssertionError) and words else f"{type(error).__name__}: {words}"
+        pipe.send(found)
 
 
 def make(kind: plugins.Kind, name: str) -> Any:

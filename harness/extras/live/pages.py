@@ -1,7 +1,7 @@
 """A live page for each study, from its record, beside MLflow's pages.
 
-A page only shows; the words of `cohort study` steer a study. Besides the checks of `mirror/page.py`, text of models and
-errors is escaped, and the content security policy lets no script run but the page's own.
+A page only shows; the words of `cohort study` steer a study. `mirror/page.py` says who sees it. Text of models is
+escaped, and the content security policy lets no script run but the page's own.
 """
 
 import os
@@ -55,8 +55,8 @@ class LiveStudy:
                 try:
                     self._shown |= self.progress()
                     self._shown |= self._results()
-                except (ValueError, OSError) as error:
-                    self._shown["problem"] = str(error)
+                except (ValueError, OSError):  # whose words name files
+                    self._shown["problem"] = f"This cannot be read now; `cohort study status {self.name}` says why."
                 now = time.monotonic()
                 self._due = now + max(REFRESH_SECONDS / 2, 9 * (now - began))
             return dict(self._shown)

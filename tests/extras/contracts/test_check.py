@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from cohort.harness.extras.contracts import plugins
 from cohort.harness.extras.contracts.plugins import check_package
 from entry_points import declare
 
@@ -120,3 +121,35 @@ def test_the_command_says_what_to_change_and_ends_with_1(package, cohort):
 def test_a_package_without_plugins_is_refused(cohort):
     assert cohort("check", "pip") == 2
     assert "no installed package 'pip' declares plugins" in cohort.err
+
+
+ENDING = """
+import os, sys, threading
+from cohort.harness.interfaces import Reward
+
+class Ending(Reward):
+    def score(self, group):
+        print("words of its own")
+        {how}
+"""
+HOW = {
+    "sys.exit(0)": "it ended its process, with status 0",
+    "threading.Event().wait()": "it has not ended after 4 s",
+    "os._exit(0)": "it ended its process, with status 0",
+    "os.kill(os.getpid(), 9)": "it ended its process, with status -9",
+    "raise KeyboardInterrupt": "it ended its process, with status 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A plugin that ends or holds the process of `cohort check`")
+@pytest.mark.parametrize("how", [*list(HOW)[:2], *(pytest.param(one, marks=pytest.mark.long) for one in list(HOW)[2:])])
+def test_a_check_that_does_not_come_to_its_end_has_failed_and_the_others_run(how, tmp_path, cohort, monkeypatch):
+    (tmp_path / "ending_plugins.py").write_text(ENDING.format(how=how))
+    declare(tmp_path, monkeypatch, "ending", {"rewards": {"ending": "ending_plugins:Ending"}})
+    monkeypatch.setattr(plugins, "CHECK_SECONDS", 4.0 if "wait" in how else 60.0)
+    assert cohort("check", "ending", "--json") == 1
+    told = cohort.json()
+    assert [one["rule"] for one in told["checks"]][1:] == [one.rule for one in plugins.of_kind("reward")]
+    scores = [one["found"] for one in told["checks"] if one["found"]]
+    assert scores == [HOW[how]] * told["failed"] and told["failed"] > 1

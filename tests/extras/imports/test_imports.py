@@ -411,7 +411,7 @@ def test_compute_is_the_sum_over_runs_on_named_hardware():
 
     record = with_trials(fake_study(seeds=range(2)), on)  # 6 runs: 7200 s, 6 core-hours, 3 GPU-hours
     text = dict(methods(analysed(record)))["How much compute, on what?"]
-    spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, with at most 1.00 GiB of memory"
+    spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, at most 1.00 GiB of memory with the engine"
     assert text == f"All runs took {spent}, on H100 and Xeon."
 
 

@@ -1,7 +1,6 @@
 """What a reader finds on a study's live page."""
 
 import dataclasses
-from http.client import HTTPConnection
 
 import browser
 import fake_trials
@@ -62,9 +61,7 @@ def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(si
     ],
 )
 def test_a_live_page_of_no_study_is_not_found(site, path):
-    connection = HTTPConnection(site.address.removeprefix("http://"))
-    connection.request("GET", path)
-    assert connection.getresponse().status == 404
+    assert site.status(path, Cookie=site.cookie)[0] == 404
 
 
 @pytest.mark.usefixtures("plugins")
