@@ -9,6 +9,7 @@ from typing import get_args
 
 import datasets
 import pytest
+from cohort.studies import sums
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._answers import write as written
 from cohort.tasks.gsm8k import GSM8K
@@ -274,3 +275,21 @@ def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
     demonstrations = gsm8k.demonstrations()
     assert len(demonstrations) == len(splits["train"])
     assert all(gsm8k.extract(d.completion) == gold[d.prompt] for d in demonstrations)
+
+
+def test_the_sums_of_a_shipped_study_have_examples_and_no_pair_is_in_both_parts(tmp_path):
+    sums.write(tmp_path)
+    read = task(tmp_path, template="{question} ", shots=3)
+    parts = [
+        {tuple(sorted(question.removesuffix(" =").split(" + "))) for question in read.questions(split).values()}
+        for split in ("train", "validation", "test")
+    ]
+    assert not (parts[0] | parts[1]) & parts[2]
+    assert len(parts[2]) / len(set.union(*parts)) == pytest.approx(0.2, abs=0.02)
+    shown = read.prompts("test")[0]
+    *examples, question = shown.text.split("\n\n")
+    assert len(examples) == 3 and sum_of(question) == shown.gold == read.extract(f"{shown.gold}\n#### {shown.gold}")
+
+
+def sum_of(question: str) -> str:
+    return str(sum(int(number) for number in question.removesuffix(" = ").split(" + ")))

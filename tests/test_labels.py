@@ -21,6 +21,7 @@ from cohort.reports.figures import curves, outcome
 from cohort.reports.figures.style import Drawing, drawn, wrapped
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed, write_report
+from factories import slow_but
 from fake_study import HOSTILE_ARM, factor_grid, fake_study, three_algorithms
 from matplotlib.text import Text
 from rich.console import Console
@@ -67,7 +68,7 @@ GRID = factor_grid({
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("labels", [*LABELS.values(), []], ids=[*LABELS, "grid"])
+@pytest.mark.parametrize("labels", slow_but((LABELS["hostile"], []), [*LABELS.values(), []]), ids=[*LABELS, "grid"])
 def test_no_text_leaves_its_figure_and_no_label_is_cut(labels):
     record = labelled(labels) if labels else fake_study(GRID, num_steps=20)
     drawings = figures(record)
