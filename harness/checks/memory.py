@@ -3,9 +3,10 @@
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
 worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
-peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
-passes of a reward model or its fit, intermediates of the prefill, and unused bytes that the allocator holds, with glibc
-up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for the libraries that `process` has elsewhere.
+peak of a pass, and within 5 % where rows share prompts. Gradients always count, because they exist from the second
+micro-batch on. Not counted: the cold start, passes of a reward model or its fit, intermediates of the prefill, and
+unused bytes that the allocator holds, with glibc up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for
+the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -261,25 +262,25 @@ def estimate(
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, rows: int) -> int:
     """Bytes that one micro-batch of a device's `rows` keeps for its backward pass and adds at its worst moment."""
     recompute = spec.gradient_checkpointing is True
-    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # tokens, as a multiple of a micro-batch's
-    if counts.can_share and spec.algorithm.group_size > 1:
-        # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
-        # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.
+    trunk, again = counts.trunk.total(recompute), counts.trunk.largest  # a layer that is computed again
+    if counts.shared is not None and spec.algorithm.group_size > 1:
+        # Prompts are read once, each by one device, and completions each with its prompt's keys; leaves of all prompts,
+        # where they are no parts of the pass, and their gradient; or sharing is given up.
         before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
         prompts = min(rows * spec.devices, spec.prompts_per_step)
         own = -(-prompts // spec.devices)
-        keys = own if recompute else shape.rows
-        once = trunk * (own * before + shape.rows * spec.max_tokens)
-        once += sum(counts.trunk.cache) * (keys + (2 * prompts if recompute or spec.devices > 1 else 0)) * before
-        trunk, longest_pass = max(trunk, once // tokens), max(1.0, own * before / tokens)
+        leaves = own + 2 * prompts if recompute or spec.devices > 1 else prompts * (rows > shape.rows)
+        once = (trunk * own + sum(counts.trunk.cache) * leaves) * before // tokens + counts.shared.total(recompute)
+        again = max(again, counts.shared.largest, again * own * before // tokens)
+        trunk = max(trunk, once)
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     completion = shape.rows * shape.max_tokens
     policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
     block = 4 * counts.vocabulary * min(block_tokens(counts.vocabulary, device), completion)
-    again = is_recomputed(completion, counts.vocabulary)
+    is_again = is_recomputed(completion, counts.vocabulary)
     head_gradient = counts.head if rows > shape.rows else 0  # a temporary if there is a gradient to add it to
-    if block == 4 * counts.vocabulary * completion and not again:  # all at once
+    if block == 4 * counts.vocabulary * completion and not is_again:  # all at once
         worst = max(3 * block, block + head_gradient)
     else:  # one product, copies of head and gradient in its precision, and a block, or the gradient's next term
         product = torch.bfloat16 if spec.autocast else getattr(torch, spec.dtype)
@@ -290,9 +291,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     stages = [policy + critic, policy + worst]
     if recompute:
         others = policy + critic if own_trunk else trunk + counts.states
-        kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
-        largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
-        stages.append(others + int(largest * longest_pass))
+        stages.append(others + again)
         stages.append(policy + counts.cast + worst)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
