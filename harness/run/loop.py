@@ -113,17 +113,17 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if step in run.stage.kept and does is None and ranks.rank() == 0:
             run.keep(step, [asdict(row) for row in rows()])
         run.log.progress("train", step, whole.steps)
+        gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
         if does is None:  # gates are for metrics of rollouts, which all ranks share
-            gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
-        if is_due and does is None and spec.algorithm.learns_from_rewards:
-            check_signal(gates, run.gates, metrics, step - run.stage.start, spec.max_tokens)
         if step % whole.evaluation.every == 0 or is_due:
             if does is not None:
                 run.engine.load_weights(run.learner.weights(), step)
             run.log.samples(rows(limit=8))
+            if is_due and does is None and spec.algorithm.learns_from_rewards:
+                check_signal(gates, run.gates, metrics, step - run.stage.start, spec.max_tokens)
             logged_evaluation(run, "validation", step)
             if step in whole.evaluation.test_steps(whole.steps)[:-1]:
                 logged_evaluation(run, "test", step, "test")
