@@ -17,7 +17,6 @@ from ..checks.disk import check_disk
 from ..checks.preflight import check_length, check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
-from ..devices.device import resolve_device
 from ..mirror.follow import mirrored
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
@@ -25,7 +24,7 @@ from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 from .build import RunResult, build_engine, first_prompt, placed
 from .cold_start import start_policy
-from .evaluate import evaluate_run, evaluation_metrics
+from .evaluate import evaluate_run, evaluation_metrics, weights_read
 from .loop import train
 
 OnProgress = Callable[..., None]  # phase, done, total, and perhaps words on its course
@@ -94,8 +93,7 @@ def evaluate_once(
         policy = placed(policy, spec)
         found: dict[str, EvaluationResult] = {}
         with closing(build_engine(spec, policy, codec, prompts)) as engine:
-            is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches
-            weights = sum(parameter.numel() for parameter in policy.parameters()) if is_slow else 0
+            weights = weights_read(spec, engine, policy)
             for area, on in measures.items():
                 pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)
                 engine.note_tokens, kept = pace.sampled, directory / f"{area}.jsonl"
