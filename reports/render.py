@@ -40,7 +40,7 @@ CAPABILITY = "capability.csv"  # every k of every curve of pass@k
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
 _PER_ARM = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
-_LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds")  # where known
+_LEDGER = (*(f"flops_{name}" for name in FLOPS), "learner_peak_bytes", "core_seconds", "gpu_seconds")  # where known
 COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT)
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

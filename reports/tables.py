@@ -92,7 +92,7 @@ def comparison(analysis: Analysis, costs: bool = True) -> Table:
     names += [f"{_outcome(analysis)}{LIMITS}"]
     if analysis.comparisons:
         names += [f"Difference{'' if record.references else ' to baseline'}{LIMITS}", _HOLM]
-    names += ["Tokens\nper run", "Time\nper run", "Peak\nmemory"] if is_run else []
+    names += ["Tokens\nper run", "Time\nper run", "Peak memory,\nwith engine"] if is_run else []
     best, wanted, rows = (search_of(record) or {}).get("best"), [label for label, _ in wanted_pairs(record)], []
     for arm in analysis.arms:
         one, cost = analysis.comparison(arm.label), arm.costs.get

@@ -152,20 +152,27 @@ def test_a_cold_start_counts_once_until_it_is_there(tmp_path):
     assert budgeted(study, tmp_path, workers=2)["seconds"] == pytest.approx(2 * 0.9984 + 15)
 
 
-def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("pace", "trial_seconds", "load", "besides"),
+    # 99,840 passes; a load of 1,200 of them, at least a second; start and report 9 and 6 s, or at most 20 and 12
+    [(1e-5, 0.9984, 1.0, 15), (2e-2, 1996.8, 24.0, 32)],
+)
+def test_where_nothing_was_measured_a_time_follows_from_arithmetic_or_is_unknown(
+    tmp_path, monkeypatch, pace, trial_seconds, load, besides
+):
     weights = sum(p.numel() for p in tiny_model(0).parameters())
     monkeypatch.setattr(estimates, "_by_arithmetic", estimates._by_arithmetic.__wrapped__)
-    monkeypatch.setattr(estimates, "_operation_seconds", lambda *_: 1e-5 * estimates.EFFICIENCY / (2 * weights))
+    monkeypatch.setattr(estimates, "_operation_seconds", lambda *_: pace * estimates.EFFICIENCY / (2 * weights))
     found = budgeted(a_study(), tmp_path, workers=2)
     assert found["measured"] == 0
-    # 10 us a pass: two trials on each of two workers, a second to load each, the start and the report
-    assert found["seconds"] == pytest.approx(2 * (0.9984 + 1.0) + 15)
+    assert found["seconds"] == pytest.approx(2 * (trial_seconds + load) + besides)  # two trials on each worker
     unknown = budgeted(a_study(run=fake_trials.run_settings(model="nobody/none")), tmp_path)
     assert math.isnan(unknown["seconds"]) and math.isnan(unknown["arms"][0]["seconds"])
 
 
-def test_the_speed_of_this_machine_is_a_positive_number():
-    assert 0 < estimates._operation_seconds(32, "cpu", 1) < math.inf
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_speed_of_this_machine_is_a_positive_number(dtype):
+    assert 0 < estimates._operation_seconds(32, "cpu", dtype, 1) < math.inf
 
 
 def test_a_dropped_arm_is_not_in_a_dry_run(tmp_path):

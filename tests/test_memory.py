@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from cohort.harness.api.runs import estimate_runs
+from cohort.harness.api.study import run
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
 from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
@@ -16,7 +17,7 @@ from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
 from cohort.harness.policy import fused_llama
-from cohort.harness.policy.forward import Critic, completion_states, recomputes, token_logprobs
+from cohort.harness.policy.forward import Critic, completion_states, prompt_states, recomputes, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -25,7 +26,9 @@ from cohort.harness.run.build import placed, prepare, run_facts
 from cohort.harness.run.step import train_step
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
-from cohort.harness.study.preflight import check_study
+from cohort.harness.study import runner
+from cohort.harness.study.preflight import auto_workers, check_study
+from cohort.harness.study.runner import dry_run
 from cohort.harness.study.worker import EXECUTE
 from factories import make_spec, real_sets
 from fakes import MemoryLog, tiny_codec
@@ -168,6 +171,33 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "autocast", "before", "after", "rows"),
+    [(2, False, 125, 200, 8), (2, True, 350, 512, 3), (2, False, 30, 820, 3), (14, True, 125, 200, 8)],
+)
+def test_the_count_of_shared_prompts_is_within_5_percent_of_what_autograd_saves(heads, autocast, before, after, rows):
+    """Half a layer of Qwen2.5-0.5B, with its 2 heads of keys for 14 of queries and with 14; one prompt is shorter."""
+    sizes = {"hidden_size": 448, "num_hidden_layers": 1, "num_attention_heads": 14, "num_key_value_heads": heads}
+    config, policy = model_of("qwen2", intermediate_size=2432, **sizes)
+    spec = make_spec(sampling={"max_tokens": after}, autocast=autocast)
+    tokens = torch.randint(3, 100, (rows, before + after))
+    tokens[:, :before] = tokens[0, :before]
+    tokens[-1, 0] = 1
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, before:] = True
+    mask[-1, before - 5 : before] = True
+
+    def forward():
+        prompts = prompt_states(policy, tokens, mask)
+        assert prompts is not None
+        return prompts, completion_states(policy, tokens, mask, prompts)
+
+    counts = count(Shape.of(spec, config, rows=rows, prompt_tokens=before))
+    found = counts.trunk.all * 2 * (before - 1) / (rows * (before + after)) + counts.shared.all
+    assert found == pytest.approx(bytes_saved(policy, spec, forward), rel=0.05)
+
+
 def bytes_saved(module, spec, forward):
     """Bytes of all storages that autograd saves in a forward pass, parameters apart."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -224,6 +254,30 @@ def test_workers_share_the_memory_of_a_machine():
     check_memory(spec, copies=1)
     with pytest.raises(SpecError, match="workers must fit in memory"):
         check_memory(spec, copies=2 * free // peak_bytes(found))
+
+
+@pytest.mark.parametrize(("most", "held", "expected"), [(8, 3.5, 3), (2, 3.5, 2), (8, 0.5, 1), (16, 12.5, 16)])
+def test_as_many_workers_as_fit_into_memory_are_the_default_and_fewer_are_told(
+    tmp_path, monkeypatch, caplog, most, held, expected
+):
+    study = load_study("quickstart")  # of 12 trials, so that 16 workers hold 12 at a time
+    each = max(peak_bytes(estimate_run(arm.spec)[0] or {}) for arm in study.checked_arms())
+    for room in ("checks.memory", "devices.device"):
+        monkeypatch.setattr(f"cohort.harness.{room}.device_bytes", lambda device: int(held * each))
+    monkeypatch.setattr("cohort.harness.study.preflight.default_workers", lambda devices: most)
+    assert auto_workers(study) == expected
+    assert (f"workers=auto is {expected}, not {most}, because" in caplog.text) == (expected != most)
+    if expected == 3:
+        assert dry_run(study, tmp_path, workers=None)["workers"] == 3
+
+        def told(*_, workers, **__):
+            raise LookupError(workers)
+
+        monkeypatch.setattr(runner, "run_study", told)
+        with pytest.raises(LookupError, match=r"^3$"):
+            run("quickstart", runs=tmp_path)
+    with pretend_cuda():
+        assert auto_workers(study) == most
 
 
 def test_a_model_that_cannot_be_counted_has_a_reason_instead_of_an_estimate(tmp_path):

@@ -17,6 +17,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.settings.run import parse_run
 from cohort.harness.study.preflight import check_claimed
+from factories import slow_but
 from fakes import MemoryLog, StopAfter, assert_same_weights, check_same_run, final_weights, gone_on
 
 BASE = {
@@ -50,7 +51,6 @@ SPECS = {
     "banded": BANDED,
     **{name: make_spec(name) for name in ("grpo", "ppo", "remax")},
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SPECS if name != "grpo"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,8 @@ def undisturbed(tmp_path_factory, cache):
     return run_of
 
 
-@pytest.mark.parametrize("name", ["grpo", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_whatever_a_run_logs_may_be_claimed(name, undisturbed):
     _, log, result = undisturbed(name)
     names = {*result.summary, *(metric for _, values in log.events for metric in values)}
@@ -95,11 +96,33 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert all(value == 1 for _, value in log.history("policy/ratio_max"))
     assert bool(log.history("critic/explained_variance")) == (algorithm == "ppo")
     assert result.summary["peak_memory_bytes"] == log.history("memory/peak_bytes")[-1][1] > 1e7
+    assert result.summary["learner_peak_bytes"] == log.history("memory/learner_peak_bytes")[-1][1] > 1e7
     total, own = ([0.0, *(v for _, v in log.history(f"seconds/{kind}"))] for kind in ("total", "step"))
     assert all(total[i] - total[i - 1] >= 0.99 * own[i] > 0 for i in range(1, 6))
     assert result.summary["seconds"] > total[5]  # the test came after
     parts = [log.history(f"seconds/{phase}") for phase in ("generate", "grade", "annotate", "update", "sync")]
     assert all(0 < sum(v for _, v in step) <= own[i] for i, step in enumerate(zip(*parts, strict=True), start=1))
+
+
+def test_the_learners_own_peak_has_no_part_of_sampling_or_of_the_engine(tmp_path, cache, monkeypatch):
+    now = {"peak": 0}
+
+    def uses(owner, name, count):
+        did = getattr(owner, name)
+
+        def work(*given, **named):
+            now["peak"] = max(now["peak"], count)
+            return did(*given, **named)
+
+        monkeypatch.setattr(owner, name, work)
+
+    for owner, name, count in [(TransformersEngine, "generate", 900), (TransformersEngine, "load_weights", 700),
+                               (state.Learner, "annotate", 300), (state.Learner, "update", 500)]:  # fmt: skip
+        uses(owner, name, count)
+    monkeypatch.setattr(state, "peak_memory", lambda: now["peak"])
+    monkeypatch.setattr(state, "forget_peak_memory", lambda: now.update(peak=0))
+    result = train(make_spec(steps=1), tmp_path, MemoryLog(), cache=cache)
+    assert (result.summary["peak_memory_bytes"], result.summary["learner_peak_bytes"]) == (900, 500)
 
 
 @pytest.mark.slow
@@ -133,7 +156,7 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
     assert_same_weights(final_weights(tmp_path), final_weights(undisturbed("grpo")[0]))  # training has not noticed
 
 
-@pytest.mark.parametrize("name", ["grpo", *SLOW])
+@pytest.mark.parametrize("name", slow_but(["grpo"], SPECS))
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
     load, loaded = TransformersEngine.load_weights, []
     whole = undisturbed(name)[:2]

@@ -93,10 +93,15 @@ def reset_peak_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        UNMAPPED.reset_peak()
-        return
-    control = Path("/proc/self/clear_refs")
-    if control.exists():
+    else:
         with contextlib.suppress(AttributeError):  # without glibc, which would keep freed memory, fragmented
             ctypes.CDLL(None).malloc_trim(0)
+    forget_peak_memory()
+
+
+def forget_peak_memory() -> None:
+    """Let the peak begin anew at what is in use now, where the machine can."""
+    if torch.cuda.is_available():
+        UNMAPPED.reset_peak()
+    elif (control := Path("/proc/self/clear_refs")).exists():
         control.write_text("5")

@@ -43,7 +43,7 @@ class TrialRecord:
 
     history     metric name (`area/quantity`) -> [(step, value), ...], steps rising
     summary     the numbers of results.csv: accuracy_initial, accuracy_final, test_accuracy (fractions), rollouts,
-                generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent if not reached
+                generated_tokens, optimizer_steps, seconds, peak_memory_bytes, learner_peak_bytes; absent if not reached
     per_problem test prompt id -> fraction of its samples that were correct, at the end (the mean over the last
                 `evaluation.test_last` evaluations); empty if not reached
     factors     dotted path -> level of this arm, for every factor of the study

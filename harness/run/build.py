@@ -21,7 +21,7 @@ from ..base.inputs import Inputs
 from ..checks.memory import decided, estimate_run, longest, peak_bytes, read_prompts
 from ..data import Demonstration, Prompt, Split, TrialState
 from ..devices import ranks
-from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
+from ..devices.device import forget_peak_memory, peak_memory, reset_peak_memory, resident_bytes, resolve_device
 from ..devices.sharding import assembled, copied
 from ..interfaces import RolloutEngine
 from ..policy import flops
@@ -60,6 +60,7 @@ class Totals:
     optimizer_steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
+    learner_peak_bytes: int = 0
 
 
 @dataclass
@@ -167,6 +168,13 @@ class Run:
         sync(file.parent)  # on disk before the event with its hash
         self.log.kept(step, file.relative_to(self.directory).as_posix(), sha256(file))
 
+    def note_peak(self) -> int:
+        """Bytes at the peak since the last call, or since the run began."""
+        peak = peak_memory()
+        self.totals.peak_memory_bytes = max(self.totals.peak_memory_bytes, peak)
+        forget_peak_memory()
+        return peak
+
     def charge(self, seconds: float) -> None:
         """Add time of the run, on all its devices."""
         self.totals.seconds += seconds
@@ -195,7 +203,8 @@ class Run:
         return self.spent | ({"flops_train": self.flops_train} if "flops_learning" in self.spent else {})
 
     def summary(self) -> dict[str, float]:
-        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self._costs()}
+        totals = {k: float(v) for k, v in vars(self.totals).items() if v or k != "learner_peak_bytes"}
+        return {**self.accuracies, **totals, **self._costs()}
 
 
 def first_prompt(spec: RunSpec, split: Split) -> str:
@@ -221,6 +230,14 @@ def build_engine(
     """The engine that the spec names, over this policy, for completions of these prompts, by default all of the run."""
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
     return engine_class(engine_settings(spec, codec, prompts), policy, codec)
+
+
+def lone_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec, prompts: Sequence[Prompt]) -> RolloutEngine:
+    """The same over a policy that never learns. An engine with weights of its own reads it on the host, in its own
+    precision, and fills the GPU alone; the caller may then let the policy go."""
+    own = getattr(engine_settings(spec, codec, prompts), "dtype", None)
+    policy = placed(policy, spec) if own is None else policy.to(dtype=getattr(torch, own))
+    return build_engine(spec, policy, codec, prompts)
 
 
 def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] | None = None) -> Any:

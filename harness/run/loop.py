@@ -17,7 +17,6 @@ from ..base.words import without_signal
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
-from ..devices.device import peak_memory
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
@@ -25,7 +24,7 @@ from .build import Run, RunResult, StoppedEarly, first_prompt, prepare, run_fact
 from .evaluate import completions_file, evaluate_run, evaluation_metrics
 from .grading import sample_rows
 from .guards.agreement import check_agreement
-from .guards.gates import LEARNT, check_gates
+from .guards.gates import LEARNT, check_gates, check_signal
 from .rollout import Rollouts
 from .step import merged, train_step
 
@@ -104,7 +103,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics = merged(metrics, charge_step(run, counts, metrics["seconds/step"]))
         run.charge(run.now() - start)
         metrics["seconds/total"] = run.totals.seconds
-        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        run.note_peak()
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         told = without_signal(metrics, spec.max_tokens) if step == 1 and spec.algorithm.learns_from_rewards else ""
@@ -119,6 +118,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
+        if is_due and does is None and spec.algorithm.learns_from_rewards:
+            check_signal(gates, run.gates, metrics, step - run.stage.start, spec.max_tokens)
         if step % whole.evaluation.every == 0 or is_due:
             if does is not None:
                 run.engine.load_weights(run.learner.weights(), step)

@@ -207,7 +207,8 @@ def note_pass_rates(run: Run, graded: Sequence[GradedGroup]) -> None:
 
 def annotated(run: Run, groups: Sequence[Group], step: int) -> tuple[Batch, dict[str, float]]:
     """(batch, metrics): the groups as a batch, annotated by the learner and still without rewards; the rates and KL
-    weight that the learner sets for the step."""
+    weight that the learner sets for the step. The learner's own peak of memory begins here: the engine sleeps."""
+    run.note_peak()
     batch = collate(groups).to(resolve_device(run.spec.device))
     run.writer.copied.wait()  # nothing below may change weights or moments before
     scheduled = run.learner.begin_step(step)

@@ -32,6 +32,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
     updated = learner.update(batch, step)
+    run.totals.learner_peak_bytes = max(run.totals.learner_peak_bytes, run.note_peak())
     clock.lap("update")
     engine.load_weights(learner.weights(), step + 1)
     before = run.spot_check
@@ -41,7 +42,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         updated, scheduled, corrected, synced, reward_metrics(spec.rewards, drawn.graded, drawn.scores),
         rollout_metrics(drawn.graded, drawn.totals), sampling_metrics(spec, drawn), group_metrics(batch, run.gates),
         {name: count - unparsable[name] for name, count in _unparsable(run).items()},
-        clock.metrics,
+        clock.metrics, {"memory/learner_peak_bytes": run.totals.learner_peak_bytes},
     )  # fmt: skip
     return metrics, drawn
 
@@ -57,6 +58,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
         **({"train/score": float(np.mean(scores))} if scores else {}),
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/lenient_accuracy": float(np.mean([c for g in graded for c in g.lenient or ()] or np.nan)),
+        "train/marked_accuracy": float(np.mean([c for g in graded for c in g.marked or ()] or np.nan)),
         "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),

@@ -25,9 +25,10 @@ from ..settings.stages import Stage
 from ..settings.study import Arm, StudySpec
 from .plan import Plan
 
-# Start and report: at least so many seconds, and as long as so many passes, because a crowded machine slows them too.
-START, REPORT = (6.0, 9e5), (6.0, 5e5)
-EFFICIENCY = 0.27  # of passes through a model, relative to one product of large matrices: 0.20 to 0.33 in 12 studies
+# Start and report of a study take as long as so many passes of `tiny`, which a crowded machine slows as it slows them,
+# and a trial loads and checks its models for as long as so many of its own; at least and at most so many seconds.
+START, REPORT, LOAD = (9e5, 6.0, 20.0), (5e5, 6.0, 12.0), (1200.0, 1.0, math.inf)
+EFFICIENCY = 0.4  # of passes through a model, relative to one product of large matrices
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
@@ -110,15 +111,15 @@ class TrialTimes:
         if ones := [one for one in self.past if one.kind == kind]:
             self.used[kind] = len(ones)
             return _pace(ones)
-        return _by_arithmetic(arm.spec.model, arm.spec.device, self._threads)
+        return _by_arithmetic(arm.spec.model, arm.spec.device, arm.spec.dtype, self._threads)
 
     def left(self, arm: Arm, step: int = 0) -> float:
         """Seconds from a logged step, or from the load of the models before the first, until the trial's end."""
         if step:
             return self.pace(arm) * (passes(arm.spec) - passes(arm.spec, step))
-        kind = _kind(arm.spec)
-        load = min((one.besides for one in self.past if one.kind == kind and one.besides < math.inf), default=1.0)
-        return self.pace(arm) * passes(arm.spec) + load
+        kind, pace = _kind(arm.spec), self.pace(arm)
+        known = (one.besides for one in self.past if one.kind == kind and one.besides < math.inf)
+        return pace * passes(arm.spec) + min(known, default=_bounded(LOAD, pace))
 
 
 def with_time_left(
@@ -141,7 +142,7 @@ def with_time_left(
     for one in (*seconds.values(), *(left for arm, count in coming for left in [times.left(arm)] * count)):
         heapq.heapreplace(ends, ends[0] + one)
     pace = times.pace(plan.arms[todo[0].arm] if todo else coming[0][0])
-    rest = sum(max(least, count * pace) for least, count in (REPORT, *([] if running else [START])))
+    rest = sum(_bounded(part, pace) for part in (REPORT, *([] if running else [START])))
     rest += _cold_starts(plan, status, coming, times)
     trials = (replace(t, left=seconds[t.arm, t.seed]) if t.is_open else t for t in status.trials)
     left = max(ends) + rest if math.isfinite(sum(ends)) else math.nan
@@ -172,6 +173,11 @@ def _kind(spec: RunSpec) -> tuple[str, ...]:
     return (spec.model, spec.engine.name, spec.device, spec.dtype)
 
 
+def _bounded(part: tuple[float, float, float], pace: float) -> float:
+    count, least, most = part
+    return min(most, max(least, count * pace))
+
+
 def _pace(found: Sequence[Timed]) -> float:
     return sum(one.seconds for one in found) / sum(one.passes for one in found)
 
@@ -197,7 +203,7 @@ def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None
 
 
 @cache
-def _by_arithmetic(model: str, device: str, threads: int) -> float:
+def _by_arithmetic(model: str, device: str, dtype: str, threads: int) -> float:
     """Seconds for a pass of one token through a model that was never timed here: 2 operations per weight, at the
     measured speed of a product; NaN for a model or device that is not here."""
     from ..policy.model import empty_model, model_config
@@ -207,21 +213,23 @@ def _by_arithmetic(model: str, device: str, threads: int) -> float:
     try:
         config = model_config(model)
         weights = sum(p.numel() for p in empty_model(config).parameters())
-        return 2 * weights * _operation_seconds(config.hidden_size, device, threads) / EFFICIENCY
+        return 2 * weights * _operation_seconds(config.hidden_size, device, dtype, threads) / EFFICIENCY
     except Exception:  # as in the memory estimate
         return math.nan
 
 
-def _operation_seconds(width: int, device: str, threads: int) -> float:
-    """Seconds of one operation in a product of 1024 rows with a matrix of (width, 4 width), measured."""
+def _operation_seconds(width: int, device: str, dtype: str, threads: int) -> float:
+    """Seconds of one operation in a layer of 4 `width` outputs over 1024 rows, measured; on a CPU in the precision of
+    the run, which is slow where the processor lacks its instructions."""
     import torch
     from torch.utils.benchmark import Timer
 
     from ..devices.device import resolve_device
 
     place = resolve_device(device)
-    factors = {"rows": torch.ones(1024, width, device=place), "matrix": torch.ones(width, 4 * width, device=place)}
-    product = Timer("rows @ matrix", globals=factors, num_threads=threads)
+    kind = {"device": place, "dtype": getattr(torch, dtype if place.type == "cpu" else "float32")}
+    factors = {"rows": torch.ones(1024, width, **kind), "layer": torch.ones(4 * width, width, **kind)}
+    product = Timer("rows @ layer.T", globals=factors, num_threads=threads)
     return product.blocked_autorange(min_run_time=0.1).mean / (2 * 1024 * 4 * width**2)
 
 

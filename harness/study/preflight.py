@@ -27,7 +27,7 @@ from .worker import EXECUTE
 log = logging.getLogger(__name__)
 _SUMMARY = (
     "accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "generated_tokens", "optimizer_steps", "seconds",
-    "peak_memory_bytes", "core_seconds", "gpu_seconds",
+    "peak_memory_bytes", "learner_peak_bytes", "core_seconds", "gpu_seconds",
 )  # fmt: skip
 
 
@@ -47,6 +47,26 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
 
     copies = partial(num_copies, study, workers=workers, trials=len(specs) * len(study.seeds)) if here else None
     check_runs(specs, runs, models=execute == EXECUTE, copies=copies)
+
+
+def auto_workers(study: StudySpec) -> int:
+    """The workers of `auto`: one per GPU, or else per core, but on a CPU no more than fit into memory, which a warning
+    says."""
+    from ..checks.memory import decided, estimate_run, gib, peak_bytes
+    from ..devices.device import device_bytes, resolve_device
+
+    most, specs = default_workers(study.devices), [arm.spec for arm in study.checked_arms()]
+    on_cpu = [spec for spec in specs if spec.steps and resolve_device(spec.device).type == "cpu"]
+    at_once = min(most, len(specs) * len(study.seeds))
+    if at_once == 1 or not on_cpu:
+        return most
+    each = max(peak_bytes(found) if (found := estimate_run(decided(spec))[0]) else 1 for spec in on_cpu)
+    free = device_bytes(resolve_device("cpu"))
+    if (fit := max(1, free // each)) >= at_once:
+        return most
+    told = "workers=auto is %d, not %d, because a trial needs about %s of memory and %s are free"
+    log.warning(told, fit, most, gib(each), gib(free))
+    return fit
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:

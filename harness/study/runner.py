@@ -22,7 +22,7 @@ from ..settings.study import StudySpec
 from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
 from .pool import supervise
-from .preflight import check_room, check_study, check_unchanged
+from .preflight import auto_workers, check_room, check_study, check_unchanged
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
 
@@ -125,7 +125,8 @@ def dry_run(
 
     Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
     are still needed and free; `not_checked`, everything that only the machine that runs the study can check (its GPU, a
-    model or data that are not here yet). SpecError for a study that no machine can run.
+    model or data that are not here yet); `limits`, the tokens of a completion by model that is not built in. SpecError
+    for a study that no machine can run.
     """
     from ..checks.memory import judge
     from .estimates import budget
@@ -138,6 +139,7 @@ def dry_run(
     not_checked = missing_here(list(specs.values()))
     if not not_checked:
         with expecting(known):
+            workers = auto_workers(study) if workers is None and execute == EXECUTE else workers
             check_study(study, runs, workers, execute)
             if known:
                 run_inputs(list(specs.values()), runs / "cache")
@@ -151,6 +153,7 @@ def dry_run(
         "memory": memory,
         "disk": disk,
         "not_checked": not_checked,
+        "limits": {s.model: s.max_tokens for s in specs.values() if s.model != "tiny" and not s.cold_start.steps},
     }
 
 

@@ -87,4 +87,5 @@ def _compute(analysis: Analysis) -> str:
     hours = [f", {spent[key] / 3600:.3g}{unit}" for key, unit in units.items() if spent[key]]
     peak = wording.size(max((trial.summary.get("peak_memory_bytes", 0.0) for trial in trials), default=0.0))
     where = wording.listed(names) or "hardware that is not recorded"
-    return f"All runs took {duration(spent['seconds'])}{''.join(hours)}, with at most {peak} of memory, on {where}."
+    spent_on = f"{duration(spent['seconds'])}{''.join(hours)}, at most {peak} of memory with the engine"
+    return f"All runs took {spent_on}, on {where}."

@@ -112,7 +112,7 @@ class Scope:
 _LAST = {  # of a run's summary -> the metric whose last value it is
     "accuracy_final": "validation/accuracy", "rollouts": "train/rollouts",
     "generated_tokens": "train/generated_tokens", "optimizer_steps": "train/optimizer_steps",
-    "peak_memory_bytes": "memory/peak_bytes",
+    "peak_memory_bytes": "memory/peak_bytes", "learner_peak_bytes": "memory/learner_peak_bytes",
 }  # fmt: skip
 _AREAS: Mapping[str, Split] = {"validation": "validation", "test": "test", "start": "test"}  # of metrics -> split
 Tests = Mapping[str, tuple[Split, Task]]  # area of metrics -> the split and the task that it measures

@@ -242,7 +242,7 @@ REFUSED = [
     (changed(score=[0.5, math.nan]), "row 2: input should be a finite number", "nan"),
     (changed(step=[1, None]), "column step of the scores, row 2: input should be a finite number", "correct it"),
     (changed(score=[0.5, 87.5]), "from 0 to 1 in all arms, 1 of 1 have others (such as 87.5 in 'a')", "by 100"),
-    (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "divide percentages by 100"),
+    (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "of fractions as `score` (verl's is acc)"),
     (changed(arm=["a", "b"], score=[0.5, 50.0]), "in all arms, 1 of 2 have others (such as 50 in 'b')", "divide"),
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
     (changed(arm=["a", "b"], problem="p", step=[50, 100]), "'a', seed 0, ends at 50, 'b', seed 0, at 100", "same step"),
@@ -432,7 +432,7 @@ def test_compute_is_the_sum_over_runs_on_named_hardware():
 
     record = with_trials(fake_study(seeds=range(2)), on)  # 6 runs: 7200 s, 6 core-hours, 3 GPU-hours
     text = dict(methods(analysed(record)))["How much compute, on what?"]
-    spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, with at most 1.00 GiB of memory"
+    spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, at most 1.00 GiB of memory with the engine"
     assert text == f"All runs took {spent}, on H100 and Xeon."
 
 
