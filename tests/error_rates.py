@@ -410,6 +410,7 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "equivalent, no difference, called different": partial(
         margins, predicts="equivalent", difference=0.0, wrong=("contradicted",)
     ),
+    "5 arms at the floor": partial(crossed, build=_arms, logit=-6.0),
     "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
 }
 

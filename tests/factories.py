@@ -1,9 +1,10 @@
 """Makes the values that many tests begin with: settings of a run and of a study, progress. Tests change parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cohort.harness.api.study import Study, study_of
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.settings.raw import with_overrides
@@ -18,6 +19,7 @@ FEW: Mapping[str, Any] = {
     "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
     "rollouts_per_step": 8,
     "steps": 3,
+    "gates": {"stuck_groups": None},  # its rewards may all be 0
 }
 
 
@@ -25,6 +27,12 @@ def make_spec(algorithm: Any = "grpo", /, **changes: Any) -> RunSpec:
     """A run of the built-in task. `changes` are settings of a run, whole (`task={...}`) or by dotted path
     (`**{"algorithm.group_size": 4}`), applied in their order."""
     return parse_run(with_overrides({"task": "arithmetic", "algorithm": algorithm}, changes), "test")
+
+
+def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases of a test, of which all but the quick ones are marked slow."""
+    kept = list(quick)
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def staged(*stages: Mapping[str, Any], **changes: Any) -> RunSpec:

@@ -136,17 +136,18 @@ def random_scores(
     seed_deviations: Sequence[float] = (0.16,),
     families: Sequence[int] | None = None,
     arm_by_family: float = 0.0,
+    logit: float = 1.2,
 ) -> np.ndarray:
     """Fractions right of arms that do not differ, arms by seeds by problems, 4 samples each; seeds differ between arms.
 
-    Logits: 1.2, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4). `arm_by_problem` is
-    the deviation of what an arm gains on one problem and loses on another, `arm_by_family` that of what it gains on all
-    problems with one number in `families`. Arms take `seed_deviations` in turn; the mean logit keeps their accuracy
-    equal (Zeger et al. 1988: it is proportional to sqrt(1 + 0.346 variance)).
+    Logits: `logit`, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4). `arm_by_problem`
+    is the deviation of what an arm gains on one problem and loses on another, `arm_by_family` the deviation of what it
+    gains on all problems with one number in `families`. Arms take `seed_deviations` in turn; the mean logit keeps their
+    accuracy equal (Zeger et al. 1988: it is proportional to sqrt(1 + 0.346 variance)).
     """
     deviations = np.resize(np.asarray(seed_deviations, dtype=float), num_arms)[:, None, None]
     others = 1.2**2 + 0.4**2 + arm_by_problem**2
-    centre = 1.2 * np.sqrt((1 + 0.346 * (others + deviations**2)) / (1 + 0.346 * (others + 0.16**2)))
+    centre = logit * np.sqrt((1 + 0.346 * (others + deviations**2)) / (1 + 0.346 * (others + 0.16**2)))
     seeds = rng.normal(0, 1, (num_arms, num_seeds, 1)) * deviations
     problems = rng.normal(0, 1.2, (1, 1, num_problems))
     interaction = rng.normal(0, 0.4, (num_arms, num_seeds, num_problems))

@@ -19,7 +19,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import collate
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
-from factories import make_spec
+from factories import make_spec, slow_but
 from fakes import MemoryLog, StopAfter, tiny_codec
 from pretend_cuda import pretend_cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -105,7 +105,7 @@ def a_step(spec: RunSpec, policy):
     return learner.operations(costs, rows, rows, []), {"sampling": sampling, "scoring": scoring, "learning": learning}
 
 
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("case", slow_but(("reference", "critic", "tokens of high entropy", "grouped queries"), STEPS))
 def test_a_step_takes_the_operations_that_pytorch_counts(case):
     model, changes = STEPS[case]
     formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())

@@ -21,6 +21,7 @@ from cohort.reports.figures import curves, outcome
 from cohort.reports.figures.style import Drawing, drawn, wrapped
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed, write_report
+from factories import slow_but
 from fake_study import HOSTILE_ARM, factor_grid, fake_study, three_algorithms
 from matplotlib.text import Text
 from rich.console import Console
@@ -67,7 +68,7 @@ GRID = factor_grid({
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("labels", [*LABELS.values(), []], ids=[*LABELS, "grid"])
+@pytest.mark.parametrize("labels", slow_but((LABELS["hostile"], []), [*LABELS.values(), []]), ids=[*LABELS, "grid"])
 def test_no_text_leaves_its_figure_and_no_label_is_cut(labels):
     record = labelled(labels) if labels else fake_study(GRID, num_steps=20)
     drawings = figures(record)
@@ -172,3 +173,11 @@ def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tel
 
 def test_text_in_markdown_has_no_dollar_for_formulas_and_no_escape_that_mlflow_shows():
     assert in_markdown("$x_1$ <b>") == "&#36;x\\_1&#36; &lt;b&gt;"
+
+
+def test_two_long_columns_share_the_room_of_a_table(monkeypatch):
+    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
+    monkeypatch.setattr(terminal, "console", lambda **_: screen)
+    table = terminal.table_of(["prompt", "completion", "gold"], [["a few words " * 20, "some more words " * 20, "12"]])
+    widths = [column.width for column in table.columns]
+    assert sum(widths) == 80 - 4 and abs(widths[0] - widths[1]) <= 5 and widths[2] == len("gold")

@@ -28,7 +28,7 @@ from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
 from cohort.harness.policy import fused_llama
-from cohort.harness.policy.forward import Critic, completion_states, recomputes, token_logprobs
+from cohort.harness.policy.forward import Critic, completion_states, prompt_states, recomputes, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -180,6 +180,33 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     assert trunk + counts.logprobs == pytest.approx(saved, rel=0.01)
     saved = bytes_saved(critic, spec, lambda: critic(mask, completion_states(critic.backbone, tokens, mask, None)))
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "autocast", "before", "after", "rows"),
+    [(2, False, 125, 200, 8), (2, True, 350, 512, 3), (2, False, 30, 820, 3), (14, True, 125, 200, 8)],
+)
+def test_the_count_of_shared_prompts_is_within_5_percent_of_what_autograd_saves(heads, autocast, before, after, rows):
+    """Half a layer of Qwen2.5-0.5B, with its 2 heads of keys for 14 of queries and with 14; one prompt is shorter."""
+    sizes = {"hidden_size": 448, "num_hidden_layers": 1, "num_attention_heads": 14, "num_key_value_heads": heads}
+    config, policy = model_of("qwen2", intermediate_size=2432, **sizes)
+    spec = make_spec(sampling={"max_tokens": after}, autocast=autocast)
+    tokens = torch.randint(3, 100, (rows, before + after))
+    tokens[:, :before] = tokens[0, :before]
+    tokens[-1, 0] = 1
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, before:] = True
+    mask[-1, before - 5 : before] = True
+
+    def forward():
+        prompts = prompt_states(policy, tokens, mask)
+        assert prompts is not None
+        return prompts, completion_states(policy, tokens, mask, prompts)
+
+    counts = count(Shape.of(spec, config, rows=rows, prompt_tokens=before))
+    found = counts.trunk.all * 2 * (before - 1) / (rows * (before + after)) + counts.shared.all
+    assert found == pytest.approx(bytes_saved(policy, spec, forward), rel=0.05)
 
 
 def bytes_saved(module, spec, forward):

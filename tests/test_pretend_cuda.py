@@ -61,8 +61,9 @@ def test_tensors_of_two_devices_meet_nowhere_and_waits_are_counted():
         assert mode.waits.total() == before + 2
 
 
-@pytest.mark.parametrize(("algorithm", "precision", "changes"), STEPS)
-def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, changes):
+@pytest.mark.parametrize("step", factories.slow_but(STEPS[1:4], STEPS))
+def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, step):
+    algorithm, precision, changes = step
     with pretend_cuda():
         run, prompts = start(tmp_path, algorithm, **PRECISIONS[precision], **changes)
         train_step(run, prompts, 0)

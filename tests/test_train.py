@@ -19,6 +19,7 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.preflight import check_claimed
+from factories import slow_but
 from fakes import MemoryLog, StopAfter, assert_same_weights, check_same_run, final_weights, gone_on
 
 BASE = {
@@ -52,7 +53,6 @@ SPECS = {
     "banded": BANDED,
     **{name: make_spec(name) for name in ("grpo", "ppo", "remax")},
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SPECS if name != "grpo"]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,8 @@ def undisturbed(tmp_path_factory, cache):
     return run_of
 
 
-@pytest.mark.parametrize("name", ["grpo", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_whatever_a_run_logs_may_be_claimed(name, undisturbed):
     _, log, result = undisturbed(name)
     names = {*result.summary, *(metric for _, values in log.events for metric in values)}
@@ -157,7 +158,7 @@ def test_the_last_evaluations_measure_the_test_problems_and_their_mean_counts_af
     assert_same_weights(final_weights(tmp_path), final_weights(undisturbed("grpo")[0]))  # training has not noticed
 
 
-@pytest.mark.parametrize("name", ["grpo", *SLOW])
+@pytest.mark.parametrize("name", slow_but(["grpo"], SPECS))
 def test_a_stopped_run_resumes_bit_for_bit(name, tmp_path, cache, undisturbed, monkeypatch):
     load, loaded = TransformersEngine.load_weights, []
     whole = undisturbed(name)[:2]

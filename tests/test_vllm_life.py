@@ -1,8 +1,10 @@
 """The life of a vLLM engine on a GPU, with a fake LLM that refuses what vLLM refuses: start, sleep, reload, end."""
 
+import gc
 import json
 import os
 from pathlib import Path
+from weakref import ref
 
 import factories
 import fake_vllm
@@ -13,13 +15,15 @@ from cohort.harness.devices.device import mixed_precision, peak_memory, reset_pe
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import standalone
 from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.guards.sync import check_sync, spot_check
 from cohort.harness.run.loop import train
+from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import LoRA, parse_run
 from fakes import MemoryLog, StopAfter, changed, tiny_codec
-from pretend_cuda import pretend_cuda
+from pretend_cuda import on_cuda, pretend_cuda
 from test_vllm_engine import start
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
@@ -236,6 +240,45 @@ def test_an_evaluation_gives_vllm_all_prompts_at_once(llm):
     engine = start(tiny_model(0))
     evaluate_run(spec, engine, "validation", step=0)
     assert engine.llm.batches == [140, 70]
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_the_gpu_to_vllm_which_reads_the_policy_from_the_host(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(VLLMEngine.Settings, "check_machine", lambda self: None)
+    monkeypatch.setenv("COHORT_MIRROR", "none")
+    spec = run_spec(autocast=True, device="cuda")
+    load, seen, kept = llm.collective_rpc, [], []
+
+    def start_policy(*_):
+        policy = tiny_model(0)
+        kept.append(ref(policy))
+        return policy, tiny_codec()
+
+    monkeypatch.setattr(standalone, "start_policy", start_policy)
+
+    def reload(self, method, args=(), kwargs=None):
+        if method == "reload_weights":
+            weights = dict(kwargs["weights_iterator"])
+            seen.extend((on_cuda(value), value.dtype) for value in weights.values())
+            kwargs = {**kwargs, "weights_iterator": weights.items()}
+        return load(self, method, args, kwargs)
+
+    generates = llm.generate
+
+    def generate(self, *given, **named):
+        gc.collect()
+        kept.append(kept[0]() is None)
+        return generates(self, *given, **named)
+
+    monkeypatch.setattr(llm, "collective_rpc", reload)
+    monkeypatch.setattr(llm, "generate", generate)
+    with pretend_cuda(gib=4):
+        (found,) = standalone.evaluate_once(spec, "validation", tmp_path, "one").values()
+        assert found.metrics["num_prompts"] == 3
+        full = run_spec(device="cuda", engine={"name": "vllm", "gpu_memory_utilization": 0.6})
+        with pytest.raises(SpecError, match=r"the run must fit in memory.*kv_cache .*gpu_memory_utilization"):
+            standalone.evaluate_once(full, "validation", tmp_path, "two")
+    assert set(seen) == {(False, torch.bfloat16)} and kept[1:] and all(kept[1:])
 
 
 class Counter:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
-from filelock import FileLock
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 FORMAT = 3  # of every JSON file of a runs folder: see docs/record.md
 MANIFEST = "manifest.json"
@@ -26,8 +26,10 @@ SETTLED_SECONDS = 2.0  # a file that changed less long ago could change again wi
 _hashes: dict[tuple[str, int, int, int, int], str] = {}
 
 
-def file_lock(path: Path) -> FileLock:
+def file_lock(path: Path) -> "FileLock":
     """A lock between processes, for `with`; the operating system frees it when its holder dies."""
+    from filelock import FileLock
+
     path.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(path)
 
@@ -206,6 +208,8 @@ def write_text(file: Path, text: str, *, sync: bool = True) -> None:
 
 def sweep(folder: Path) -> None:
     """Delete the partial files that dead processes left in a folder (`write_text`); living processes keep theirs."""
+    import psutil
+
     for partial in folder.glob(".*.*"):
         pid = partial.name.rpartition(".")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -3,9 +3,10 @@
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
 worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
-peak of a pass. Gradients always count, because they exist from the second micro-batch on. Not counted: the cold start,
-passes of a reward model or its fit, intermediates of the prefill, and unused bytes that the allocator holds, with glibc
-up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for the libraries that `process` has elsewhere.
+peak of a pass, and within 5 % where rows share prompts. Gradients always count, because they exist from the second
+micro-batch on. Not counted: the cold start, passes of a reward model or its fit, intermediates of the prefill, and
+unused bytes that the allocator holds, with glibc up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for
+the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -38,18 +39,30 @@ PROCESS = 390 * 2**20  # bytes in RAM of a worker before it loads a model
 _LONGEST: dict[tuple[str, ...], int] = {}
 
 
-def check_memory(spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if `copies` processes with such a run cannot fit on the device; passes if there is no estimate."""
+def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None:
+    """SpecError if `copies` processes with such a run, or with an evaluation alone, cannot fit on the device; passes if
+    there is no estimate."""
     device = resolve_device(spec.device)
     if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
         raise SpecError(
             "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
             "engine=transformers"
         )
-    spec = decided(spec, alone=copies == 1)
+    spec = decided(spec, alone=copies == 1) if learns else _sampled_alone(spec)
     found, _ = estimate_run(spec)
+    if found is not None and not learns:  # an engine with weights of its own reads the policy on the host
+        is_apart = spec.engine.name == "vllm" and device.type == "cuda"
+        needed = {"kv_cache", "sampling", "engine", "process", *(() if is_apart else ("policy",))}
+        found = {name: size if name in needed else 0 for name, size in found.items()}
     if found is not None:
         check_fits(found, device, spec, copies)
+
+
+def _sampled_alone(spec: RunSpec) -> RunSpec:
+    """The run with steps so small that an evaluation decides how many rows it samples at once."""
+    return spec.model_copy(
+        update={"gradient_checkpointing": True, "stages": (), "rollouts_per_step": spec.algorithm.group_size}
+    )
 
 
 def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
@@ -258,25 +271,25 @@ def estimate(
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, rows: int) -> int:
     """Bytes that one micro-batch of a device's `rows` keeps for its backward pass and adds at its worst moment."""
     recompute = spec.gradient_checkpointing is True
-    trunk, longest_pass = counts.trunk.total(recompute), 1.0  # tokens, as a multiple of a micro-batch's
-    if counts.can_share and spec.algorithm.group_size > 1:
-        # Prompts are read once, each by one device, and completions each with its prompt's keys (which are kept, or
-        # made again from the prompt's own); leaves of all prompts and their gradient; or sharing is given up.
+    trunk, again = counts.trunk.total(recompute), counts.trunk.largest  # a layer that is computed again
+    if counts.shared is not None and spec.algorithm.group_size > 1:
+        # Prompts are read once, each by one device, and completions each with its prompt's keys; leaves of all prompts,
+        # where they are no parts of the pass, and their gradient; or sharing is given up.
         before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
         prompts = min(rows * spec.devices, spec.prompts_per_step)
         own = -(-prompts // spec.devices)
-        keys = own if recompute else shape.rows
-        once = trunk * (own * before + shape.rows * spec.max_tokens)
-        once += sum(counts.trunk.cache) * (keys + (2 * prompts if recompute or spec.devices > 1 else 0)) * before
-        trunk, longest_pass = max(trunk, once // tokens), max(1.0, own * before / tokens)
+        leaves = own + 2 * prompts if recompute or spec.devices > 1 else prompts * (rows > shape.rows)
+        once = (trunk * own + sum(counts.trunk.cache) * leaves) * before // tokens + counts.shared.total(recompute)
+        again = max(again, counts.shared.largest, again * own * before // tokens)
+        trunk = max(trunk, once)
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     completion = shape.rows * shape.max_tokens
     policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
     block = 4 * counts.vocabulary * min(block_tokens(counts.vocabulary, device), completion)
-    again = is_recomputed(completion, counts.vocabulary)
+    is_again = is_recomputed(completion, counts.vocabulary)
     head_gradient = counts.head if rows > shape.rows else 0  # a temporary if there is a gradient to add it to
-    if block == 4 * counts.vocabulary * completion and not again:  # all at once
+    if block == 4 * counts.vocabulary * completion and not is_again:  # all at once
         worst = max(3 * block, block + head_gradient)
     else:  # one product, copies of head and gradient in its precision, and a block, or the gradient's next term
         product = torch.bfloat16 if spec.autocast else getattr(torch, spec.dtype)
@@ -287,9 +300,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     stages = [policy + critic, policy + worst]
     if recompute:
         others = policy + critic if own_trunk else trunk + counts.states
-        kept = zip(counts.trunk.layers, counts.trunk.inputs, strict=True)
-        largest = max((layer - given for layer, given in kept), default=0)  # what a layer adds to its input
-        stages.append(others + int(largest * longest_pass))
+        stages.append(others + again)
         stages.append(policy + counts.cast + worst)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'

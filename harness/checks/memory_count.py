@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..devices.device import mixed_precision
 from ..devices.sharding import layers, total_bytes
-from ..policy.forward import Critic, backbone, can_share_prompts, state_logprobs
+from ..policy.forward import Critic, PromptStates, backbone, can_share_prompts, prompt_cache, state_logprobs
 from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
 from ..policy.lora import add_adapter, hold_frozen_products
@@ -63,6 +63,11 @@ class Kept:
     inputs: list[int] = field(default_factory=list)
     cache: list[int] = field(default_factory=list)  # keys and values of each layer, which only a sampler keeps
 
+    @property
+    def largest(self) -> int:
+        """Bytes that a layer adds to its input."""
+        return max((kept - given for kept, given in zip(self.layers, self.inputs, strict=True)), default=0)
+
     def total(self, checkpointing: bool) -> int:
         return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
 
@@ -83,7 +88,9 @@ class Counts:
     layer: int  # of the policy's largest layer
     root: int  # outside of layers: embeddings, norm and head
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
-    can_share: bool  # rows of one prompt may share its keys and values
+    shared: (
+        Kept | None
+    )  # of completions alone, after keys and values that the rows of a prompt share; None: they cannot
     states: int  # of the completions, which the head reads
     logprobs: int  # kept after the trunk, the states and all logits among them
     values: int
@@ -95,7 +102,7 @@ def count(shape: Shape) -> Counts:
     policy, critic, added = models(shape)
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-    trunk, logprobs, values = _pass(shape, policy, critic)
+    trunk, shared, logprobs, values = _pass(shape, policy, critic)
     layer_bytes = [total_bytes(layer.parameters()) for layer in layers(policy)]
     return Counts(
         policy=total_bytes(policy.parameters()),
@@ -110,7 +117,7 @@ def count(shape: Shape) -> Counts:
         layer=max(layer_bytes, default=0),
         root=total_bytes(policy.parameters()) - sum(layer_bytes),
         trunk=trunk,
-        can_share=can_share_prompts(policy),
+        shared=shared,
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
         logprobs=logprobs,
         values=values,
@@ -138,8 +145,9 @@ def _built(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     return policy, critic, [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
 
 
-def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
-    """(bytes that the trunk keeps, bytes that log-probs of its states add, bytes that values add)."""
+def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, Kept | None, int, int]:
+    """(bytes that the trunk keeps, the same for completions of shared prompts, bytes that log-probs of its states add,
+    bytes that values add)."""
     from transformers.cache_utils import DynamicCache
 
     class PassingCache(DynamicCache):
@@ -147,8 +155,10 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             kept.cache.append(total_bytes([key_states, value_states]))
+            states.append((key_states.detach()[:, :, 1:], value_states.detach()[:, :, 1:]))
             return key_states, value_states
 
+    states: list[tuple[Tensor, Tensor]] = []
     real = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
         fakes: dict[int, Any] = {
@@ -168,7 +178,17 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             if not shape.shares_trunk:
                 hidden_NH = hidden_NH.clone()
             found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
-    return trunk, with_logprobs - trunk.all, kept.all - with_logprobs
+        shared, before = None, shape.prompt_tokens - 1
+        if can_share_prompts(policy) and before > 0:
+            states = [(keys[:, :, :before], values[:, :, :before]) for keys, values in states]
+            rows_B = torch.zeros(shape.rows, dtype=torch.int64)
+            prompts, completions_BT = PromptStates(states, [], rows_B, rows_B), tokens_BT[:, shape.prompt_tokens :]
+            with _watched(copies) as shared, mixed_precision(tokens_BT.device, shape.autocast):
+                backbone(policy)(
+                    input_ids=completions_BT, position_ids=before + torch.arange(shape.max_tokens)[None],
+                    past_key_values=prompt_cache(policy, prompts), use_cache=True,
+                )  # fmt: skip
+    return trunk, shared, with_logprobs - trunk.all, kept.all - with_logprobs
 
 
 @contextmanager
@@ -191,9 +211,12 @@ def _watched(models: nn.Module) -> Iterator[Kept]:
         before = kept.all
         kept.inputs.append(total_bytes(x for x in arguments if isinstance(x, Tensor)))
 
+    hooks = []
     for layer in models.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.register_forward_pre_hook(enter)
-            layer.register_forward_hook(lambda *_: kept.layers.append(kept.all - before))
+            hooks.append(layer.register_forward_pre_hook(enter))
+            hooks.append(layer.register_forward_hook(lambda *_: kept.layers.append(kept.all - before)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield kept
+    for hook in hooks:
+        hook.remove()

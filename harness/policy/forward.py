@@ -360,7 +360,7 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
 @under_hooks
 def _prompt_pass(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
     """The last hidden states, and the cache with all that it has kept."""
-    cache = _cache(model)
+    cache = prompt_cache(model)
     read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
     return read.last_hidden_state, cache
 
@@ -387,13 +387,13 @@ def completion_states(
             input_ids=inputs,
             attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
             position_ids=positions,
-            past_key_values=_cache(model, prompts),
+            past_key_values=prompt_cache(model, prompts),
             use_cache=not _is_recomputing(model),
         ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]
 
 
-def _cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
+def prompt_cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
     """A cache whose layers begin with the prompt of each row and store nothing, because a backward pass may compute
     them again; without prompts, `first` of a layer has the keys and values that it computes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer

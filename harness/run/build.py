@@ -236,6 +236,14 @@ def build_engine(
     return engine_class(engine_settings(spec, codec, prompts), policy, codec)
 
 
+def lone_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec, prompts: Sequence[Prompt]) -> RolloutEngine:
+    """The same over a policy that never learns. An engine with weights of its own reads it on the host, in its own
+    precision, and fills the GPU alone; the caller may then let the policy go."""
+    own = getattr(engine_settings(spec, codec, prompts), "dtype", None)
+    policy = placed(policy, spec) if own is None else policy.to(dtype=getattr(torch, own))
+    return build_engine(spec, policy, codec, prompts)
+
+
 def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] | None = None) -> Any:
     """The settings of the run's engine, complete."""
 

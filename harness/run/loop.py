@@ -24,7 +24,7 @@ from .build import Run, RunResult, StoppedEarly, first_prompt, prepare, run_fact
 from .evaluate import completions_file, evaluate_run, evaluation_metrics, weights_read
 from .grading import sample_rows
 from .guards.agreement import check_agreement
-from .guards.gates import LEARNT, check_gates
+from .guards.gates import LEARNT, check_gates, check_signal
 from .rollout import Rollouts
 from .step import merged, train_step
 
@@ -120,6 +120,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             check_gates(gates, run.gates, metrics, step)
         is_last = step == whole.steps or run.is_spent
         is_due = is_last or step == run.stage.end
+        if is_due and does is None and spec.algorithm.learns_from_rewards:
+            check_signal(gates, run.gates, metrics, step - run.stage.start, spec.max_tokens)
         if step % whole.evaluation.every == 0 or is_due:
             if does is not None:
                 run.engine.load_weights(run.learner.weights(), step)

@@ -14,6 +14,7 @@ from ..base.inputs import Inputs, expecting
 from ..base.stop import stop_on_signals
 from ..base.words import duration
 from ..checks.disk import check_disk
+from ..checks.memory import check_memory
 from ..checks.preflight import check_length, check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
@@ -22,7 +23,7 @@ from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
-from .build import RunResult, build_engine, first_prompt, placed
+from .build import RunResult, first_prompt, lone_engine
 from .cold_start import start_policy
 from .evaluate import evaluate_run, evaluation_metrics, weights_read
 from .loop import train
@@ -82,22 +83,24 @@ def evaluate_once(
     """
     check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
-    with expecting(recorded_inputs(directory) if (directory / f"{split}.jsonl").exists() else {}):
+    with expecting(recorded_inputs(directory) if any(directory.glob(f"{split}.*")) else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
     measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}
     count = spec.evaluation.num_test_prompts if split == "test" else spec.evaluation.num_prompts
     prompts = [prompt for on in measures.values() for prompt in on.task.prompts(split)[:count]]
     check_length(spec, prompts)
+    check_memory(spec, learns=False)
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
-        policy = placed(policy, spec)
         found: dict[str, EvaluationResult] = {}
-        with closing(build_engine(spec, policy, codec, prompts)) as engine:
+        with closing(lone_engine(spec, policy, codec, prompts)) as engine:
             weights = weights_read(spec, engine, policy)
+            del policy  # the engine has it, or weights of its own
             for area, on in measures.items():
                 pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)
                 engine.note_tokens, kept = pace.sampled, directory / f"{area}.jsonl"
-                found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights)
+                look = partial(on_progress, f"first look at {area}", 0, 0)
+                found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights, look)
                 log.metrics(0, evaluation_metrics(found[area], area))
         log.samples(found[split].samples)
         log.finish("complete", None, {f"{split}_accuracy": found[split].metrics["accuracy"]})

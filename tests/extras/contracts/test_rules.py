@@ -22,7 +22,8 @@ HOSTILE = (hostile_text_gets_a_number, hostile_text_is_graded)
 CASES = [
     pytest.param(
         kind, name, check.test, id=f"{name}-{check.test.__name__}",
-        marks=[pytest.mark.attack("Hostile text in a completion")] if check.test in HOSTILE else [],
+        marks=[pytest.mark.attack("Hostile text in a completion")] * (check.test in HOSTILE)
+        + [pytest.mark.slow] * (name == "wandb"),
     )
     for check in CHECKS
     for kind in check.kinds
