@@ -266,7 +266,7 @@ def test_the_advice_is_for_what_is_large():
 
     assert advice(copies=2) == ["use fewer `workers`", "use an algorithm without a critic", "use a smaller teacher",
                                 "use a smaller model"]  # fmt: skip
-    assert advice(device="cuda", critic=0, teacher=0) == ["use a smaller model", "use more GPUs (devices)"]
+    assert advice(device="cuda", critic=0, teacher=0) == ["use a smaller model", "spread it over more GPUs (devices)"]
 
 
 def test_workers_share_the_memory_of_a_machine():

@@ -90,23 +90,24 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
-    saved = {words: size for words, size in _savings(spec, device) if 50 * size > needed}
+    wider = ["spread it over more GPUs (devices)"] * bool(beside)
+    saved = {words: size for words, size in _savings(spec, device, components) if 50 * size > needed}
     others = {
         "teacher": "a smaller teacher",
         "critic": "an algorithm without a critic",
         "rewards": "smaller reward models",
     }
     uses = [*["fewer `workers`"] * (copies > 1), *(others[name] for name in large if name in others), "a smaller model"]
-    uses += ["more GPUs (devices)"] * bool(beside)
     fix = [f"set {words} ({gib(copies * saved[words])} less)" for words in sorted(saved, key=lambda one: -saved[one])]
     raise SpecError(
         f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
-        f"{' or '.join([*fix, *(f'use {one}' for one in uses)])}"
+        f"{' or '.join([*fix, *(f'use {one}' for one in uses), *wider])}"
     )
 
 
-def _savings(spec: RunSpec, device: torch.device) -> Iterator[tuple[str, int]]:
-    """Settings as `path=value` that the run can take, with the bytes that each would save at the peak."""
+def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Settings as `path=value` that the run can take, with the bytes that each would save at the peak of the components
+    that are `counted`, those that are not 0."""
     raw, (now, _) = spec.model_dump(mode="json", exclude_none=True), estimate_run(spec)
     tries: dict[str, Any] = {
         "rollouts_per_step": spec.rollouts_per_step // 2,
@@ -120,7 +121,8 @@ def _savings(spec: RunSpec, device: torch.device) -> Iterator[tuple[str, int]]:
         with suppress(ValueError):
             then, _ = estimate_run(parse_run(with_overrides(raw, {path: value}), ""))
             if now is not None and then is not None:
-                yield f"{path}={str(value).lower()}", peak_bytes(now) - peak_bytes(then)
+                before, after = ({n: size if counted.get(n) else 0 for n, size in one.items()} for one in (now, then))
+                yield f"{path}={str(value).lower()}", peak_bytes(before) - peak_bytes(after)
 
 
 def gib(size: int) -> str:
