@@ -67,10 +67,8 @@ class LLM(fake_vllm.LLM):
         if "short rows" in LLM.faults:
             parameters = replace(parameters, max_tokens=3)
         found = super()._answer(row, parameters, model)
-        is_off = f"{self.dtype} is off" in LLM.faults or (
-            "long rows are off" in LLM.faults and parameters.max_tokens > 9
-        )
-        if is_off and parameters.prompt_logprobs is None:
+        is_off = ("long rows are off" if parameters.max_tokens > 9 else f"{self.dtype} is off") in LLM.faults
+        if is_off and parameters.prompt_logprobs is None and "sleep" not in self.calls:
             values = found.outputs[0].logprobs.logprobs
             values[:] = [value - 3 for value in values]
         return found
