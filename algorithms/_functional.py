@@ -72,6 +72,12 @@ class RewardKLSettings(Algorithm):
         return self.kl_beta > 0
 
 
+class DiscountSettings(RewardKLSettings):
+    """The same where each token is paid by the rewards from there on."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token of the rewards to come")
+
+
 class LossKLSettings(Algorithm):
     """A KL penalty in the loss, beside the per-token loss of the algorithm (arXiv:2402.03300, eq. 3-4)."""
 

@@ -21,7 +21,7 @@ from ..harness.data import Batch, PolicyOutput, Tensor
 from . import _functional as F
 
 
-class PPO(F.RewardKLSettings, F.ClipSettings):
+class PPO(F.DiscountSettings, F.ClipSettings):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic = True
@@ -31,7 +31,6 @@ class PPO(F.RewardKLSettings, F.ClipSettings):
         "kl": "kl_beta * k1 to the reference, in the reward of each token",
     }
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
     gae_lambda_critic: float | None = Field(default=None, ge=0, le=1, description="of value targets; null: gae_lambda")
     length_adaptive_alpha: float | None = Field(

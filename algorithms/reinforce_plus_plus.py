@@ -18,7 +18,7 @@ from ..harness.data import Batch, PolicyOutput, Tensor
 from . import _functional as F
 
 
-class ReinforcePlusPlus(F.RewardKLSettings, F.ClipSettings):
+class ReinforcePlusPlus(F.DiscountSettings, F.ClipSettings):
     """Reward to go normalised over the batch, per-token KL in the reward, PPO's clip, no critic (REINFORCE++)."""
 
     token_mean = True
@@ -27,7 +27,6 @@ class ReinforcePlusPlus(F.RewardKLSettings, F.ClipSettings):
         "kl": "kl_beta * k1 to the reference, in the reward of each token (k2 beside the clip: baseline)",
     }
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token in the reward to go")
     baseline: Literal["none", "group"] = Field(
         default="none", description="group: first subtract the group's mean reward; the KL is then k2, in the loss"
     )

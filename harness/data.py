@@ -157,11 +157,11 @@ class GradedGroup:
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence class
     of that answer under the task's own equality (None without an answer that counts). `correct` is None for a reward
     that must not see the gold answer, so that label leakage fails loudly; so are `lenient`, which takes the last number
-    or expression where no answer is marked, and `scores`, from 0 to 1, which are None for a task without partial credit
-    too. `run_on[i]` tells whether the completion goes on with another problem. `format_scores[i]` in [0, 1] is the
-    score of the answer format, `max_tokens` the limit of a completion. `token_means` has, for each
-    `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of each completion, under the
-    policy at the sampling temperature.
+    or expression where no answer is marked, `marked`, which never does, and `scores`, from 0 to 1, which are None for a
+    task without partial credit too. `run_on[i]` tells whether the completion goes on with another problem.
+    `format_scores[i]` in [0, 1] is the score of the answer format, `max_tokens` the limit of a completion.
+    `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity over the tokens of
+    each completion, under the policy at the sampling temperature.
     """
 
     prompt_id: str
@@ -176,12 +176,13 @@ class GradedGroup:
     correct: tuple[bool, ...] | None
     scores: tuple[float, ...] | None = None
     lenient: tuple[bool, ...] | None = None
+    marked: tuple[bool, ...] | None = None
     token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     run_on: tuple[bool, ...] | None = None
 
     def blind(self) -> GradedGroup:
         """The same group without correctness and scores."""
-        return dataclasses.replace(self, correct=None, scores=None, lenient=None)
+        return dataclasses.replace(self, correct=None, scores=None, lenient=None, marked=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +320,8 @@ class EvaluationResult:
     metrics         names without area, values as fractions in [0, 1] or tokens: `accuracy` (mean over prompts and
                     n samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` for several k <= n,
                     `maj_at_<n>`, `score` (mean, of a task with partial credit), `answered`, `lenient_accuracy`,
-                    `truncated`, `format` (mean score), `num_tokens` (mean), `num_prompts`, `num_samples` (n)
+                    `marked_accuracy`, `truncated`, `format` (mean score), `num_tokens` (mean), `num_prompts`,
+                    `num_samples` (n)
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags

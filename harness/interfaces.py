@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -258,6 +258,10 @@ class Task(Section, ABC):
         Never raises, whatever the text, and takes bounded time and memory.
         """
 
+    def marked(self, completion: str) -> str | None:
+        """The answer that a completion marks as its final one, where `extract` takes others too. Bounded like it."""
+        return self.extract(completion)
+
     def ends_in(self, completion: str, gold: str) -> bool:
         """Whether the last number or expression of a completion that marks no answer is the gold answer: measured
         (`lenient_accuracy`), never paid. Bounded like `extract`."""
@@ -394,6 +398,7 @@ class RolloutEngine(ABC):
     verifies_weights: bool = False  # whether its `load_weights` finds every weight that did not arrive
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
     note_tokens: Callable[[int], None] = staticmethod(lambda count: None)  # it may tell how many more are sampled
+    ended: MutableMapping[str, list[int]] | None = None  # it may add each row that ends, and take these as they are
 
     class Settings(Section):
         processes: ClassVar[int] = 1  # of a trial over which it splits its model; they must be given the same prompts

@@ -27,19 +27,34 @@ class AnswerTask(Task):
     answer_format: AnswerFormat = Field(
         default="hash", description="how the prompt and the worked solutions ask for or state answers"
     )
+    answers: Literal["marked", "last"] = Field(
+        default="marked",
+        description="last: without a marked one the last number or formula counts, for rewards too",
+    )
 
     def read(self, text: str) -> str | None:
         """The answer that a text at a marker states, in canonical spelling, or None."""
         return _numbers.canonical(text)
 
     def extract(self, completion: str) -> str | None:
+        """The answer that is marked, or else, with `answers` `last`, the last number or formula."""
+        marked = self.marked(completion)
+        return self.last(completion) if marked is None and self.answers == "last" else marked
+
+    def marked(self, completion: str) -> str | None:
         """The answer at the marker of the configured format, or else at another's."""
         return first_readable(stated(after_thought(self.own_part(completion)), self.answer_format), self.read)
 
-    def ends_in(self, completion: str, gold: str) -> bool:
+    def last(self, completion: str) -> str | None:
+        """The last number or formula that can be read as an answer, as lm-eval's `flexible-extract` does."""
         tail = after_thought(self.own_part(completion))[-TAIL_CHARS:]
-        last = [text for pattern in (FORMULA, NUMBER) for text in pattern.findall(tail)[-1:]]
-        return any(AnswerTask.equivalent(self, answer, gold) for answer in map(self.read, last) if answer)
+        found = [match for pattern in (FORMULA, NUMBER) for match in [*pattern.finditer(tail)][-1:]]
+        texts = [match[match.re.groups] for match in sorted(found, key=lambda match: match.end(), reverse=True)]
+        return first_readable(texts, self.read)
+
+    def ends_in(self, completion: str, gold: str) -> bool:
+        answer = self.last(completion)
+        return answer is not None and AnswerTask.equivalent(self, answer, gold)
 
     def format_score(self, completion: str) -> float:
         """`####` and boxes score 1 with something in the marker, else 0. Tags score 1 for one `<think>` pair and then

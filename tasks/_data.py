@@ -10,7 +10,9 @@ the name of a file, or else of the nearest folder above it, contains the word `t
 is one split: `train` if its name contains that word, otherwise `test`.
 """
 
+import csv
 import hashlib
+import io
 import json
 import logging
 import re
@@ -36,11 +38,12 @@ Row = Mapping[str, Any]
 # names of files are the same on every machine.
 Found = tuple[Mapping[str, Path | str], Callable[[], Iterator[tuple[str, Row]]]]
 
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _LISTED = ", ".join(_SUFFIXES)
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_READ_ERRORS = (ValueError, OSError, TypeError, KeyError, RuntimeError)  # every error of pyarrow is one of these
+# Every error of pyarrow is one of these.
+_READ_ERRORS = (ValueError, OSError, TypeError, KeyError, RuntimeError, csv.Error)
 _log = logging.getLogger(__name__)
 
 
@@ -81,10 +84,15 @@ class DatasetTask(QuestionTask):
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
     )
-    family_field: str | None = Field(
-        default=None, min_length=1, description="field of a row that names its problem's family, such as its template"
+    columns: Mapping[str, Annotated[str, Field(min_length=1)]] = Field(
+        default={},
+        description="fields of the task -> their names in the rows, such as {question: prompt, answer: target}; "
+        "family: the field that names a problem's family, such as its template",
     )
     shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # of a mapping there is none
 
     @abstractmethod
     def parse_row(self, row: Row) -> Problem | None:
@@ -197,15 +205,22 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
     path, _ = task.source(split)
     problems: list[Problem] = []
     rows = list(_find(task, split)[1]())
+    for field, column in task.columns.items() if split == "test" and rows else ():
+        if all(isinstance(row, Mapping) and row.get(column) is None for _, row in rows):
+            raise ValueError(
+                f"{path}: task.columns must name fields of the rows, got '{column}' for {field}, which none of the "
+                f"{len(rows)} rows of the test split has (fields: {', '.join(map(str, rows[0][1]))})"
+            )
     for where, row in rows:
         try:
             if not isinstance(row, Mapping):
                 raise BadRow(f"must be an object with fields, got {row!r:.40}")
-            problem = task.parse_row(row)
+            named = {field: row[column] for field, column in task.columns.items() if column in row}
+            problem = task.parse_row({**row, **named})
         except BadRow as error:
             raise ValueError(f"{where}: {error}; correct the row or remove it") from None
         if problem is not None:
-            family = row.get(task.family_field) if task.family_field else None
+            family = named.get("family")
             is_known = family is not None and family == family  # not NaN, which tables have for nothing
             problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
     sources = _sources(task, split)
@@ -215,11 +230,6 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
     if not problems:
         filters = "; loosen its filters" if rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
-    if split == "test" and task.family_field and not any(problem.family for problem in problems):
-        raise ValueError(
-            f"{path}: task.family_field must be a field of the rows, got '{task.family_field}', which none of the "
-            f"{len(rows)} rows of the test split has; name the one that tells variants of a template apart from others"
-        )
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
@@ -309,6 +319,11 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
     try:
         if file.suffix.lower().startswith(".json"):
             rows = _json_rows(file.read_text("utf-8"))
+        elif file.suffix.lower() == ".csv":
+            read = csv.DictReader(io.StringIO(file.read_text("utf-8-sig")), strict=True)
+            rows = [{name: cell or None for name, cell in row.items()} for row in read]
+            if long := [number for number, row in enumerate(rows, start=1) if None in row]:
+                raise ValueError(f"row {long[0]} has more cells than the header ({len(read.fieldnames or ())})")
         else:
             from pyarrow import ipc, parquet  # slow to import, and the built-in task does without
 

@@ -19,6 +19,7 @@ FEW: Mapping[str, Any] = {
     "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
     "rollouts_per_step": 8,
     "steps": 3,
+    "gates": {"stuck_groups": None},  # its rewards may all be 0
 }
 
 

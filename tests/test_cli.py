@@ -32,7 +32,7 @@ from cohort import evaluate, load_study, open_result, run
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
 QUICK = [
-    "task.num_train=64", "task.max_operands=3", "sampling.max_tokens=4",
+    "task.num_train=64", "task.max_operands=3", "sampling.max_tokens=4", "gates.stuck_groups=null",
     "rollouts_per_step=8", "algorithm.group_size=4", "steps=2", "evaluation.num_prompts=4",
     "evaluation.num_test_prompts=4", "evaluation.num_samples=2", "checkpoints.every=1",
 ]  # fmt: skip
@@ -286,7 +286,7 @@ def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(coh
     assert [len(json.loads(line)["samples"]) for line in kept] == [3] * 4
     first = json.loads((runs / "evaluate" / "kept" / "run.json").read_text())["prompt"]
     assert first == (artifacts / "prompt.txt").read_text()
-    settings = {path: int(value) for path, _, value in (item.partition("=") for item in quick)}
+    settings = {path: json.loads(value) for path, _, value in (item.partition("=") for item in quick)}
     again = evaluate("tiny", "arithmetic", samples=3, limit=4, name="kept", settings=settings)
     metrics = again.metrics.set_index("metric")
     assert metrics.value.to_dict() == found["metrics"]
@@ -374,7 +374,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert f"--set {QUICK[-1]} --set 'seeds=[0]'" in cohort.out
 
     Path(found["report"]).unlink()
-    settings = {path: int(value) for path, _, value in (item.partition("=") for item in QUICK)}
+    settings = {path: json.loads(value) for path, _, value in (item.partition("=") for item in QUICK)}
     result = run(load_study(file).with_set(seeds=[0], **settings), workers=1)  # from Python it is the same study
     assert "learning_rate=1e+30 | seed 0: invalid (" in capsys.readouterr().out
     assert open_result("rates").trials.equals(result.trials)
@@ -389,7 +389,9 @@ def test_an_interrupted_study_ends_with_exit_code_130(cohort, monkeypatch):
     assert (cohort.out, cohort.err) == ("", "Interrupted. The same command continues where it stopped.\n")
 
 
-@pytest.mark.parametrize(("die_at", "told"), [(1, "No problem is kept yet."), (2, "2 problems are kept in {}")])
+@pytest.mark.parametrize(
+    ("die_at", "told"), [(0, "No completion is kept yet."), (1, "0 problems and 1 "), (2, "2 problems and 0 ")]
+)
 @pytest.mark.usefixtures("store")
 def test_an_interrupted_evaluation_says_what_is_kept(die_at, told, cohort, runs, monkeypatch):
     generate, calls = TransformersEngine.generate, iter(range(9))
@@ -402,8 +404,8 @@ def test_an_interrupted_evaluation_says_what_is_kept(die_at, told, cohort, runs,
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
     monkeypatch.setattr("cohort.harness.run.evaluate.PROMPTS_AT_ONCE", 2)
     assert cohort("evaluate", "tiny", "--task", "arithmetic", "--limit", "4", "--samples", "1", "--name", "one") == 130
-    words = f"Interrupted. {told.format(runs / 'evaluate' / 'one')}"
-    assert cohort.err.splitlines()[-1] == words + "; the same command continues there." * (die_at > 1)
+    kept = f"completions of others are kept in {runs / 'evaluate' / 'one'}; the same command continues there."
+    assert cohort.err.splitlines()[-1] == f"Interrupted. {told}{kept if die_at else ''}"
 
 
 @pytest.mark.attack("Hostile text in a terminal")

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from chats import chat_folder
 from cohort.harness.data import Demonstration, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.sources import cold_start_key
@@ -14,6 +15,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import cold_start
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.settings.run import ColdStart, parse_run
+from cohort.tasks.arithmetic import Arithmetic
 from fakes import tiny_codec
 from filelock import FileLock
 
@@ -92,6 +94,13 @@ def test_who_waits_for_the_cold_start_of_another_process_says_so_and_may_stop(tm
     held = FileLock(folder.with_name(f"{folder.name}.lock"))
     with held, pytest.raises(InterruptedError, match="waiting for the shared cold start"):
         start_policy(make_spec(), tmp_path, stop)
+
+
+def test_the_key_knows_the_words_in_which_a_chat_model_is_asked(tmp_path, monkeypatch):
+    specs = [make_spec(), make_spec().model_copy(update={"model": str(chat_folder(tmp_path))})]
+    before = [cold_start_key(spec) for spec in specs]
+    monkeypatch.setattr(Arithmetic, "in_words", lambda task, text: f"Say {text}")
+    assert [cold_start_key(spec) == key for spec, key in zip(specs, before, strict=True)] == [True, False]
 
 
 def test_the_key_changes_with_what_the_result_depends_on_and_is_shared_by_arms():

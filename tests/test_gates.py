@@ -133,14 +133,22 @@ def test_a_weak_first_look_names_its_causes_and_their_settings(seen, limit, word
     assert len(causes) <= 2 and bool(causes) == bool(words) and [w for w in words if w not in str(causes)] == []
 
 
-def test_a_first_step_without_a_signal_warns_with_the_causes(tmp_path, caplog):
-    train(make_spec({}, steps=2), tmp_path, MemoryLog(), cache=tmp_path)
-    (told,) = [record.message for record in caplog.records if "no rewards of the first step differ" in record.message]
-    assert "100% mark no answer" in told
-    caplog.clear()
-    train(make_spec({}, steps=1, algorithm={"name": "grpo", "group_size": 4}, control="random"), tmp_path / "b",
-          MemoryLog(), cache=tmp_path)  # fmt: skip
-    assert "no rewards of the first step differ" not in caplog.text
+@pytest.mark.parametrize(
+    ("gates", "changes", "state", "warns"),
+    [
+        ({}, {"steps": 2}, "invalid", True),
+        ({"stuck_groups": None}, {}, "complete", True),
+        ({}, {"algorithm": {"name": "grpo", "group_size": 4}, "control": "random"}, "complete", False),
+    ],
+)
+def test_a_short_run_without_a_signal_warns_at_its_first_step_and_is_invalid(
+    gates, changes, state, warns, tmp_path, caplog
+):
+    result = train(make_spec(gates, **{"steps": 1, **changes}), tmp_path, MemoryLog(), cache=tmp_path)
+    told = [record.message for record in caplog.records if "no rewards of the first step differ" in record.message]
+    assert (result.state, len(told)) == (state, warns) and all("100% mark no answer" in words for words in told)
+    if state == "invalid":
+        assert result.reason.startswith("no rewards of 2 steps differ, so nothing is learnt; of the completions, 100%")
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ LATEX = "so $x = \\frac{1}{2}$ in the end"
         (Arithmetic(), "39", "no number", False, False),
         (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
         (Math(path="x"), "12", "$x$ is 12", False, True),
+        (Math(path="x"), "x", "12 is $x$", False, True),
     ],
 )
 def test_a_lenient_reading_takes_the_last_number_or_expression_where_no_answer_is_marked(
@@ -82,7 +83,14 @@ def test_a_lenient_reading_takes_the_last_number_or_expression_where_no_answer_i
     assert graded.blind().lenient is None
     metrics = sample_metrics([problem_score(graded, graded)])
     assert (metrics["accuracy"], metrics["lenient_accuracy"]) == (strict, lenient)
-    assert rollout_metrics([graded], [[0.0]])["train/lenient_accuracy"] == lenient
+    assert metrics["marked_accuracy"] == strict
+    taking = task.model_copy(update={"answers": "last"})
+    (graded,) = grade(taking, [group(gold, completion)], 8)
+    assert (graded.correct, graded.lenient, graded.marked) == ((lenient,), (lenient,), (strict,))
+    assert graded.blind().marked is None
+    found = rollout_metrics([graded], [[0.0]])
+    kinds = ("accuracy", "lenient_accuracy", "marked_accuracy")
+    assert [found[f"train/{kind}"] for kind in kinds] == [lenient, lenient, strict]
 
 
 def test_answers_fall_into_classes_by_the_equality_of_the_task():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import datasets
+import pandas
 import pytest
 from cohort.studies import sums
 from cohort.tasks._answers import AnswerFormat
@@ -45,13 +46,26 @@ def test_a_prompt_is_the_question_in_the_template(tmp_path):
 def test_a_field_of_the_rows_names_the_family_and_a_row_without_it_has_none(tmp_path):
     rows = [{**row, "story": story} for row, story in zip(rows_like(5), [" dogs ", 7, None, "", math.nan], strict=True)]
     file = write(tmp_path / "one.jsonl", *rows, *rows_like(6)[5:])
-    prompts = task(file, template="{question}", family_field="story").prompts("test")
+    prompts = task(file, template="{question}", columns={"family": "story"}).prompts("test")
     families = {prompt.text: prompt.family for prompt in prompts}
     assert [families[row["question"]] for row in rows_like(6)] == ["dogs", "7", "", "", "", ""]
     assert {prompt.family for prompt in task(file).prompts("test")} == {""}
-    words = r"family_field must be a field of the rows, got 'tale', which none of the 6 rows"
+    words = r"columns must name fields of the rows, got 'tale' for family, which none of the 6 rows"
     with pytest.raises(ValueError, match=words):
-        task(file, family_field="tale").prompts("test")
+        task(file, columns={"family": "tale"}).prompts("test")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_columns_of_other_names_are_read_from_tables_of_ones_own(tmp_path, suffix):
+    asked = {"prompt": ['Why, \u2028\n"then"?', "How many?"], "target": ["1,200", "#### 3"], "note": ["", "x"]}
+    file, columns = tmp_path / f"mine.{suffix}", {"question": "prompt", "answer": "target", "family": "note"}
+    frame = pandas.DataFrame(asked)
+    frame.to_csv(file, index=False, encoding="utf-8-sig") if suffix == "csv" else frame.to_parquet(file)
+    prompts = task(file, columns=columns, template="{question}").prompts("test")
+    found = {prompt.text: (prompt.gold, prompt.family) for prompt in prompts}
+    assert found == {asked["prompt"][0]: ("1200", ""), "How many?": ("3", "x")}
+    with pytest.raises(ValueError, match=r"'goal' for answer, which none .* \(fields: prompt, target, note\)"):
+        task(file, columns={**columns, "answer": "goal"}).prompts("test")
 
 
 def test_gold_is_canonical_and_the_solution_ends_in_it_without_calculator_marks():
@@ -171,7 +185,7 @@ BAD = {
     "null": ({"question": None, "answer": "#### 1"}, "field 'question' is missing"),
     "empty": ({"question": " ", "answer": "#### 1"}, "field 'question' is empty"),
     "no object": (["Why?"], "must be an object with fields, got"),
-    "no marker": ({"question": "Why?", "answer": "It is 5."}, "field 'answer' must end in '#### ' and a number"),
+    "no marker": ({"question": "Why?", "answer": "It is 5."}, "field 'answer' must be a number, or end in '#### ' and"),
     "no number": ({"question": "Why?", "answer": "#### many"}, r"field 'answer' must .* got \.\.\.'#### many'"),
 }
 
@@ -205,6 +219,8 @@ def test_a_split_without_a_usable_row_is_an_error(tmp_path):
         ("test.json", b"[" * 100_000, "recursion"),
         ("test.parquet", b"no parquet", "Parquet"),
         ("test.arrow", b"no arrow", "."),
+        ("test.csv", b"question,answer\nWhy, now?,5\n", r"row 1 has more cells than the header \(2\)"),
+        ("test.csv", b'question,answer\n"Why?,5\n', "unexpected end of data"),
     ],
 )
 def test_a_broken_file_is_an_error_that_names_its_line(tmp_path, name, content, message):
@@ -219,7 +235,7 @@ def test_a_broken_file_is_an_error_that_names_its_line(tmp_path, name, content, 
         *((p, r"no such file or folder; give an existing \.jsonl") for p in (
             "./gsm8k", "/no/such/folder", "~/no_such_folder_here", "gsm8k.jsonl", "a/b/c", "tests/gsm8k"
         )),
-        ("README.md", r"must be one of \.jsonl, \.json, \.parquet, \.arrow, got '\.md'"),
+        ("README.md", r"must be one of \.jsonl, \.json, \.csv, \.parquet, \.arrow, got '\.md'"),
     ],
 )  # fmt: skip
 @pytest.mark.attack("A broken or hostile data file")

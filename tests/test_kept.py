@@ -10,6 +10,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import evaluate
 from cohort.harness.run.evaluate import evaluate_run, kept_problems
@@ -60,6 +61,15 @@ def test_parts_are_small_for_a_large_model_on_a_cpu_and_as_ever_for_a_small_one(
         assert engine.asked == [part for size in sizes for part in ((size, 4), (size, 1))]
 
 
+@pytest.mark.parametrize(("num_prompts", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0)])
+def test_the_causes_of_a_weak_first_part_are_told_before_the_next(num_prompts, text, looks):
+    spec, told = make_spec(num_prompts, num_samples=1), []
+    engine = CountingEngine(spec)
+    engine.script = lambda prompt, sample: text
+    evaluate_run(spec, engine, "validation", 0, on_look=lambda causes: told.append((causes, len(engine.asked))))
+    assert len(told) == looks and all("mark no answer" in causes and calls == 2 for causes, calls in told)
+
+
 @pytest.mark.attack("A kill in the middle of an evaluation")
 @pytest.mark.parametrize("die_at", [0, 1, 2, 5, 7])
 def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp_path):
@@ -77,6 +87,37 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp
     done = CountingEngine(spec)
     assert evaluate_run(spec, done, "validation", 0, num_shown=10_000, kept=kept) == whole
     assert done.asked == []
+
+
+@pytest.mark.attack("A kill in the middle of an evaluation")
+@pytest.mark.parametrize("torn", ["", '["0 0 1.0'])
+def test_rows_that_ended_before_a_kill_are_not_sampled_again(torn, tmp_path):
+    spec, kept = make_spec(8, num_samples=3), tmp_path / "validation.jsonl"  # one part of 24 rows, then 8 greedy ones
+
+    def sampled(most=10**9):
+        """The result, and the number of tokens that were sampled before there were too many."""
+        engine, told = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_codec()), []
+
+        def note(count):
+            told.append(count)
+            if sum(told) > most:
+                raise KeyboardInterrupt
+
+        engine.note_tokens = note
+        return evaluate_run(spec, engine, "validation", 0, num_shown=99, kept=kept, weights=1), sum(told)
+
+    whole, all_tokens = sampled()
+    kept.unlink()
+    rows = kept.with_suffix(".rows")
+    with pytest.raises(KeyboardInterrupt):
+        sampled(all_tokens * 3 // 4)
+    ended = [json.loads(line)[1] for line in rows.read_text().splitlines()]
+    assert len(ended) > 3 and not kept.exists()
+    with rows.open("a") as file:
+        file.write(torn)
+    found, tokens = sampled()
+    assert found == whole and tokens == all_tokens - sum(len(ids) - 1 for ids in ended)
+    assert not rows.exists()
 
 
 @pytest.mark.slow

@@ -173,3 +173,11 @@ def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tel
 
 def test_text_in_markdown_has_no_dollar_for_formulas_and_no_escape_that_mlflow_shows():
     assert in_markdown("$x_1$ <b>") == "&#36;x\\_1&#36; &lt;b&gt;"
+
+
+def test_two_long_columns_share_the_room_of_a_table(monkeypatch):
+    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
+    monkeypatch.setattr(terminal, "console", lambda **_: screen)
+    table = terminal.table_of(["prompt", "completion", "gold"], [["a few words " * 20, "some more words " * 20, "12"]])
+    widths = [column.width for column in table.columns]
+    assert sum(widths) == 80 - 4 and abs(widths[0] - widths[1]) <= 5 and widths[2] == len("gold")

@@ -1,15 +1,22 @@
 """What a command chooses for a model other than the built-in one: said, written out in full, and overruled by --set."""
 
+import io
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 import torch
+from chats import chat_folder
 from cohort.harness.api import runs as api_runs
+from cohort.harness.api import settings as api_settings
 from cohort.harness.api.settings import scale_settings
 from cohort.harness.api.study import comparison, load_study
+from cohort.harness.console.views import show_dry_run
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.study.runner import dry_run
+from factories import make_study
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 
@@ -67,6 +74,50 @@ def test_a_run_and_a_study_of_a_large_model_get_its_rates_unless_their_files_nam
     ):
         file.write_text(study.format(run, factor))
         assert load_study(file).spec.design_arms()[0].spec.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("run", "sets", "typed", "rate", "told"),
+    [
+        ({}, [], "y", 1e-6, 1),
+        ({}, [], "n", 2e-4, 1),
+        ({}, [], None, 2e-4, 1),  # no terminal
+        ({}, ["optimizer.learning_rate=5e-4"], "y", 5e-4, 0),  # the user's own word
+        ({"lora": {}}, [], "y", 2e-4, 0),
+        ({"optimizer": {"learning_rate": 3e-5}}, [], "y", 3e-5, 0),
+        ({}, ["model=tiny"], "y", 2e-4, 0),
+    ],
+)
+def test_who_leaves_the_rate_of_the_built_in_model_to_another_one_is_asked_once(
+    run, sets, typed, rate, told, tmp_path, monkeypatch, capsys
+):
+    api_settings._takes.cache_clear()
+    for name, answer in (("stdin", f"{typed}\n"), ("stderr", None)):
+        stream = io.StringIO(answer) if answer else getattr(sys, name)
+        monkeypatch.setattr(stream, "isatty", lambda: typed is not None, raising=False)
+        monkeypatch.setattr(sys, name, stream)
+    settings = {"model": MODEL, "task": "arithmetic", "algorithm": "grpo", "device": "cpu", "steps": 3}
+    settings |= {"optimizer": {"learning_rate": 2e-4}, **run}
+    study = {"question": "Q?", "seeds": [0, 1], "run": settings, "factors": {"algorithm.kl_beta": [0.0, 0.1]}}
+    (tmp_path / "study.yaml").write_text(json.dumps(study))
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    loaded = load_study(tmp_path / "study.yaml", sets).spec.design_arms()
+    assert {arm.spec.optimizer.learning_rate for arm in loaded} == {rate}
+    seen = []
+    monkeypatch.setattr(api_runs, "_in_its_group", lambda run, command: seen.append(run) or sys.exit())
+    with pytest.raises(SystemExit):
+        api_runs.train(tmp_path / "run.yaml", sets)
+    assert [one.optimizer.learning_rate for one in seen] == [rate]
+    assert capsys.readouterr().err.count("0.0002 suits tiny; for Qwen/Qwen2.5-0.5B 1e-06 is usual") == told
+
+
+def test_a_dry_run_names_the_likeliest_causes_of_a_weak_start(tmp_path, capsys):
+    model = str(chat_folder(tmp_path))
+    for name, told in (("tiny", []), (model, ["cut at 29 tokens (sampling.max_tokens", "mark no answer (task.shots"])):
+        study = make_study(**{"run.model": name, "run.steps": 1, "run.sampling": {"max_tokens": 29}})
+        show_dry_run("s", "Q?", dry_run(study, tmp_path / "runs", workers=1))
+        out = capsys.readouterr().out
+        assert ("If few answers of" in out) == bool(told) and [words for words in told if words not in out] == []
 
 
 def test_a_checkpoint_of_the_built_in_model_is_no_large_model(tmp_path, gpu):

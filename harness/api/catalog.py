@@ -65,8 +65,8 @@ def describe_task(
     part = checked_split(split)
     spec = load_run(None, as_texts(settings), {"task": name, "algorithm": "grpo"})
     task = spec.task
-    demonstrations = _or_reason(task.demonstrations)
-    shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
+    first = _or_reason(lambda: next(iter(task.demonstrations()), None))  # some have them one at a time
+    shown = None if isinstance(first, str) else first
     document: dict[str, Any] = {
         "task": task.name,
         "settings": task.model_dump(mode="json"),

@@ -18,7 +18,7 @@ from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
 from ..settings.raw import read_yaml
 from ..settings.run import RunSpec
-from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings
+from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings, suited_rate
 
 if TYPE_CHECKING:
     from ..run.build import RunResult
@@ -51,6 +51,7 @@ def train(
     run = load_run(None if spec is None else str(spec), texts)
     file = None if spec is None else read_yaml(Path(spec))
     texts += scale_settings(run.model, texts, trains=run.steps > 0, file=file)
+    texts += suited_rate(run.model, texts, file=file) if run.steps else []
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     _in_its_group(run, command)
@@ -114,9 +115,10 @@ def evaluate(
         try:
             found = evaluate_once(spec, part, folder, name, show)
         except KeyboardInterrupt:
-            count = sum(file.read_bytes().count(b"\n") for file in place.glob(f"{split}*.jsonl"))
-            told = f"{count:,} problems are kept in {place}; the same command continues there."
-            raise KeyboardInterrupt(told if count else "No problem is kept yet.") from None
+            files = (place.glob(f"{split}*.{end}") for end in ("jsonl", "rows"))
+            kept = [sum(file.read_bytes().count(b"\n") for file in some) for some in files]
+            told = "{:,} problems and {:,} completions of others are kept in {}; the same command continues there."
+            raise KeyboardInterrupt(told.format(*kept, place) if any(kept) else "No completion is kept yet.") from None
     measured = spec.tests if part == "test" else {}
     others = {other: Evaluation(on, found[f"test_{other}"], place) for other, on in measured.items()}
     return Evaluation(spec, found[part], place, others)

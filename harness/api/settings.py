@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -15,9 +17,10 @@ from ..console import terminal
 from ..data import Split
 from ..settings.errors import SpecError
 from ..settings.raw import parse_overrides, with_overrides
-from ..settings.run import get_path
+from ..settings.run import Optimizer, get_path
 
 Settings = Mapping[str, Any] | Sequence[str]  # dotted path -> value, or texts PATH=VALUE as after `--set`
+RATE = "optimizer.learning_rate"
 REPORTING = "reading the results and drawing the figures"
 
 
@@ -71,14 +74,7 @@ def scale_settings(
     import torch
 
     given = with_overrides({**(file or {}), "model": model}, parse_overrides(sets))
-    config, built_in = Path(given["model"]).expanduser() / "config.json", given["model"] == "tiny"
-    if config.is_file():  # perhaps a saved model of its shape
-        from ..policy.tiny import tiny_config
-
-        found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
-        shape = ("vocab_size", "hidden_size", "num_hidden_layers")
-        built_in = all(found.get(key) == getattr(own, key) for key in shape)
-    if built_in:
+    if _is_small(given["model"]):
         return []
     wanted: dict[str, Any] = {}
     if trains:
@@ -94,3 +90,32 @@ def scale_settings(
         shown = ", ".join(texts)
         terminal.say(f"For model {given['model']}: {shown} (--set PATH=VALUE for another value)", stderr=True)
     return texts
+
+
+def suited_rate(model: str, sets: Sequence[str], *, file: Mapping[str, Any] | None = None) -> list[str]:
+    """The usual learning rate of a model that is not built in, as `path=value`, if a run's `file` has the rate of one
+    that is and the user takes the other when asked. Without a terminal a line on stderr says how to take it."""
+    changed, rate = parse_overrides(sets), get_path(file or {}, RATE)
+    given = with_overrides({**(file or {}), "model": model}, changed)
+    is_own = RATE in changed or given.get("lora") is not None or not isinstance(rate, int | float)
+    if is_own or rate < Optimizer().learning_rate or _is_small(given["model"]):
+        return []
+    return [f"{RATE}=1e-06"] if _takes(f"{RATE}={rate:g} suits tiny; for {given['model']} 1e-06 is usual") else []
+
+
+@cache  # a question is asked once
+def _takes(told: str) -> bool:
+    is_asked = sys.stdin.isatty() and sys.stderr.isatty()
+    terminal.say(f"{told}{'. Take it? (y/n)' if is_asked else f' (--set {RATE}=1e-06)'}", stderr=True)
+    return is_asked and sys.stdin.readline().strip().lower().startswith("y")
+
+
+def _is_small(model: str) -> bool:
+    """Whether a model is `tiny`, or a saved one of its shape."""
+    config = Path(model).expanduser() / "config.json"
+    if not config.is_file():
+        return model == "tiny"
+    from ..policy.tiny import tiny_config
+
+    found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
+    return all(found.get(key) == getattr(own, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))

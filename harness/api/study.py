@@ -31,7 +31,7 @@ from ..study.estimates import planned
 from ..study.launchers.local import Launcher
 from ..study.preflight import auto_workers
 from . import reporting
-from .settings import REPORTING, Settings, as_texts, runs_folder, scale_settings, shell
+from .settings import RATE, REPORTING, Settings, as_texts, runs_folder, scale_settings, shell, suited_rate
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "IProgress not found")
 
 TINY_COLD_START = 400
-RATE = "optimizer.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
     source, texts = str(name_or_path), as_texts(settings)
     spec = load.load_study(source, texts)
     names_rate = [RATE in arm.overrides or get_path(spec.run, RATE) for arm in spec.checked_arms()]
-    if "model" in spec.run and not any(names_rate):  # it would be tiny's
-        texts += scale_settings(spec.run["model"], texts, file=spec.run)
+    if "model" in spec.run:  # whose rate may be tiny's
+        texts += (suited_rate if any(names_rate) else scale_settings)(spec.run["model"], texts, file=spec.run)
         spec = load.load_study(source, texts)
     return Study(source, texts, spec, shell(f"cohort study run {shlex.quote(source)}", {"--set": texts}))
 

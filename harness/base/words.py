@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
+LOOKED_AT = ("accuracy", "lenient_accuracy", "answered", "truncated")  # the metrics of a first look
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 
@@ -52,15 +53,15 @@ def first_look(accuracy: float, lenient: float, answered: float, truncated: floa
     return found
 
 
-def without_signal(first: Mapping[str, float], limit: int | None) -> str:
-    """A warning if the metrics of a run's first step show no difference to learn from, with the causes; else empty."""
-    if first.get("reward/std", 1.0) and first.get("train/zero_advantage_groups", 0.0) < 1:
+def without_signal(metrics: Mapping[str, float], limit: int | None, of: str = "the first step") -> str:
+    """A warning if a step's metrics show no difference to learn from, with the causes; else empty."""
+    if metrics.get("reward/std", 1.0) and metrics.get("train/zero_advantage_groups", 0.0) < 1:
         return ""
     names = ("train/accuracy", "train/lenient_accuracy", "train/answered", "completion/truncated")
-    accuracy, lenient, answered, truncated = (first.get(name, math.nan) for name in names)
+    accuracy, lenient, answered, truncated = (metrics.get(name, math.nan) for name in names)
     causes = first_look(accuracy, lenient, answered, truncated, limit)
-    told = f"; of its completions, {' and '.join(causes)}" if causes else ""
-    return f"no rewards of the first step differ, so it teaches nothing{told}"
+    told = f"; of the completions, {' and '.join(causes)}" if causes else ""
+    return f"no rewards of {of} differ, so nothing is learnt{told}"
 
 
 def duration(seconds: float | None, unknown: str = "-") -> str:

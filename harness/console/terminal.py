@@ -81,7 +81,7 @@ def show_table(
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()) -> Table:
     """A table that shows every cell whole, in lines where the screen is narrow; words, so labels, are the last to
-    break, and what room there is goes first to the columns that need least of it."""
+    break, and the columns that want more share what room there is."""
     cells = [[cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row] for row in rows]
     columns = list(zip(headers, *([cell.plain for cell in row] for row in cells), strict=True))
     wanted = [max(map(cell_len, column)) for column in columns]
@@ -90,8 +90,10 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: 
     room = console().width - len(headers) - 1
     while sum(widths) > max(room, len(widths)):
         widths[widths.index(max(widths))] -= 1
-    for place in sorted(range(len(widths)), key=lambda place: wanted[place] - widths[place]):
-        widths[place] += min(max(wanted[place] - widths[place], 0), max(room - sum(widths), 0))
+    places = sorted(range(len(widths)), key=lambda place: wanted[place] - widths[place])
+    for done, place in enumerate(places):
+        share = max(room - sum(widths), 0) // (len(places) - done)
+        widths[place] += min(max(wanted[place] - widths[place], 0), share)
     table = Table(box=SIMPLE_HEAD, padding=(0, int(sum(wanted) + len(wanted) <= room), 0, 0))
     for header, width in zip(headers, widths, strict=True):
         table.add_column(header, justify="right" if header in numeric else "left", overflow="fold", width=width)

@@ -103,6 +103,10 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
+    for model, limit in document["limits"].items():
+        cut = f"most are cut at {limit:,} tokens (sampling.max_tokens, sampling.stop)"
+        form = "mark no answer (task.shots, prompt.format, task.template)"
+        say(f"If few answers of {model} count at first, {cut} or {form}: `cohort evaluate` tells.")
     say("Nothing was run or written.")
 
 

@@ -5,7 +5,7 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,13 @@ def sample_batch(
     sampling: Sampling,
     uniform: np.ndarray,
     note_tokens: Callable[[int], None] = lambda count: None,
+    ended_rows: MutableMapping[str, list[int]] | None = None,
+    names: Sequence[str] = (),
 ) -> list[Group]:
-    """A group for each prompt, decoded as one batch; `uniform` has the noise of each row's tokens."""
+    """A group for each prompt, decoded as one batch; `uniform` has the noise of each row's tokens.
+
+    Rows whose `names` are among `ended_rows` are taken from there, with log-probs of 0; others are added as they end.
+    """
     device = next(policy.parameters()).device
     encoded = [codec.encode(prompt.text) for prompt in prompts]
     noise = torch.from_numpy(uniform).t().contiguous().to(device)
@@ -56,11 +61,17 @@ def sample_batch(
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
     is_end[[token for token in end_ids if token < len(is_end)]] = True
     is_stopped: Any = StopStringCriteria(codec.tokenizer, list(sampling.stop)) if sampling.stop else None
-    active = torch.arange(rows, device=device)  # row of each line of the decode batch
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
+    for row, ids in [(i, ended_rows[name]) for i, name in enumerate(names) if ended_rows and name in ended_rows]:
+        tokens[: len(ids), row] = torch.tensor(ids, device=device)
+        lengths[row], stopped[row] = len(ids), True
+    active = _fill_holes(~stopped)  # row of each line of the decode batch
+    running = torch.ones_like(active, dtype=torch.bool)  # lines not yet ended
+    if len(active) < rows:
+        decoder.select(active)
+        logits = logits[active]
     look_every = LOOK_EVERY if device.type == "cuda" else 1
 
-    for position in range(limit):
+    for position in range(limit if len(active) else 0):
         chosen, logprob = _draw(logits, sampling, noise[position, active])
         tokens[position, active] = chosen
         logprobs[position, active] = logprob.float()
@@ -69,6 +80,9 @@ def sample_batch(
             ended |= running & is_stopped(tokens[: position + 1, active].t(), None)
         lengths[active] = lengths[active].masked_fill(ended, position + 1)
         stopped[active] |= ended
+        if ended_rows is not None:
+            for row in active[ended].tolist():
+                ended_rows[names[row]] = tokens[: position + 1, row].tolist()
         running = running & ~ended
         if position + 1 == limit:
             break

@@ -59,7 +59,11 @@ class TransformersEngine(RolloutEngine):
             for start in range(0, len(prompts), at_once):
                 part = prompts[start : start + at_once]
                 noise = uniforms(seed, step, [prompt.id for prompt in part], group_size, sampling.max_tokens)
-                groups += sample_batch(self.policy, self.codec, self.end_ids, part, sampling, noise, self.note_tokens)
+                run = f"{seed} {step} {sampling.temperature}"
+                names = [f"{run} {prompt.id} {sample}" for prompt in part for sample in range(group_size)]
+                groups += sample_batch(
+                    self.policy, self.codec, self.end_ids, part, sampling, noise, self.note_tokens, self.ended, names
+                )
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:

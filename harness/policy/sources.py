@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,15 @@ def start_name(spec: RunSpec, cache: Path) -> str:
 
 
 def cold_start_key(spec: RunSpec) -> str:
-    """The cache key: a hash of model and data, their content included, the prompt and cold start settings, and the
-    version of the training."""
+    """The cache key: a hash of model and data, their content included, the prompt (its words too, but for `tiny`)
+    and cold start settings, and the version of the training."""
     from .tiny import CHARACTERS, TINY, tiny_config  # it loads torch
 
     model = [TINY, tiny_config().to_dict(), CHARACTERS] if spec.model == TINY else spec.model
-    task, prompt = spec.task.model_dump(mode="json"), spec.prompt.model_dump()
-    return digest([COLD_START, model, task, prompt, spec.cold_start.model_dump(), start_inputs(spec)])
+    shown = islice(spec.task.demonstrations(), int(spec.model != TINY))
+    first = [spec.task.in_words(one.prompt) for one in shown]  # as a chat model is asked
+    task, prompt = spec.task.model_dump(mode="json"), [spec.prompt.model_dump(), *first]
+    return digest([COLD_START, model, task, *prompt, spec.cold_start.model_dump(), start_inputs(spec)])
 
 
 def start_inputs(spec: RunSpec) -> Inputs:

@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..base.files import sync
 from ..base.streams import generator
+from ..base.words import LOOKED_AT, first_look
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
@@ -32,6 +34,7 @@ NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards 
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
 SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
 ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
+ROWS = ".rows"  # ending of the file of an unfinished part's rows
 PART_WEIGHTS = 5e11  # weights read for all tokens of a part, at most, where `weights` are given: tens of seconds
 
 
@@ -47,6 +50,26 @@ class ProblemScore:
     greedy: bool
 
 
+class EndedRows(dict[str, list[int]]):
+    """The completions of an unfinished part that have ended, by row: token ids, each in the file as it comes."""
+
+    def __init__(self, file: Path) -> None:
+        """Reads what a killed evaluation left in the file, up to a torn or damaged line."""
+        self.file = file
+        with suppress(OSError, ValueError, TypeError):
+            super().__init__(map(json.loads, file.read_text().splitlines()))
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in self.items()))
+
+    def __setitem__(self, name: str, ids: list[int]) -> None:
+        super().__setitem__(name, ids)
+        with self.file.open("a") as file:
+            file.write(f"{json.dumps([name, ids])}\n")
+
+    def clear(self) -> None:
+        super().clear()
+        self.file.unlink(missing_ok=True)
+
+
 def evaluate_run(
     spec: RunSpec,
     engine: RolloutEngine,
@@ -56,12 +79,14 @@ def evaluate_run(
     num_shown: int = 16,
     kept: Path | None = None,
     weights: int = 0,
+    on_look: Callable[[str], None] = lambda causes: None,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split, the same every time: one greedy completion and k samples for each.
 
     The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
     the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue. The
-    number of a model's `weights` bounds the parts of an engine on a CPU; with 0 they are as large as memory allows.
+    number of a model's `weights` bounds the parts of an engine on a CPU, whose rows are kept as they end; with 0 they
+    are as large as memory allows. `on_look` gets the causes of a weak first part.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -88,6 +113,7 @@ def evaluate_run(
     at_once = at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)
     if weights:
         at_once = max(1, min(at_once, int(PART_WEIGHTS / (weights * spec.max_tokens * (1 + num_samples)))))
+    engine.ended = EndedRows(kept.with_suffix(ROWS)) if weights and kept is not None and left else None
     at_once *= ranks.world_size()
     if left:
         on_progress(len(prompts) - len(left), len(prompts))
@@ -102,11 +128,24 @@ def evaluate_run(
                 file.flush()
                 os.fsync(file.fileno())
             sync(kept.parent)
+        if engine.ended is not None:
+            engine.ended.clear()
         score(groups, greedy_groups)
         drawn += [*lengths(groups), *lengths(greedy_groups)]
+        if start == 0 and len(part) < len(left):
+            found = sample_metrics(list(scores.values()))
+            causes = first_look(0.5, *(found[name] for name in LOOKED_AT[1:]), spec.max_tokens)
+            if causes:  # it is too small to judge accuracy
+                on_look(f"of the completions, {' and '.join(causes)}")
         on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
     samples = [shown[key] for key in sorted(shown)]
     return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)
+
+
+def weights_read(spec: RunSpec, engine: RolloutEngine, policy: Any) -> int:
+    """The `weights` for `evaluate_run`: those of the policy for an engine that holds a whole batch on a CPU, else 0."""
+    is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches
+    return sum(parameter.numel() for parameter in policy.parameters()) if is_slow else 0
 
 
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
@@ -150,6 +189,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
         **({} if graded.scores is None else {"score": sum(graded.scores)}),
         "answered": sum(answer is not None for answer in graded.answers),
         "lenient_accuracy": sum(graded.lenient or ()),
+        "marked_accuracy": sum(graded.marked or ()),
         "truncated": sum(graded.truncated),
         "format": sum(graded.format_scores),
         "num_tokens": sum(graded.num_tokens),
@@ -173,8 +213,8 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
 
 def metric_names(settings: EvaluationSettings, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
-    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "lenient_accuracy", "truncated", "format"]
-    names += ["num_tokens"]
+    names = ["accuracy", *(["score"] if partial_credit else []), "answered", "lenient_accuracy", "marked_accuracy"]
+    names += ["truncated", "format", "num_tokens"]
     return list(sample_metrics([ProblemScore("", settings.num_samples, dict.fromkeys(names, 0), 0.0, False)]))
 
 

@@ -88,6 +88,9 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
                 task.ends_in(text, gold) if answer is None else correct[answer]
                 for answer, text in zip(answers, read, strict=True)
             ),
+            marked=tuple(
+                correct[answer] and task.marked(text) is not None for answer, text in zip(answers, read, strict=True)
+            ),
             run_on=tuple(task.own_part(text) != text for text in read),
         )  # fmt: skip
         graded.append(marked)

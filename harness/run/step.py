@@ -58,6 +58,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
         **({"train/score": float(np.mean(scores))} if scores else {}),
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/lenient_accuracy": float(np.mean([c for g in graded for c in g.lenient or ()] or np.nan)),
+        "train/marked_accuracy": float(np.mean([c for g in graded for c in g.marked or ()] or np.nan)),
         "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),

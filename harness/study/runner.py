@@ -125,7 +125,8 @@ def dry_run(
 
     Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
     are still needed and free; `not_checked`, everything that only the machine that runs the study can check (its GPU, a
-    model or data that are not here yet). SpecError for a study that no machine can run.
+    model or data that are not here yet); `limits`, the tokens of a completion by model that is not built in. SpecError
+    for a study that no machine can run.
     """
     from ..checks.memory import judge
     from .estimates import budget
@@ -152,6 +153,7 @@ def dry_run(
         "memory": memory,
         "disk": disk,
         "not_checked": not_checked,
+        "limits": {s.model: s.max_tokens for s in specs.values() if s.model != "tiny" and not s.cold_start.steps},
     }
 
 

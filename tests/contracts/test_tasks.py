@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from functools import cache
 from itertools import islice, product
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import get_args
 
 import pytest
 from cohort.harness import plugins
+from cohort.harness.api.catalog import describe_task
 from cohort.harness.interfaces import Task
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
@@ -82,6 +84,15 @@ def task(name):
 
 
 every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_task_is_shown_with_its_first_problems_and_its_first_worked_solution(name):
+    task = make(name)
+    found = describe_task(name, {f"task.{key}": value for key, value in task.model_dump(exclude={"name"}).items()})
+    first = next(iter(task.demonstrations()), None)
+    assert [problem["id"] for problem in found["problems"]] == [prompt.id for prompt in task.prompts("test")[:3]]
+    assert found["worked_solution"] == (None if first is None else asdict(first))
 
 
 def test_the_plugin_is_a_task_of_its_own_name(name, task):

@@ -259,8 +259,10 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
         raise SpecError(f"{where}: {one['msg'][0].lower()}{one['msg'][1:]}, {got}") from None
     if wrong := {arm: value for arm, value in zip(scores.arm, scores.score, strict=True) if not 0 <= value <= 1}:
         each = wording.listed([f"{value:g} in '{arm}'" for arm, value in wrong.items()])
+        other = "name a column of fractions as `score` (verl's is acc)"
+        fix = other if min(wrong.values()) < 0 else "divide percentages by 100"
         raise SpecError(f"scores must be fractions from 0 to 1 in all arms, {len(wrong)} of {len({*scores.arm})} have "
-                        f"others (such as {each}); divide percentages by 100")  # fmt: skip
+                        f"others (such as {each}); {fix}")  # fmt: skip
     runs, families, optional = defaultdict[tuple[str, int], _Run](dict), dict[str, str](), [0] * len(scores.score)
     for arm, seed, problem, value, sample, step, tokens, family in zip(
         *(values or optional for values in vars(scores).values()), strict=True

@@ -1,4 +1,4 @@
-"""Decides when a run is invalid: a metric of its steps stays out of bounds for a number of steps.
+"""Decides when a run is invalid: a metric of its steps stays out of bounds for a number of steps, or no rewards differ.
 
 The bounds are the section `gates` of a run's spec; a non-finite loss or gradient always ends a run (the learner checks
 it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed run ends at the
@@ -10,6 +10,7 @@ All of 119 runs on arithmetic pass the defaults (docs/bounds.md).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...base.words import without_signal
 from ...data import InvalidRun
 from ...settings.run import Gates
 
@@ -61,3 +62,9 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
                 f"{metric} was {side} {bound:.3g} for {row} ({value:.3g} at step {step}): "
                 f"{meaning.format(start=state.answered_at_start)} (gates.{name})"
             )
+
+
+def check_signal(settings: Gates, state: GateState, metrics: Mapping[str, float], steps: int, limit: int) -> None:
+    """InvalidRun if the rewards of all `steps` were equal; `metrics` are the last one's, `limit` is in tokens."""
+    if settings.stuck_groups is not None and state.lowest_reward == state.highest_reward:
+        raise InvalidRun(f"{without_signal(metrics, limit, f'{steps:,} steps')} (gates.stuck_groups)")

@@ -1,12 +1,14 @@
 """Scores that other programs measured: read from their files, refused in one sentence, reported as our own."""
 
 import dataclasses
+import itertools
 import json
 import math
 import struct
 import tracemalloc
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from cohort.reports.render import analysed, write_report
 from factories import make_spec
 from fake_study import fake_study, with_trials
 from numpy.random import Generator
+from test_steering import killed_at
 
 import cohort
 
@@ -239,7 +242,7 @@ REFUSED = [
     (changed(score=[0.5, math.nan]), "row 2: input should be a finite number", "nan"),
     (changed(step=[1, None]), "column step of the scores, row 2: input should be a finite number", "correct it"),
     (changed(score=[0.5, 87.5]), "from 0 to 1 in all arms, 1 of 1 have others (such as 87.5 in 'a')", "by 100"),
-    (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "divide percentages by 100"),
+    (changed(score=[-1.0, 1.0]), "(such as -1 in 'a')", "of fractions as `score` (verl's is acc)"),
     (changed(arm=["a", "b"], score=[0.5, 50.0]), "in all arms, 1 of 2 have others (such as 50 in 'b')", "divide"),
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
     (changed(arm=["a", "b"], problem="p", step=[50, 100]), "'a', seed 0, ends at 50, 'b', seed 0, at 100", "same step"),
@@ -305,6 +308,24 @@ def test_a_link_in_a_folder_of_scores_is_not_followed(place, tmp_path):
     link.symlink_to("/")
     with pytest.raises(ValueError, match=rf"scores/{place}' is a link to a folder; put the folder itself there"):
         cohort.import_scores(tmp_path / "scores", "bad", runs=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A kill at every write of an import")
+def test_an_import_that_is_killed_at_any_write_is_done_by_the_next_one(tmp_path, record_property):
+    few = table().query("seed == 0")
+    want = repr(cohort.import_scores(few, "s", runs=tmp_path / "whole").trials.to_dict())
+    for moment in itertools.count():
+        runs = tmp_path / str(moment)
+        if not killed_at(moment, partial(cohort.import_scores, few, "s", runs=runs)):
+            break
+        document = runs / "studies/s/study.json"
+        before = document.read_bytes() if document.exists() else None
+        assert repr(cohort.import_scores(few, "s", runs=runs).trials.to_dict()) == want
+        assert [one.name for one in (runs / "studies").iterdir()] == ["s"]
+        assert before in (None, document.read_bytes())
+    record_property("tried", moment)
+    assert moment >= 10
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
