@@ -1,11 +1,13 @@
 """A full disk ends a command in one sentence, fails no arm, and the same command goes on once there is space."""
 
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fake_trials
 import psutil
@@ -72,6 +74,33 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(dis
     assert ends <= {"complete", "stopped", "lost"}
 
 
+def loses_its_disk(spec: Any, directory: Path, log: Any, **how: Any) -> Any:
+    """As the fake run, whose disk turns read-only at step 4 and stays so while the file `lost` lies in its cache."""
+    progress = log.progress
+
+    def told(phase: str, step: int, steps: int) -> None:
+        if step == 4 and (how["cache"].parent / "lost").exists():
+            raise OSError(errno.EROFS, "Read-only file system", str(directory / "events.jsonl"))
+        progress(phase, step, steps)
+
+    log.progress = told
+    return fake_trials.train(spec, directory, log, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A disk that turns read-only in the middle of a study")
+def test_a_disk_that_turns_read_only_fails_no_arm(runs, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
+    (runs / "lost").touch()
+    with pytest.raises(DiskFull, match="read-only or away"):
+        run(a_study(), runs, execute="test_full_disk:loses_its_disk")
+    states = [trial.state for trial in study_status("sizes", runs).trials]
+    assert {*states} <= {"stopped", "waiting"} and "stopped" in states
+    (runs / "lost").unlink()
+    assert run(a_study(), runs).counts() == {"complete": 4}
+    check_as_undisturbed(a_study(), runs)
+
+
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
     try:
         raise error from cause
@@ -89,6 +118,8 @@ ERRORS = [
     ),
     RuntimeError("(sqlite3.OperationalError) database or disk is full"),
     RuntimeError("I/O error: No space left on device (os error 28)"),
+    OSError(errno.EROFS, "Read-only file system"),
+    OSError(errno.ESTALE, "Stale file handle"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Memory told before a run: counts by hand, what a pass keeps against what autograd saves, refusals; and after."""
 
 import json
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from cohort.harness.api.runs import estimate_runs
 from cohort.harness.api.study import run
 from cohort.harness.base.machine import SHARED_GPU
 from cohort.harness.checks import memory
-from cohort.harness.checks.memory import check_fits, check_memory, decided, estimate, estimate_run, longest, peak_bytes
+from cohort.harness.checks.memory import (
+    check_fits,
+    check_memory,
+    decided,
+    estimate,
+    estimate_run,
+    gib,
+    longest,
+    peak_bytes,
+)
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.data import Prompt
 from cohort.harness.devices.device import GIB, device_bytes, mixed_precision
@@ -216,35 +227,46 @@ def bytes_saved(module, spec, forward):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do():
-    spec = make_spec("ppo", rollouts_per_step=800_000, optimizer={"tokens_per_microbatch": 10**8})
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "named"),
+    [
+        ("ppo", {"rollouts_per_step": 4096, "optimizer.tokens_per_microbatch": 65536},
+         "gradient_checkpointing lora.rank optimizer.tokens_per_microbatch dtype"),
+        ("ppo", {"rollouts_per_step": 4096, "optimizer.tokens_per_microbatch": 10**6},
+         "gradient_checkpointing lora.rank rollouts_per_step sampling.max_tokens dtype"),
+        ("grpo", {"rollouts_per_step": 2048, "optimizer.tokens_per_microbatch": 64,
+          "engine": {"name": "transformers", "max_batch_rows": 2048}},
+         "engine.max_batch_rows rollouts_per_step sampling.max_tokens dtype"),
+        ("grpo", {"lora.rank": 4, "dtype": "bfloat16"}, ""),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_settings_that_save_memory_with_what_each_saves(monkeypatch, algorithm, settings, named):
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 2**20)
+    now, copies = estimate_run(decided(make_spec(algorithm, **settings)))[0], 2
     with pytest.raises(SpecError) as refused:
-        check_memory(spec)
-    message = str(refused.value)
-    assert message.startswith("the run must fit in memory: this machine has ")
-    assert "(activations " in message and "GiB" in message
-    assert "lower optimizer.tokens_per_microbatch or set gradient_checkpointing=true" in message
-    assert "lora" not in message  # adapters would save a megabyte
+        check_memory(make_spec(algorithm, **settings), copies)
+    said = re.findall(r"set (\S+)=(\S+) \(([^)]+) less\)", str(refused.value))
+    assert {path for path, *_ in said} == set(named.split())
+    saved = []
+    for path, value, size in said:
+        then, _ = estimate_run(decided(make_spec(algorithm, **settings | {path: yaml.safe_load(value)})))
+        saved.append(peak_bytes(now) - peak_bytes(then))
+        assert gib(copies * saved[-1]) == size
+    assert saved == sorted(saved, reverse=True)
 
 
-def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
-    gib = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
-           "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
-    spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
+def test_the_advice_is_for_what_is_large():
+    sizes = {"policy": 10, "critic": 10, "teacher": 1, "activations": 10, "kv_cache": 1, "sampling": 1}
 
-    def advice(copies=1, **changes):
-        components = {name: size * 2**40 for name, size in {**gib, **changes}.items()}
-        with pytest.raises(SpecError) as refused:
-            check_fits(components, torch.device("cpu"), spec, copies)
+    def advice(copies=1, device="cpu", **changes):
+        components = {name: size * 2**40 for name, size in {**sizes, **changes}.items()}
+        with pytest.raises(SpecError) as refused, pretend_cuda():
+            check_fits(components, torch.device(device), make_spec("ppo"), copies)
         return str(refused.value).split("; ")[1].split(" or ")
 
-    assert advice(copies=2) == [
-        "use fewer `workers`", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
-        "use a smaller model", "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
-        "lower optimizer.tokens_per_microbatch",
-    ]  # fmt: skip
-    assert advice(kv_cache=100)[0] == "lower engine.max_batch_rows"
+    assert advice(copies=2) == ["use fewer `workers`", "use an algorithm without a critic", "use a smaller teacher",
+                                "use a smaller model"]  # fmt: skip
+    assert advice(device="cuda", critic=0, teacher=0) == ["use a smaller model", "spread it over more GPUs (devices)"]
 
 
 def test_workers_share_the_memory_of_a_machine():

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 from cohort.harness import plugins
 from cohort.harness.data import InvalidRun
+from cohort.harness.devices.sharding import copied
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.run import build as state
+from cohort.harness.run import evaluate
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.run.schedules import adapted_kl_beta
-from cohort.harness.settings.run import parse_run
+from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.preflight import check_claimed
 from factories import slow_but
 from fakes import MemoryLog, StopAfter, assert_same_weights, check_same_run, final_weights, gone_on
@@ -255,6 +257,48 @@ def test_a_disk_that_fills_up_under_a_checkpoint_ends_the_run_which_goes_on_from
         train(make_spec(), tmp_path / str(step), log, cache=cache)
         assert log.resumed_at == [-1, {4: 2, 5: 4}[step]]
         assert log.without_clocks() == whole.without_clocks()
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_stop_does_not_wait_for_the_last_test_which_the_next_attempt_makes(
+    when, tmp_path, cache, undisturbed, monkeypatch
+):
+    whole = undisturbed("grpo")[1]  # and its cold start, in which nothing is asked below
+    monkeypatch.setattr(evaluate, "PART_WEIGHTS", 3 * 3 * 32 * 166_592)  # 3 problems: 2 samples, 1 greedy answer
+    log, stop = MemoryLog(), StopAfter(8)  # asked 2 times in the first evaluation, after 5 steps
+    during = lambda: log.phases[-1] == ("test", 6, 16)  # noqa: E731
+    result = train(make_spec(), tmp_path, log, cache=cache, should_stop=stop if when == "before" else during)
+    assert (result.state, result.summary["rollouts"], log.history("test/accuracy")) == ("stopped", 80, [])
+    assert train(make_spec(), tmp_path, log, cache=cache).state == "complete"
+    assert log.resumed_at == [-1, 5]
+    assert log.phases.count(("test", 6, 16)) == (1 if when == "before" else 2)
+    assert log.fractions == whole.fractions
+
+
+def test_a_slow_run_writes_checkpoints_by_time_without_copies_and_resumes_bit_for_bit(
+    tmp_path, cache, undisturbed, monkeypatch
+):
+    kept, copies = [], []
+
+    def copying(*given, anew, **named):
+        copies.append(anew)
+        return copied(*given, anew=anew, **named)
+
+    def saving(place, run, *rest):
+        kept.append(run.step)
+        save_checkpoint(place, run, *rest)
+
+    monkeypatch.setattr(state, "copied", copying)
+    monkeypatch.setattr(state, "save_checkpoint", saving)
+    monkeypatch.setattr(Checkpoints, "minutes", 0.0)
+    spec = make_spec(checkpoints={"every": 20})
+    log = gone_on(spec, tmp_path, cache, {"kill": 4})
+    assert log.resumed_at == [-1, 3] and kept == [1, 2, 3, 4, 5] and not any(copies)
+    check_same_run((tmp_path, log), undisturbed("grpo")[:2])
+    monkeypatch.setattr(Checkpoints, "minutes", 10.0)
+    kept.clear()
+    train(spec, tmp_path / "quick", MemoryLog(), cache=cache)
+    assert kept == [5] and copies[-1]
 
 
 @pytest.mark.slow

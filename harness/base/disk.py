@@ -1,4 +1,4 @@
-"""Recognises errors of a full disk, and writes the message for them."""
+"""Recognises errors of a disk that takes no more, full or gone, and writes the message for them."""
 
 import errno
 import resource
@@ -8,14 +8,14 @@ from pathlib import Path
 
 EXIT_STATUS = errno.ENOSPC  # of a worker process that met a full disk
 UNFIT = 2  # of one whose machine cannot run the study
-_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE)
 # Libraries that write below Python (SQLite, safetensors, torch) have words instead of a number.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file",
           "File too large")  # fmt: skip
 
 
 class DiskFull(OSError):
-    """A disk is full; the message says which, and what to do."""
+    """A disk takes no more; the message says which, and what to do."""
 
 
 def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
@@ -46,6 +46,6 @@ def full(folder: Path) -> DiskFull:
     free, most = shutil.disk_usage(folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     limit = "" if most == resource.RLIM_INFINITY else f", and a file has at most {most:,} bytes by `ulimit -f`"
     return DiskFull(
-        f"a disk is full, or a quota used up ('{folder}' has {free:,} bytes free{limit}); free some space, then the "
-        "same command continues from the last checkpoints; no finished result is lost"
+        f"a disk is full, read-only or away, or a quota used up ('{folder}' has {free:,} bytes free{limit}); free some "
+        "space or mount it again, then the same command continues from the last checkpoints; no finished result is lost"
     )

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbat
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, codec_of
 from ..settings.errors import SpecError
-from ..settings.run import RunSpec
+from ..settings.raw import with_overrides
+from ..settings.run import RunSpec, parse_run
 from ..settings.stages import Stage
 from .memory_count import Counts, Shape, count
 
@@ -78,7 +80,7 @@ def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
     """SpecError if `copies` such runs need more than the GPU or the RAM has free (`device_bytes`).
 
-    It names the large components, and for each of them what makes it smaller, unless the run does that already.
+    It names the large components, and what makes them smaller: settings with what each would save.
     """
     needed, available = peak_bytes(components), device_bytes(device)
     if copies * needed <= available:
@@ -88,30 +90,39 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
-    learning = components["activations"] >= components["kv_cache"] + components["sampling"]
-    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # the smaller of two that take turns
-    wider = "spread it over more GPUs (devices)"
-    adapters = ["train adapters (lora.rank=16)"] * (spec.lora is None)
-    rows = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
-    recompute = ["set gradient_checkpointing=true"] * (spec.gradient_checkpointing is not True)
-    fixes = {
-        "activations": ["lower optimizer.tokens_per_microbatch", *recompute],
-        "kv_cache": [rows],
-        "sampling": [rows],
-        "engine": ["set engine.sleep=true or use engine=transformers"],
-        "gradients": [*adapters, wider],
-        "optimizer": [*adapters, wider],
-        "reference": ["set algorithm.kl_beta=0 (no reference)"],
-        "teacher": ["use a smaller teacher"],
-        "critic": ["use an algorithm without a critic"],
-        "rewards": ["use a smaller reward model"],
-        "policy": ["use a smaller model", wider, *["set dtype=bfloat16"] * (spec.dtype == "float32")],
+    wider = ["spread it over more GPUs (devices)"] * bool(beside)
+    saved = {words: size for words, size in _savings(spec, device, components) if 50 * size > needed}
+    others = {
+        "teacher": "a smaller teacher",
+        "critic": "an algorithm without a critic",
+        "rewards": "smaller reward models",
     }
-    fix = [*["use fewer `workers`"] * (copies > 1), *(f for n in large if n not in in_turn for f in fixes.get(n, []))]
+    uses = [*["fewer `workers`"] * (copies > 1), *(others[name] for name in large if name in others), "a smaller model"]
+    fix = [f"set {words} ({gib(copies * saved[words])} less)" for words in sorted(saved, key=lambda one: -saved[one])]
     raise SpecError(
         f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
-        f"{' or '.join(dict.fromkeys(fix))}"
+        f"{' or '.join([*fix, *(f'use {one}' for one in uses), *wider])}"
     )
+
+
+def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Settings as `path=value` that the run can take, with the bytes that each would save at the peak of the components
+    that are `counted`, those that are not 0."""
+    raw, (now, _) = spec.model_dump(mode="json", exclude_none=True), estimate_run(spec)
+    tries: dict[str, Any] = {
+        "rollouts_per_step": spec.rollouts_per_step // 2,
+        "sampling.max_tokens": spec.max_tokens // 2,
+        "optimizer.tokens_per_microbatch": microbatch_tokens(spec.optimizer, device) // 2,
+        "gradient_checkpointing": True, "dtype": "bfloat16", "lora.rank": 16, "algorithm.kl_beta": 0.0,
+        **({"engine.max_batch_rows": 32} if spec.engine.name == "transformers" else {"engine": "transformers"}),
+        **({"engine.gpu_memory_utilization": 0.3, "engine.sleep": True} if spec.engine.name == "vllm" else {}),
+    }  # fmt: skip
+    for path, value in tries.items():
+        with suppress(ValueError):
+            then, _ = estimate_run(parse_run(with_overrides(raw, {path: value}), ""))
+            if now is not None and then is not None:
+                before, after = ({n: size if counted.get(n) else 0 for n, size in one.items()} for one in (now, then))
+                yield f"{path}={str(value).lower()}", peak_bytes(before) - peak_bytes(after)
 
 
 def gib(size: int) -> str:

@@ -154,18 +154,18 @@ class Part:
     owner: int
 
 
-def copied(tree: Any, *, on_first: bool = False) -> Any:
-    """Copies on the CPU of this process's parts of all tensors in a tree; no process waits for another. Each tensor
-    gets as its owner the rank that owns the fewest bytes so far, or always the first (`on_first`); one that is not
-    spread is None on other ranks."""
+def copied(tree: Any, *, on_first: bool = False, anew: bool = True) -> Any:
+    """Copies on the CPU of this process's parts of all tensors in a tree (without `anew`, not of tensors that are
+    there); no process waits for another. Each tensor gets as its owner the rank that owns the fewest bytes so far, or
+    always the first (`on_first`); one that is not spread is None on other ranks."""
     taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
 
     def copy(item: Tensor) -> Any:
         owner = taken.index(min(taken))
         taken[owner] += total_bytes([item])
         if not is_spread(item):
-            return item.detach().to("cpu", copy=True) if owner == own else None
-        return Part(local(item.detach()).to("cpu", copy=True), item.shape, owner)
+            return item.detach().to("cpu", copy=anew) if owner == own else None
+        return Part(local(item.detach()).to("cpu", copy=anew), item.shape, owner)
 
     return tree_map_only(Tensor, copy, tree)
 

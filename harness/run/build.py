@@ -123,9 +123,10 @@ class Run:
         is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
         self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected and does is None
 
-    def save(self, step: int, *, is_last: bool = False) -> None:
+    def save(self, step: int, *, is_last: bool = False, waits: bool = False) -> None:
         """Begin to write a checkpoint of training step `step`, from which any number of devices can continue; if it
-        `is_last`, without optimisers. It is copied while the run samples; `annotated` waits for the copies."""
+        `is_last`, without optimisers. It is copied while the run samples, and `annotated` waits for the copies; a run
+        that `waits` for the whole checkpoint needs no memory for them."""
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
@@ -146,7 +147,10 @@ class Run:
             own, learner = (assembled(copy, group) for copy in copies)
             save_checkpoint(directory, Snapshot(step, policy, tokenizer, learner, facts, own, base), keep, group)
 
-        self.writer.begin(lambda: (copied(weights, on_first=on_first), copied(state)), write)
+        anew = not waits
+        self.writer.begin(lambda: (copied(weights, on_first=on_first, anew=anew), copied(state, anew=anew)), write)
+        if waits:
+            self.writer.check(wait=True)
 
     def close(self) -> None:
         """Wait for the last checkpoint, unless a user ends the process at once, and end the engine."""
@@ -214,7 +218,7 @@ def first_prompt(spec: RunSpec, split: Split) -> str:
 
 
 class StoppedEarly(Exception):
-    """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
+    """Asked to stop during work that has no checkpoints: a cold start, an evaluation, sampling or fine-tuning."""
 
 
 def note_progress(log: RunLog, should_stop: Callable[[], bool], phase: str, done: int, total: int) -> None:

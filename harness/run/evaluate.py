@@ -142,6 +142,12 @@ def evaluate_run(
     return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)
 
 
+def weights_read(spec: RunSpec, engine: RolloutEngine, policy: Any) -> int:
+    """The `weights` for `evaluate_run`: those of the policy for an engine that holds a whole batch on a CPU, else 0."""
+    is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches
+    return sum(parameter.numel() for parameter in policy.parameters()) if is_slow else 0
+
+
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
     """The result of `evaluate_run`, from its kept completions graded again; without samples."""
     both = [groups_of(row) for row in rows]

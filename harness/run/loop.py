@@ -21,7 +21,7 @@ from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
 from ..settings.run import RunSpec
 from .build import Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
-from .evaluate import completions_file, evaluate_run, evaluation_metrics
+from .evaluate import completions_file, evaluate_run, evaluation_metrics, weights_read
 from .grading import sample_rows
 from .guards.agreement import check_agreement
 from .guards.gates import LEARNT, check_gates, check_signal
@@ -43,8 +43,9 @@ def train(
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 
     It ends "complete", "invalid" with a reason, or "stopped" after the step in which `should_stop()` turned true; an
-    unfinished cold start begins again next time. Cold starts are cached in `cache`. Bad settings, and data or a model
-    that changed since the run began, raise ValueError before any model is loaded. `now` is the clock, in seconds.
+    unfinished cold start, and an unfinished evaluation before the first step or after the last, begins again next time.
+    Cold starts are cached in `cache`. Bad settings, and data or a model that changed since the run began, raise
+    ValueError before any model is loaded. `now` is the clock, in seconds.
     """
     inputs = run_inputs([spec], cache)
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
@@ -67,7 +68,7 @@ def train(
             run.inputs = inputs
             return _loop(run, prompts, step, should_stop)
         except StoppedEarly:
-            return RunResult("stopped", None, {})
+            return RunResult("stopped", None, run.summary() if run else {})
         except InvalidRun as invalid:
             ranks.tell(invalid)  # most often all know it, and end the engine together
             return RunResult("invalid", str(invalid), run.summary() if run else {})
@@ -85,9 +86,10 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     if step == 0:
         if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
-        logged_evaluation(run, "validation", 0)
+        logged_evaluation(run, "validation", 0, should_stop=should_stop)
         if whole.evaluation.test_at_start and whole.steps:
-            _test(run, 0, "start")
+            _test(run, 0, "start", should_stop)
+    saved = run.totals.seconds  # when the last checkpoint was written
     while step < whole.steps and not run.is_spent:
         run.writer.check()
         start, drawn = run.now(), Rollouts()
@@ -127,13 +129,17 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             logged_evaluation(run, "validation", step)
             if step in whole.evaluation.test_steps(whole.steps)[:-1]:
                 logged_evaluation(run, "test", step, "test")
-        stop = ranks.same(should_stop)
+        most = 60 * spec.checkpoints.minutes
+        stop, is_late = ranks.same(lambda: (should_stop(), run.totals.seconds - saved >= most))  # noqa: B023
         has_sampled = does is not None and step == run.stage.start + 1  # none is sampled again
-        if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop:
-            run.save(step, is_last=is_last)
+        if step % spec.checkpoints.every == 0 or is_due or has_sampled or stop or is_late:
+            run.save(step, is_last=is_last, waits=is_late)
+            saved = run.totals.seconds
         if stop and not is_last:
             return RunResult("stopped", None, run.summary())
-    _test(run, step, "test")
+    if ranks.same(should_stop):
+        return RunResult("stopped", None, run.summary())
+    _test(run, step, "test", should_stop)
     return RunResult("complete", None, run.summary())
 
 
@@ -153,17 +159,23 @@ def charge_step(run: Run, lengths: Sequence[flops.Lengths], seconds: float) -> d
     }
 
 
-def _test(run: Run, step: int, area: str) -> None:
-    """Evaluate on the run's own test problems and on its other tests."""
-    logged_evaluation(run, "test", step, area)
+def _test(run: Run, step: int, area: str, should_stop: Callable[[], bool]) -> None:
+    """Evaluate on the run's own test problems and on its other tests; StoppedEarly if asked to stop meanwhile."""
+    logged_evaluation(run, "test", step, area, should_stop=should_stop)
     for name, spec in run.whole.tests.items():
-        logged_evaluation(run, "test", step, f"{area}_{name}", spec)
+        logged_evaluation(run, "test", step, f"{area}_{name}", spec, should_stop)
 
 
 def logged_evaluation(
-    run: Run, split: Split, step: int, area: str = "", spec: RunSpec | None = None
+    run: Run,
+    split: Split,
+    step: int,
+    area: str = "",
+    spec: RunSpec | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult:
-    """Evaluate the policy, with the run's own settings or a test's, and store the accuracies of the summary.
+    """Evaluate the policy, with the run's own settings or a test's, and store the accuracies of the summary;
+    StoppedEarly, after a part, if asked to stop.
 
     Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
     training; `test_NAME` and `start_NAME` for another test. For test problems each fraction and family is logged, and
@@ -173,7 +185,14 @@ def logged_evaluation(
     kept = run.directory / completions_file(area, step) if ranks.rank() == 0 else None
     if kept is not None:
         kept.unlink(missing_ok=True)  # of an attempt that was killed here, whose weights may differ
-    result = evaluate_run(spec or run.whole, run.engine, split, step, partial(log.progress, split), kept=kept)
+
+    def progress(done: int, total: int) -> None:
+        log.progress(split, done, total)
+        if 0 < done < total and ranks.same(should_stop):
+            raise StoppedEarly
+
+    weights = weights_read(run.whole, run.engine, run.learner.policy)
+    result = evaluate_run(spec or run.whole, run.engine, split, step, progress, kept=kept, weights=weights)
     if kept is not None:
         log.kept(step, completions_file(area, step), sha256(kept))
     cost = run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, result.drawn)})

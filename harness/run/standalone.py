@@ -18,7 +18,6 @@ from ..checks.memory import check_memory
 from ..checks.preflight import check_length, check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
-from ..devices.device import resolve_device
 from ..mirror.follow import mirrored
 from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
@@ -26,7 +25,7 @@ from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 from .build import RunResult, first_prompt, lone_engine
 from .cold_start import start_policy
-from .evaluate import evaluate_run, evaluation_metrics
+from .evaluate import evaluate_run, evaluation_metrics, weights_read
 from .loop import train
 
 OnProgress = Callable[..., None]  # phase, done, total, and perhaps words on its course
@@ -95,8 +94,7 @@ def evaluate_once(
         policy, codec = start_policy(spec, runs / "cache", on_progress)
         found: dict[str, EvaluationResult] = {}
         with closing(lone_engine(spec, policy, codec, prompts)) as engine:
-            is_slow = resolve_device(spec.device).type == "cpu" and not engine.plans_batches
-            weights = sum(parameter.numel() for parameter in policy.parameters()) if is_slow else 0
+            weights = weights_read(spec, engine, policy)
             del policy  # the engine has it, or weights of its own
             for area, on in measures.items():
                 pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)

@@ -169,7 +169,9 @@ class Checkpoints(Section):
 
     keep: ClassVar[int] = 2  # the newest checkpoints, while the run goes on
 
-    every: int = Field(default=20, ge=1, description="training steps between checkpoints")
+    minutes: ClassVar[float] = 10.0  # after so many without one, a step ends with one
+
+    every: int = Field(default=20, ge=1, description="training steps between checkpoints; or after 10 minutes")
     finished: Literal["nothing", "weights"] | None = Field(
         default=None, description="what is kept of an ended run; by default nothing in a study, else the weights"
     )

@@ -8,6 +8,7 @@ device; else they follow from the operations of a pass and the speed of a produc
 import heapq
 import json
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from .plan import Plan
 # Start and report of a study take as long as so many passes of `tiny`, which a crowded machine slows as it slows them,
 # and a trial loads and checks its models for as long as so many of its own; at least and at most so many seconds.
 START, REPORT, LOAD = (9e5, 6.0, 20.0), (5e5, 6.0, 12.0), (1200.0, 1.0, math.inf)
-EFFICIENCY = 0.4  # of passes through a model, relative to one product of large matrices
+EFFICIENCY = 0.35  # of passes through a model, relative to one product of large matrices: see docs/bounds.md
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
@@ -229,8 +230,9 @@ def _operation_seconds(width: int, device: str, dtype: str, threads: int) -> flo
     place = resolve_device(device)
     kind = {"device": place, "dtype": getattr(torch, dtype if place.type == "cpu" else "float32")}
     factors = {"rows": torch.ones(1024, width, **kind), "layer": torch.ones(4 * width, width, **kind)}
-    product = Timer("rows @ layer.T", globals=factors, num_threads=threads)
-    return product.blocked_autorange(min_run_time=0.1).mean / (2 * 1024 * 4 * width**2)
+    clock = {"timer": time.process_time} if place.type == "cpu" else {}  # other processes take time as they please
+    product = Timer("rows @ layer.T", globals=factors, **clock).blocked_autorange(min_run_time=0.1)
+    return product.mean / (2 * 1024 * 4 * width**2) / (threads if clock else 1)
 
 
 def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = ()) -> dict[str, Any]:

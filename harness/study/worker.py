@@ -230,6 +230,7 @@ class _TrialLog(RunLog):
             fix = "copy it there from the host that made the clone, or clone without `warm`"
             raise ValueError(f"{rule}, which is missing from '{self.directory}': {fix}")
         new, self._validation = self._validation, None
+        self.state, self.reason = "stopped", None  # a search that gives the arm up after its last step changes nothing
         if new is not None:
             with suppress(StorageUnavailable):  # asked to stop meanwhile
                 self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)

@@ -52,6 +52,7 @@ class Backend:
     num_tokens: int = 50_000  # whose log-probs are compared
     num_rows: int = 256  # of a large batch
     num_cycles: int = 20  # of sleep, wake and reload
+    long_tokens: int = 8192  # of a long completion
 
     @cached_property
     def device(self) -> torch.device:
@@ -157,7 +158,7 @@ def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
 
     tokenizer = tiny_tokenizer(shape["vocab_size"])
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = Qwen2Config(**shape, **ends, tie_word_embeddings=True, max_position_embeddings=4096)
+    config = Qwen2Config(**shape, **ends, tie_word_embeddings=True, max_position_embeddings=16384)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         save_model(folder, Qwen2ForCausalLM(config).bfloat16(), tokenizer)
@@ -165,7 +166,7 @@ def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
 
 def _cohort(*words: object) -> subprocess.Popen[bytes]:
     """A command of Cohort in a process that keeps its results to itself: settings of the environment do not count."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")} | {MIRROR: "none"}
     return subprocess.Popen([sys.executable, "-P", "-m", "cohort", *map(str, words)], stdout=sys.stderr, env=own)
 
 

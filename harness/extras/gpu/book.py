@@ -29,6 +29,8 @@ from .claims import CLAIMS, GPUClaim, Number, Skipped
 
 SECONDS = 1800  # of all claims
 OVER = "the time of all claims is over"
+LATER = (OVER, "interrupted")  # reasons of claims that had no turn
+KEPT = "gpu.jsonl"
 # Of compiled kernels: new ones, so that the first start of vLLM is a cold one.
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 LAST_LINES = 12  # of a claim that failed
@@ -56,10 +58,13 @@ class ClaimResult:
 OnFound = Callable[[ClaimResult], object]
 
 
-def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFound) -> tuple[list[ClaimResult], bool]:
+def run_book(
+    runs: Path, model: str | None, only: Sequence[str], on_found: OnFound, minutes: float | None = None
+) -> tuple[list[ClaimResult], bool]:
     """The findings about this machine, and whether all claims had their turn; what the claims write is deleted.
 
-    `model` is a Hub id or a folder, or None for one of made-up weights; `only` names claims, by default all.
+    `model` is a Hub id or a folder, or None for one of made-up weights; `only` names claims, by default all. A call
+    that has so many `minutes` keeps what it finds in RUNS/gpu.jsonl, where the next such call goes on.
     """
     names = [claim.name for claim in CLAIMS]
     for name in only:
@@ -75,7 +80,27 @@ def run_book(runs: Path, model: str | None, only: Sequence[str], on_found: OnFou
         backend = Backend(folder, model or str(folder / "model"), "vllm" if find_spec("vllm") else "transformers")
         if model is None:
             make_up(folder / "model", SHAPES["cuda" if torch.cuda.device_count() else "cpu"])
-        return measure_claims(claims, backend, on_found)
+        if minutes is None:
+            return measure_claims(claims, backend, on_found)
+        kept = runs / KEPT
+        earlier = [] if not kept.exists() else list(map(_result, kept.read_text(encoding="utf-8").splitlines()))
+
+        def keep(one: ClaimResult) -> None:
+            if one.reason not in LATER:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(one)) + "\n")
+            on_found(one)
+
+        left = [claim for claim in claims if claim.name not in {one.claim for one in earlier}]
+        found, is_whole = measure_claims(left, backend, keep, 60 * minutes)
+        if all(one.reason not in LATER for one in found):
+            kept.unlink(missing_ok=True)
+        return earlier + found, is_whole
+
+
+def _result(line: str) -> ClaimResult:
+    told = json.loads(line)
+    return ClaimResult(**{**told, "numbers": [Number(**number) for number in told["numbers"]]})
 
 
 def measure_claims(

@@ -10,12 +10,17 @@ from ...cli.commands import command
 from ...console import terminal
 
 
-@command("gpu", "cohort gpu", "cohort gpu Qwen/Qwen2.5-0.5B --only float32,bfloat16,sleep --json")
+@command(
+    "gpu", "cohort gpu", "cohort gpu --minutes 9", "cohort gpu Qwen/Qwen2.5-0.5B --only float32,bfloat16,sleep --json"
+)
 def gpu(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A Hub id or folder; by default made-up weights.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="CLAIMS", help="These claims alone.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=1, help="Stop after so long; the same command then goes on.")
+    ] = None,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
@@ -28,7 +33,7 @@ def gpu(
     def say(one: Any) -> None:
         terminal.say(f"{one.state:8}{one.claim} ({one.seconds:.0f} s)", stderr=True)
 
-    found, is_whole = run_book(runs, model, options.words(only), say)
+    found, is_whole = run_book(runs, model, options.words(only), say, minutes)
     if as_json:
         terminal.print_json({"claims": found, "is_whole": is_whole})
     else:

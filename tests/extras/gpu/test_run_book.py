@@ -1,8 +1,10 @@
 """`cohort gpu`: every claim on a fake GPU, with and without a fault that it must find, and on this machine."""
 
+import copy
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, cycle
+from pathlib import Path
 from typing import ClassVar
 
 import fake_vllm
@@ -18,7 +21,7 @@ import psutil
 import pytest
 import torch
 from cohort.harness.api.machine import Check
-from cohort.harness.checks.memory import estimate_run, peak_bytes
+from cohort.harness.checks.memory import estimate, estimate_run, peak_bytes
 from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
 from cohort.harness.extras.gpu import backend, book, claims
@@ -30,6 +33,8 @@ from cohort.harness.policy.text import load_codec
 from cohort.harness.record.events import EVENTS, RunHistory, read_history
 from cohort.harness.settings.run import parse_run
 from fakes import tiny_codec
+from pretend_cuda import pretend_cuda
+from transformers import Qwen2Config
 
 GIB = 2**30
 TINY = 166_592  # parameters of the built-in model
@@ -57,8 +62,13 @@ class LLM(fake_vllm.LLM):
         return super().generate(prompts, parameters, use_tqdm, lora_request)
 
     def _answer(self, row, parameters, model):
+        if "samples with old weights" in LLM.faults and parameters.prompt_logprobs is None:
+            model = vars(self).setdefault("old", copy.deepcopy(model))
+        if "short rows" in LLM.faults:
+            parameters = replace(parameters, max_tokens=3)
         found = super()._answer(row, parameters, model)
-        if f"{self.dtype} is off" in LLM.faults and parameters.prompt_logprobs is None:
+        is_off = ("long rows are off" if parameters.max_tokens > 9 else f"{self.dtype} is off") in LLM.faults
+        if is_off and parameters.prompt_logprobs is None and "sleep" not in self.calls:
             values = found.outputs[0].logprobs.logprobs
             values[:] = [value - 3 for value in values]
         return found
@@ -94,6 +104,7 @@ class Fake(Backend):
         return 0 if "memory is taken" in self.faults else 80 * GIB
 
     def now(self):
+        self.late[0] += 60 * ("slow copy" in self.faults)
         is_slow = "slow disk" in self.faults and (self.folder / "written").exists()
         return self.late[0] + 60 * is_slow
 
@@ -132,7 +143,9 @@ class Fake(Backend):
         facts = {"memory/estimate_bytes": 5 * GIB + peak, "mismatch/at_start": 0.1 + 9 * ("wrong parts" in self.faults)}
         each = {"policy/loss": 1.0, "policy/grad_norm": 1 + 0.1 * (f"{name} differs" in self.faults),
                 "policy/entropy": 1.0, "reward/mean": float("nan"), "seconds/step": 4.0,
-                "memory/peak_bytes": 5 * GIB + peak * (3 if f"{name} is large" in self.faults else 1),
+                "seconds/total": 16 + 99 * (name == "every-1" and "slow checkpoints" in self.faults),
+                "memory/peak_bytes": 5 * GIB + peak * (3 if f"{name} is large" in self.faults else 1)
+                - peak // 3 * (f"{name} is small" in self.faults),
                 "seconds/update": 1 + 99 * ("slow update" in self.faults),
                 "seconds/grade": 0.1 + 3 * ("slow grading" in self.faults)}  # fmt: skip
         steps = range(1, (kill_after or spec.steps) + 1)
@@ -162,7 +175,7 @@ def warm(tmp_path_factory):
         patch.setattr(sys.modules["vllm"], "LLM", LLM)
         patch.setattr(VLLMEngine, "_last", None)
         patch.setenv(INVARIANT, "0")
-        one = Fake(folder, "tiny", "vllm", num_tokens=20, num_rows=8, num_cycles=3)
+        one = Fake(folder, "tiny", "vllm", num_tokens=20, num_rows=8, num_cycles=3, long_tokens=12)
         for changes in (KEPT | PPO, RECOMPUTED, RECOMPUTED | PPO, KEPT, KEPT | LORA, {"devices": 2}):
             estimate_run(one.spec(**changes))
         for changes in ({}, LORA):
@@ -182,12 +195,9 @@ FAULTS = {
     "machine": ("old driver", "driver: 580.1; update it"),
     "free-memory": ("memory is taken", "free"),
     "cold-start": ("slow first start", "start"),
-    "warm-start": ("slow start", "start"),
-    "float32": ("torch.float32 is off", "mean, 99.9 %, largest"),
-    "bfloat16": ("torch.bfloat16 is off", "mean, 99.9 %, largest"),
-    "batches": ("noise of the batch", "equal tokens"),
-    "batch-invariant": ("invariant noise of the batch", "equal tokens"),
     "sleep": ("stale tensor", "stale weights"),
+    "bfloat16": ("torch.bfloat16 is off", "mean, 99.9 %, largest"),
+    "lora-move": ("the adapter is not there", "engine's move"),
     "grpo-memory": ("grpo-memory is large", "peak / estimate"),
     "grpo-memory-recomputed": ("grpo-memory-recomputed is large", "peak / estimate"),
     "ppo-memory": ("ppo-memory is large", "peak / estimate"),
@@ -195,9 +205,15 @@ FAULTS = {
     "lora-memory": ("lora-memory fails", "a run that failed"),
     "seconds": ("slow update", "update / arithmetic"),
     "algorithms": ("PPO differs", "CPU's (ppo)"),
-    "lora-move": ("the adapter is not there", "engine's move"),
     "resume": ("killed differs", "the resumed run"),
+    "together": ("other differs", "runs differ"),
+    "batches": ("noise of the batch", "equal tokens"),
     "checkpoint": ("slow disk", "writing"),
+    "wait": ("slow checkpoints", "a checkpoint adds"),
+    "long": ("long rows are off", "mean, 99.9 %, largest"),
+    "float32": ("torch.float32 is off", "mean, 99.9 %, largest"),
+    "warm-start": ("slow start", "start"),
+    "batch-invariant": ("invariant noise of the batch", "equal tokens"),
     "two-devices": ("devices-2 differs", "first step"),
     "tensor-parallel": ("wrong parts", "forward pass"),
 }
@@ -207,6 +223,13 @@ OTHER_FAULTS = [
     ("machine", "crash", "signal 6"),
     ("cold-start", "a third of the cache", "cache / estimate"),
     ("sleep", "changes are not seen", "changes found"),
+    ("sleep", "samples with old weights", "samples after a load"),
+    ("grpo-memory", "grpo-memory is small", "peak / estimate"),
+    ("ppo-memory-recomputed", "ppo-memory-recomputed is small", "peak / estimate"),
+    ("resume", "again differs", "out of bounds"),
+    ("together", "one fails", "a run that failed"),
+    ("checkpoint", "slow copy", "copying"),
+    ("long", "short rows", "tokens"),
     ("sleep", "memory stays", "memory returned"),
     ("sleep", "memory leaks", "memory lost"),
     ("seconds", "slow grading", "grading's share"),
@@ -294,7 +317,9 @@ def test_runs_of_the_book_stay_out_of_the_store_that_the_user_named(tmp_path, mo
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(RuntimeError, match="the run 'one' ended with status 3"):
         Backend(tmp_path, "tiny", "transformers").train("one", {})
-    assert "PATH=" in (told := (tmp_path / "one.yaml").read_text()) and "COHORT_" not in told
+    assert "PATH=" in (told := (tmp_path / "one.yaml").read_text()) and re.findall("COHORT_.*", told) == [
+        "COHORT_MIRROR=none"
+    ]
 
 
 @pytest.mark.slow
@@ -345,6 +370,32 @@ def test_the_command_says_each_claim_and_ends_with_1_if_one_fails(fake, tmp_path
     assert gpu("machine,free-memory", faults=["interrupt"]) == 130
     assert gpu("sleeps") == 2 and "did you mean 'sleep'" in cohort.err
     assert list((tmp_path / "runs").iterdir()) == []  # it leaves nothing
+
+
+def test_a_call_of_a_few_minutes_goes_on_where_the_last_one_stopped(fake, tmp_path, monkeypatch):
+    def call(*faults):
+        monkeypatch.setattr(book, "Backend", lambda *_: replace(fake, faults=frozenset(faults)))
+        told = []
+        found, is_whole = book.run_book(tmp_path, "tiny", [], told.append, minutes=9)
+        return [one.claim for one in told], [one.state for one in found], is_whole
+
+    names = ("free-memory", "machine", "resume")
+    monkeypatch.setattr(book, "CLAIMS", [BY_NAME[name] for name in names])
+    monkeypatch.setattr(book, "measure_claims", partial(measure_claims, start="fork"))
+    assert call("interrupt") == ([*names], ["PASS", "SKIPPED", "SKIPPED"], False)
+    assert call() == (["machine", "resume"], ["PASS"] * 3, True)
+    assert call() == ([*names], ["PASS"] * 3, True)  # a book that is whole begins anew
+
+
+@pytest.mark.slow
+def test_what_is_kept_and_what_is_computed_again_have_estimates_of_their_own():
+    """Of the shape that a GPU gets: a share of vLLM in them would hide it."""
+    config = Qwen2Config(**backend.SHAPES["cuda"], tie_word_embeddings=True)
+    on_gpu = Backend(Path(), "tiny", "vllm")
+    with pretend_cuda():
+        found = {name: peak_bytes(estimate(on_gpu.spec(**own), config, 30)) for name, own in claims.PEAKS.items()}
+    for algorithm in ("grpo", "ppo"):
+        assert found[f"{algorithm}-memory"] > 1.25 * found[f"{algorithm}-memory-recomputed"]
 
 
 def test_a_model_that_is_made_up_can_be_used_and_has_a_character_for_each_token(tmp_path):

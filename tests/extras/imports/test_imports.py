@@ -1,12 +1,14 @@
 """Scores that other programs measured: read from their files, refused in one sentence, reported as our own."""
 
 import dataclasses
+import itertools
 import json
 import math
 import struct
 import tracemalloc
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from cohort.reports.render import analysed, write_report
 from factories import make_spec
 from fake_study import fake_study, with_trials
 from numpy.random import Generator
+from test_steering import killed_at
 
 import cohort
 
@@ -305,6 +308,24 @@ def test_a_link_in_a_folder_of_scores_is_not_followed(place, tmp_path):
     link.symlink_to("/")
     with pytest.raises(ValueError, match=rf"scores/{place}' is a link to a folder; put the folder itself there"):
         cohort.import_scores(tmp_path / "scores", "bad", runs=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A kill at every write of an import")
+def test_an_import_that_is_killed_at_any_write_is_done_by_the_next_one(tmp_path, record_property):
+    few = table().query("seed == 0")
+    want = repr(cohort.import_scores(few, "s", runs=tmp_path / "whole").trials.to_dict())
+    for moment in itertools.count():
+        runs = tmp_path / str(moment)
+        if not killed_at(moment, partial(cohort.import_scores, few, "s", runs=runs)):
+            break
+        document = runs / "studies/s/study.json"
+        before = document.read_bytes() if document.exists() else None
+        assert repr(cohort.import_scores(few, "s", runs=runs).trials.to_dict()) == want
+        assert [one.name for one in (runs / "studies").iterdir()] == ["s"]
+        assert before in (None, document.read_bytes())
+    record_property("tried", moment)
+    assert moment >= 10
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
