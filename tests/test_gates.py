@@ -129,7 +129,7 @@ def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     ],
 )
 def test_a_weak_first_look_names_its_causes_and_their_settings(seen, limit, words):
-    causes = first_look(*seen, limit)
+    causes = first_look(dict(zip(("accuracy", "lenient_accuracy", "answered", "truncated"), seen, strict=True)), limit)
     assert len(causes) <= 2 and bool(causes) == bool(words) and [w for w in words if w not in str(causes)] == []
 
 

@@ -13,7 +13,7 @@ from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import evaluate
-from cohort.harness.run.evaluate import evaluate_run, kept_problems
+from cohort.harness.run.evaluate import EndedRows, evaluate_run, kept_problems
 from cohort.harness.run.standalone import evaluate_once
 from cohort.harness.settings.run import RunSpec, parse_run
 from fakes import tiny_codec
@@ -93,6 +93,7 @@ def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at, tmp
 @pytest.mark.parametrize("torn", ["", '["0 0 1.0'])
 def test_rows_that_ended_before_a_kill_are_not_sampled_again(torn, tmp_path):
     spec, kept = make_spec(8, num_samples=3), tmp_path / "validation.jsonl"  # one part of 24 rows, then 8 greedy ones
+    rows = kept.with_suffix(".rows")
 
     def sampled(most=10**9):
         """The result, and the number of tokens that were sampled before there were too many."""
@@ -103,12 +104,11 @@ def test_rows_that_ended_before_a_kill_are_not_sampled_again(torn, tmp_path):
             if sum(told) > most:
                 raise KeyboardInterrupt
 
-        engine.note_tokens = note
+        engine.note_tokens, engine.ended = note, EndedRows(rows)
         return evaluate_run(spec, engine, "validation", 0, num_shown=99, kept=kept, weights=1), sum(told)
 
     whole, all_tokens = sampled()
     kept.unlink()
-    rows = kept.with_suffix(".rows")
     with pytest.raises(KeyboardInterrupt):
         sampled(all_tokens * 3 // 4)
     ended = [json.loads(line)[1] for line in rows.read_text().splitlines()]

@@ -25,7 +25,7 @@ from ...reports.render import analysed, comparison_latex, comparison_table, resu
 from ...reports.section import sections
 from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
 from ...reports.trials import blocks_of, search_of
-from ..base.words import LOOKED_AT, first_look, quoted
+from ..base.words import first_look, quoted
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord
 from ..settings.errors import SpecError, did_you_mean
@@ -234,7 +234,7 @@ class Evaluation:
     @property
     def causes(self) -> list[str]:
         """The likeliest causes of a weak accuracy, with the setting for each."""
-        return first_look(*(self.result.metrics[name] for name in LOOKED_AT), self._spec.max_tokens)
+        return first_look(self.result.metrics, self._spec.max_tokens)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:

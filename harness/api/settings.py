@@ -95,7 +95,7 @@ def scale_settings(
 def suited_rate(model: str, sets: Sequence[str], *, file: Mapping[str, Any] | None = None) -> list[str]:
     """The usual learning rate of a model that is not built in, as `path=value`, if a run's `file` has the rate of one
     that is and the user takes the other when asked. Without a terminal a line on stderr says how to take it."""
-    changed, rate = parse_overrides(sets), get_path(file or {}, RATE)
+    changed, rate = parse_overrides(sets), cast(Any, get_path(file or {}, RATE))
     given = with_overrides({**(file or {}), "model": model}, changed)
     is_own = RATE in changed or given.get("lora") is not None or not isinstance(rate, int | float)
     if is_own or rate < Optimizer().learning_rate or _is_small(given["model"]):

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-LOOKED_AT = ("accuracy", "lenient_accuracy", "answered", "truncated")  # the metrics of a first look
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
 
@@ -36,9 +35,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean '{near[0]}'? " if near else ""
 
 
-def first_look(accuracy: float, lenient: float, answered: float, truncated: float, limit: int | None) -> list[str]:
-    """The likeliest causes of a weak first look, with the setting for each; at most two. All are fractions of the
-    completions: right, right if the last number counts, with a marked answer, cut at the limit of tokens."""
+def first_look(metrics: Mapping[str, float], limit: int | None) -> list[str]:
+    """The likeliest causes of a weak first look, with the setting for each; at most two. The metrics are fractions of
+    the completions: right, right if the last number counts, with a marked answer, cut at the limit of tokens."""
+    names = ("accuracy", "lenient_accuracy", "answered", "truncated")
+    accuracy, lenient, answered, truncated = (metrics[name] for name in names)
     found: list[str] = []
     if truncated > 0.5:
         more = f"sampling.max_tokens={2 * limit}" if limit else "twice the sampling.max_tokens"
@@ -46,7 +47,8 @@ def first_look(accuracy: float, lenient: float, answered: float, truncated: floa
     if answered < 0.5:
         found.append(
             f"{1 - answered:.0%} mark no answer ({lenient:.0%} are right if the last number counts): show the form "
-            "(task.shots=4, cold_start.steps), ask for it (prompt.system), or try another prompt.format"
+            "(task.shots=4, or cold_start.steps where a task has no shots), ask for it (prompt.system), or try another "
+            "prompt.format"
         )
     if not found and accuracy in (0, 1):
         found.append(f"all are {'right: take harder' if accuracy else 'wrong: take easier'} problems or another model")
@@ -57,9 +59,8 @@ def without_signal(metrics: Mapping[str, float], limit: int | None, of: str = "t
     """A warning if a step's metrics show no difference to learn from, with the causes; else empty."""
     if metrics.get("reward/std", 1.0) and metrics.get("train/zero_advantage_groups", 0.0) < 1:
         return ""
-    names = ("train/accuracy", "train/lenient_accuracy", "train/answered", "completion/truncated")
-    accuracy, lenient, answered, truncated = (metrics.get(name, math.nan) for name in names)
-    causes = first_look(accuracy, lenient, answered, truncated, limit)
+    seen = {name: metrics.get(f"train/{name}", math.nan) for name in ("accuracy", "lenient_accuracy", "answered")}
+    causes = first_look({**seen, "truncated": metrics.get("completion/truncated", math.nan)}, limit)
     told = f"; of the completions, {' and '.join(causes)}" if causes else ""
     return f"no rewards of {of} differ, so nothing is learnt{told}"
 

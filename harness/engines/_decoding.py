@@ -81,7 +81,7 @@ def sample_batch(
         lengths[active] = lengths[active].masked_fill(ended, position + 1)
         stopped[active] |= ended
         if ended_rows is not None:
-            for row in active[ended].tolist():
+            for row in map(int, active[ended]):
                 ended_rows[names[row]] = tokens[: position + 1, row].tolist()
         running = running & ~ended
         if position + 1 == limit:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..base.files import sync
 from ..base.streams import generator
-from ..base.words import LOOKED_AT, first_look
+from ..base.words import first_look
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
@@ -58,7 +58,8 @@ class EndedRows(dict[str, list[int]]):
         self.file = file
         with suppress(OSError, ValueError, TypeError):
             super().__init__(map(json.loads, file.read_text().splitlines()))
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in self.items()))
+        if file.exists():
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in self.items()))
 
     def __setitem__(self, name: str, ids: list[int]) -> None:
         super().__setitem__(name, ids)
@@ -85,8 +86,8 @@ def evaluate_run(
 
     The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
     the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue. The
-    number of a model's `weights` bounds the parts of an engine on a CPU, whose rows are kept as they end; with 0 they
-    are as large as memory allows. `on_look` gets the causes of a weak first part.
+    number of a model's `weights` bounds the parts of an engine on a CPU; with 0 they are as large as memory allows.
+    Rows that the engine notes as they end are dropped with their part. `on_look` gets the causes of a weak first part.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -113,7 +114,6 @@ def evaluate_run(
     at_once = at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)
     if weights:
         at_once = max(1, min(at_once, int(PART_WEIGHTS / (weights * spec.max_tokens * (1 + num_samples)))))
-    engine.ended = EndedRows(kept.with_suffix(ROWS)) if weights and kept is not None and left else None
     at_once *= ranks.world_size()
     if left:
         on_progress(len(prompts) - len(left), len(prompts))
@@ -134,7 +134,7 @@ def evaluate_run(
         drawn += [*lengths(groups), *lengths(greedy_groups)]
         if start == 0 and len(part) < len(left):
             found = sample_metrics(list(scores.values()))
-            causes = first_look(0.5, *(found[name] for name in LOOKED_AT[1:]), spec.max_tokens)
+            causes = first_look({**found, "accuracy": 0.5}, spec.max_tokens)
             if causes:  # it is too small to judge accuracy
                 on_look(f"of the completions, {' and '.join(causes)}")
         on_progress(len(prompts) - len(left) + start + len(part), len(prompts))

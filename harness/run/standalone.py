@@ -25,7 +25,7 @@ from ..settings.errors import SpecError
 from ..settings.run import RunSpec
 from .build import RunResult, first_prompt, lone_engine
 from .cold_start import start_policy
-from .evaluate import evaluate_run, evaluation_metrics, weights_read
+from .evaluate import ROWS, EndedRows, evaluate_run, evaluation_metrics, weights_read
 from .loop import train
 
 OnProgress = Callable[..., None]  # phase, done, total, and perhaps words on its course
@@ -99,6 +99,7 @@ def evaluate_once(
             for area, on in measures.items():
                 pace = Pace(partial(on_progress, area), spec.evaluation.samples_of(split), spec.max_tokens)
                 engine.note_tokens, kept = pace.sampled, directory / f"{area}.jsonl"
+                engine.ended = EndedRows(kept.with_suffix(ROWS)) if weights else None
                 look = partial(on_progress, f"first look at {area}", 0, 0)
                 found[area] = evaluate_run(on, engine, split, 0, pace.part_ended, MOST_SHOWN, kept, weights, look)
                 log.metrics(0, evaluation_metrics(found[area], area))

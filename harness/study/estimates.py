@@ -230,7 +230,7 @@ def _operation_seconds(width: int, device: str, dtype: str, threads: int) -> flo
     place = resolve_device(device)
     kind = {"device": place, "dtype": getattr(torch, dtype if place.type == "cpu" else "float32")}
     factors = {"rows": torch.ones(1024, width, **kind), "layer": torch.ones(4 * width, width, **kind)}
-    clock = {"timer": time.process_time} if place.type == "cpu" else {}  # other processes take time as they please
+    clock: dict[str, Any] = {"timer": time.process_time} if place.type == "cpu" else {}  # others take time as they like
     product = Timer("rows @ layer.T", globals=factors, **clock).blocked_autorange(min_run_time=0.1)
     return product.mean / (2 * 1024 * 4 * width**2) / (threads if clock else 1)
 
