@@ -137,7 +137,7 @@ docs: $(BIN)/.installed $(DOCS_BIN)/.installed
 # Runs every study with a claim that needs no GPU, hours in all, and writes docs/claims.md; it continues what was stopped.
 # CLAIMS="length_bias sharpening": these alone. COHORT_RUNS says where.
 CLAIMS ?= $(filter-out %_qwen,$(notdir $(basename $(shell grep -l '^claim:' studies/*.yaml))))
-claims: $(BIN)/.installed
+claims: smollm2
 	for study in $(CLAIMS); do OMP_NUM_THREADS=1 $(BIN)/cohort study run $$study || exit 1; done
 	$(BIN)/python docs/scripts/claims.py $${COHORT_RUNS:-runs}
 

@@ -386,8 +386,8 @@ def test_a_device_reads_its_part_of_the_prompts_and_keeps_the_keys_of_all():
         for n in (1, 2)
     )
     trunk = memory.count(memory.Shape.of(spec, tiny_config(), 1, 30)).trunk
-    # A row of 30 + 8 tokens. Of 4 prompts with 29 shared tokens one device reads 4, and each of two 2, beside leaves of
-    # all 4 and their gradient.
-    alone = trunk.all * (4 * 29 + 8) + sum(trunk.cache) * 29
-    spread = trunk.all * (2 * 29 + 8) + sum(trunk.cache) * (1 + 2 * 4) * 29
+    # A row of 30 + 8 tokens. Of 4 prompts with 29 shared tokens one device reads 4, whose keys are leaves for other rows;
+    # each of two reads 2, beside leaves of all 4 and their gradient.
+    alone = (trunk.all * 4 + sum(trunk.cache) * 4) * 29
+    spread = (trunk.all * 2 + sum(trunk.cache) * (2 + 2 * 4)) * 29
     assert one - two == alone // 38 - spread // 38 > 0

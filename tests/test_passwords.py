@@ -77,7 +77,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(w
         raise typer.Exit(0)
 
     monkeypatch.setattr("cohort.harness.study.runner.run_study", run)
-    monkeypatch.setattr("cohort.harness.api.study.default_workers", lambda devices: 7)
+    monkeypatch.setattr("cohort.harness.api.study.auto_workers", lambda spec: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
     assert cohort("study", "run", "quickstart", "--seeds", "0", *storage, *workers) == 0
     count = 3 if workers else 7
