@@ -386,7 +386,7 @@ def test_a_device_reads_its_part_of_the_prompts_and_keeps_the_keys_of_all():
         for n in (1, 2)
     )
     trunk = memory.count(memory.Shape.of(spec, tiny_config(), 1, 30)).trunk
-    # A row of 30 + 8 tokens. Of 4 prompts with 29 shared tokens one device reads 4, whose keys are leaves for other rows;
+    # A row of 30 + 8 tokens. Of 4 prompts with 29 shared tokens one device reads 4, whose keys are leaves for others;
     # each of two reads 2, beside leaves of all 4 and their gradient.
     alone = (trunk.all * 4 + sum(trunk.cache) * 4) * 29
     spread = (trunk.all * 2 + sum(trunk.cache) * (2 + 2 * 4)) * 29
