@@ -69,7 +69,7 @@ FEW_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2
               "num_key_value_heads": 2, "vocab_size": 160}  # fmt: skip
 FEW_ROWS = {
     "rollouts_per_step": 16, "steps": 1, "sampling.max_tokens": 4, "evaluation.num_prompts": 2,
-    "evaluation.num_test_prompts": 2, "evaluation.num_test_samples": 1,
+    "evaluation.num_test_prompts": 2, "evaluation.num_test_samples": 1, "gates.stuck_groups": "null",
 }  # fmt: skip
 
 

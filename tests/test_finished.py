@@ -29,7 +29,8 @@ from fake_trials import a_study
 from queues import METRIC, a_queue, completions, executions
 from test_learner import make_batch
 
-RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
+RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8,
+       "gates": {"stuck_groups": None}}  # fmt: skip
 Usage = namedtuple("Usage", "total used free")
 
 

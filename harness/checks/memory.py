@@ -108,7 +108,11 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
 def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Settings as `path=value` that the run can take, with the bytes that each would save at the peak of the components
     that are `counted`, those that are not 0."""
-    raw, (now, _) = spec.model_dump(mode="json", exclude_none=True), estimate_run(spec)
+    now, raw = None, spec.model_dump(mode="json", exclude_none=True)
+    with suppress(SpecError):  # such as a model that is not here
+        now, _ = estimate_run(spec)
+    if now is None:
+        return
     tries: dict[str, Any] = {
         "rollouts_per_step": spec.rollouts_per_step // 2,
         "sampling.max_tokens": spec.max_tokens // 2,
@@ -120,7 +124,7 @@ def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) ->
     for path, value in tries.items():
         with suppress(ValueError):
             then, _ = estimate_run(parse_run(with_overrides(raw, {path: value}), ""))
-            if now is not None and then is not None:
+            if then is not None:
                 before, after = ({n: size if counted.get(n) else 0 for n, size in one.items()} for one in (now, then))
                 yield f"{path}={str(value).lower()}", peak_bytes(before) - peak_bytes(after)
 
