@@ -8,6 +8,7 @@ This module never imports torch at run time, so that settings and reports can us
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -183,6 +184,16 @@ class GradedGroup:
     def blind(self) -> GradedGroup:
         """The same group without correctness and scores."""
         return dataclasses.replace(self, correct=None, scores=None, lenient=None, marked=None)
+
+    @property
+    def majority_correct(self) -> float:
+        """The probability that a majority vote over the answers is correct: the share of the winning classes that are,
+        as chance breaks ties; 0 without a vote."""
+        assert self.correct is not None
+        counts = Counter(c for c in self.classes if c is not None)
+        won = {c for c, count in counts.items() if count == max(counts.values())}
+        right = {c for c, correct in zip(self.classes, self.correct, strict=True) if correct}
+        return len(won & right) / len(won) if won else 0.0
 
 
 @dataclass(frozen=True, slots=True)
