@@ -115,7 +115,7 @@ class LibraryDecoder:
         self.mask = torch.ones(0, 0, dtype=torch.bool, device=next(model.parameters()).device)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> int:
-        """The number of first tokens that are now read once for all prompts, which share them; 0 if that saves little."""
+        """The number of first tokens that are now read once for all prompts, which share them; 0 if it saves little."""
         alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
         shared = min(sum(takewhile(bool, alike)), min(map(len, prompts)) - 1)
         if (len(prompts) - 1) * shared < SAVED or not can_share_prompts(self.model):
