@@ -77,7 +77,7 @@ class MemoryLog:
         self.first_prompt = ""
         self.files: dict[str, str] = {}
 
-    def about(self, inputs=None, prompt=""):
+    def about(self, inputs=None, prompt="", sizes=None):
         self.read, self.first_prompt = inputs or self.read, prompt or self.first_prompt
 
     def resume(self, step, threads=()):

@@ -48,6 +48,13 @@ def test_a_large_model_gets_rates_of_its_size_in_one_line_and_the_built_in_one_s
         assert (spec.optimizer.learning_rate, spec.optimizer.critic_learning_rate) == (1e-6, 1e-5)
 
 
+@pytest.mark.parametrize(("algorithms", "has_critic"), [(["grpo", "rloo"], False), (["grpo", "ppo"], True)])
+def test_a_comparison_names_only_rates_that_one_of_its_algorithms_has(algorithms, has_critic, capsys):
+    study = comparison(algorithms, ["arithmetic"], MODEL)
+    assert ("critic_learning_rate" in capsys.readouterr().err) == has_critic
+    assert {arm.spec.optimizer.learning_rate for arm in study.spec.design_arms()} == {1e-6}
+
+
 @pytest.mark.parametrize(
     ("given", "rate"), [("lora.rank=16", 1e-5), ("lora=null", 1e-6), ("optimizer.learning_rate=3e-6", 3e-6)]
 )

@@ -165,6 +165,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"high_entropy_tokens": 1.2}, ["high_entropy_tokens", "less than or equal to 1", "got 1.2"]),
     ({"algorithm": {"name": "gspo", "entropy_bonus": -1}}, ["algorithm.entropy_bonus", "equal to 0", "got -1"]),
     ({"algorithm": {"name": "grpo", "group_size": 1}}, ["algorithm.group_size must be at least 2 for grpo, got 1"]),
+    ({"task": {"name": "gsm8k", "template": {"question": None}}}, ["""needs quotes, 'task.template="{...}"'"""]),
 ]  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def train(
     folder, texts = runs_folder(runs), as_texts(settings)
     run = load_run(None if spec is None else str(spec), texts)
     file = None if spec is None else read_yaml(Path(spec))
-    texts += scale_settings(run.model, texts, trains=run.steps > 0, file=file)
+    has_critic = any(stage.spec.algorithm.needs_critic for stage in run.staged())
+    texts += scale_settings(run.model, texts, trains=run.steps > 0, has_critic=has_critic, file=file)
     texts += suited_rate(run.model, texts, file=file) if run.steps else []
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
