@@ -273,9 +273,9 @@ class Batch:
     def replace(self, **changes: Any) -> Batch:
         return dataclasses.replace(self, **changes)
 
-    def rows(self, index: Tensor) -> Batch:
-        """The rows at `index` (int64), trimmed to their longest row."""
-        width, own = int(self.lengths_B[index].max()), self._tensors()
+    def rows(self, index: Tensor, width: int | None = None) -> Batch:
+        """The rows at `index` (int64), trimmed to their longest row, which a caller that knows its `width` tells."""
+        width, own = int(self.lengths_B[index].max()) if width is None else width, self._tensors()
         return self.replace(**{k: x[index, :width] if k.endswith("_BT") else x[index] for k, x in own.items()})
 
     def to(self, device: Any) -> Batch:
