@@ -207,13 +207,13 @@ def test_the_ceiling_is_tested_with_the_degrees_of_freedom_that_four_parameters_
 
 
 def test_a_ceiling_is_stated_where_a_curve_without_one_has_a_p_of_at_most_1_percent_and_is_at_most_1(monkeypatch):
+    found = fit_curve("a", range(5), *draw(Design(ceiling=0.99, spread=0.03), np.random.default_rng(0)))
+    assert isinstance(found, Scaling) and found.ceiling.high == 1 > found.ceiling.estimate > found.ceiling.low > 0.8
     for p, is_stated in ((0.0099, True), (0.0101, False)):
         monkeypatch.setattr(scaling, "_p_without_ceiling", lambda *_, p=p: p)
         found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
         assert isinstance(found, Scaling) == is_stated
         assert is_stated or "has not bent" in str(found)
-    found = fit_curve("a", range(5), *draw(Design(ceiling=0.99, spread=0.03), np.random.default_rng(0)))
-    assert isinstance(found, Scaling) and found.ceiling.high == 1 > found.ceiling.estimate > found.ceiling.low > 0.8
 
 
 def test_eight_evaluations_without_noise_are_enough():
