@@ -8,6 +8,7 @@ This module never imports torch at run time, so that settings and reports can us
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -184,6 +185,16 @@ class GradedGroup:
         """The same group without correctness and scores."""
         return dataclasses.replace(self, correct=None, scores=None, lenient=None, marked=None)
 
+    @property
+    def majority_correct(self) -> float:
+        """The probability that a majority vote over the answers is correct: the share of the winning classes that are,
+        as chance breaks ties; 0 without a vote."""
+        assert self.correct is not None
+        counts = Counter(c for c in self.classes if c is not None)
+        won = {c for c, count in counts.items() if count == max(counts.values())}
+        right = {c for c, correct in zip(self.classes, self.correct, strict=True) if correct}
+        return len(won & right) / len(won) if won else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -262,9 +273,9 @@ class Batch:
     def replace(self, **changes: Any) -> Batch:
         return dataclasses.replace(self, **changes)
 
-    def rows(self, index: Tensor) -> Batch:
-        """The rows at `index` (int64), trimmed to their longest row."""
-        width, own = int(self.lengths_B[index].max()), self._tensors()
+    def rows(self, index: Tensor, width: int | None = None) -> Batch:
+        """The rows at `index` (int64), trimmed to their longest row, which a caller that knows its `width` tells."""
+        width, own = int(self.lengths_B[index].max()) if width is None else width, self._tensors()
         return self.replace(**{k: x[index, :width] if k.endswith("_BT") else x[index] for k, x in own.items()})
 
     def to(self, device: Any) -> Batch:

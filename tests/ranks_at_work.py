@@ -13,11 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_vllm
+import pytest
 import torch
 import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
 from cohort.harness.devices.sharding import full, layers, shard, total_bytes
+from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy import model
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
@@ -29,7 +32,7 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import LoRA, parse_run
-from fakes import MemoryLog, StopAfter
+from fakes import MemoryLog, StopAfter, tiny_codec
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -163,9 +166,10 @@ def deadly_attempt(rank: int, folder: Path, name: str, number: int) -> None:
 
 def gathers(rank: int, folder: Path) -> None:
     """Shard a model with and without autocast's gathers in bfloat16; FOLDER/gathers.json gets the bytes that both
-    gathered in a pass and its backward pass, those of all layers, and which of log-probs and gradients differ."""
+    gathered in a pass and its backward pass, those of all layers, and which of log-probs and gradients differ; then how
+    far a vLLM of this rank is from the weights, in steps of bfloat16, and whether it compares them."""
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
-    config = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "pad_token_id": 0}
+    config = {"vocab_size": 65, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "pad_token_id": 0}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens, gather = torch.randint(1, 64, (4, 12)), dist.all_gather_single
     found, counted = [], [0, 0]
@@ -188,6 +192,15 @@ def gathers(rank: int, folder: Path) -> None:
     if rank == 0:
         different = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
         (folder / "gathers.json").write_text(json.dumps([*counted, size, different]))
+    with pytest.MonkeyPatch.context() as patch:
+        fake_vllm.install(patch, folder / f"vllm-{rank}")
+        engine = VLLMEngine(VLLMEngine.Settings(dtype="bfloat16", max_model_len=32), policy, tiny_codec())
+    theirs = engine.llm.model.state_dict()
+    steps = [
+        float(((theirs[name].float() - (whole := full(value))).abs() / (whole.abs() / 128 + 1e-30)).max())
+        for name, value in policy.state_dict().items()
+    ]
+    (folder / f"vllm-{rank}.json").write_text(json.dumps([max(steps), engine.verifies_weights]))
 
 
 def gradients(rank: int, size: int, folder: Path) -> None:

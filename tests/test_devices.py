@@ -127,6 +127,9 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
     assert whole - half == 2 * layers / 2  # once for the pass and once for its backward pass, the last layer too
     # Norms begin at 1, which bfloat16 holds; the gradient of their weights alone is rounded.
     assert [name for name in different if "norm" not in name] == []
+    for rank in range(2):  # each device rounds and sums up its part of the weights for both
+        steps, compares = json.loads((tmp_path / f"vllm-{rank}.json").read_text())
+        assert 0 < steps <= 1 and compares
 
 
 @pytest.mark.slow

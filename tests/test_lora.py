@@ -7,6 +7,7 @@ import pytest
 import torch
 from chats import llama
 from cohort.harness.base.inputs import InputsChanged
+from cohort.harness.checks.memory import estimate
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, base_weights
 from cohort.harness.policy.model import check_model, load_policy, save_model
@@ -20,6 +21,7 @@ from factories import FEW, make_spec
 from fakes import MemoryLog, gone_on
 from safetensors.torch import load_file
 from test_learner import make_batch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -149,6 +151,40 @@ def test_autocast_keeps_frozen_products_in_bfloat16_and_computes_the_same(algori
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert metrics == others
     assert torch.equal(logprobs, theirs)
+
+
+REFERENCES = {  # and whether their products alone are read, so that bfloat16 holds what autocast computes
+    "llama": ({"num_hidden_layers": 2}, True),
+    "qwen2": ({"num_key_value_heads": 2}, True),  # with biases
+    "gemma2": ({"head_dim": 16, "final_logit_softcapping": 5.0}, True),
+    "mamba": ({"state_size": 4}, False),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_under_autocast_a_reference_holds_its_products_in_bfloat16_and_scores_the_same(kind):
+    own, is_held = REFERENCES[kind]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes |= {"tie_word_embeddings": False, "vocab_size": 100, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **{**sizes, **own})
+    spec = spec_of(lora=None, autocast=True, kl={"refresh_reference_every": 1})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        learner = Learner(spec, AutoModelForCausalLM.from_config(config).eval())
+    batch, reference = make_batch(), learner.reference
+    dtypes = {name: p.dtype for name, p in reference.named_parameters()}
+    assert torch.bfloat16 in dtypes.values() if is_held else {*dtypes.values()} == {torch.float32}
+    assert {t for name, t in dtypes.items() if "norm" in name or "embed" in name} == {torch.float32}
+    size = sum(p.numel() * p.element_size() for p in reference.parameters())
+    assert estimate(spec, config, 8, torch.device("cpu"))["reference"] == size
+    for step in (0, 1):  # the second refreshes the reference
+        with torch.no_grad():
+            scores = [learner.logprobs(model, batch) for model in (learner.policy, reference)]
+            assert torch.equal(*scores) and scores[0].any()
+            for parameter in learner.policy.parameters():
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+            assert not torch.equal(learner.logprobs(learner.policy, batch), scores[0])
+        learner.begin_step(step + 1)
 
 
 def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():

@@ -481,6 +481,26 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     assert not seen  # each worker's own machine is asked
 
 
+def test_what_a_sleeping_vllm_keeps_on_the_host_under_an_adapter_is_counted_there_and_must_fit(monkeypatch):
+    gpu, free = torch.device("cuda"), {"cuda": 80 * GIB, "cpu": 9 * GIB}
+
+    def pinned(**changes):
+        spec = make_spec(**{"engine": "vllm", "dtype": "float32", "lora": {"rank": 8}, "devices": 2, **changes})
+        found = estimate(spec, LLAMA_1B, 20, gpu)
+        assert peak_bytes(found) == peak_bytes({**found, "pinned": 0})  # no memory of the GPU
+        check_fits(found, gpu, spec)
+        return found["pinned"]
+
+    monkeypatch.setattr(memory, "device_bytes", lambda device: free[device.type])
+    monkeypatch.setattr(memory, "usable_gpus", lambda: ("0", "1"))
+    with pretend_cuda():  # 1.24 billion weights: 4.6 GiB, on each of two devices
+        with pytest.raises(SpecError, match=r"while it sleeps, 9.21 GiB for 2 of it, got 9.00 GiB free; set engine.sl"):
+            pinned()
+        assert pinned(dtype="bfloat16") == 2 * 1_235_814_400
+        assert pinned(engine={"name": "vllm", "tensor_parallel_size": 2}) == 2 * 1_235_814_400
+        assert pinned(engine={"name": "vllm", "sleep": False}) == pinned(lora=None) == 0
+
+
 @pytest.mark.slow
 def test_vllms_share_of_a_gpu_must_hold_its_weights():
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion

@@ -113,4 +113,6 @@ def test_rows_that_end_between_two_looks_are_those_of_the_cpu():
 def test_metrics_of_an_update_are_read_once():
     whole, split = (updated(make_spec(tokens_per_microbatch=budget)) for budget in (1000, 1))
     own = [sum(n for place, n in found.items() if "learner.py" in place) for found in (whole, split)]
-    assert own[0] == own[1] <= 8
+    assert own[0] == own[1] <= 5
+    # Each pass more, of 8 instead of 1, waits twice where it picks its tokens, and once in the library.
+    assert split.total() - whole.total() <= 3 * 7

@@ -11,7 +11,7 @@ from cohort.harness.interfaces import Reward, StepReward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.format import Format
-from cohort.harness.rewards.majority_vote import MajorityVote, majority_correct
+from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
@@ -33,7 +33,7 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
 def test_a_majority_is_right_by_the_share_of_its_tied_classes_that_are():
     right, wrong = ([0, 0, 1, 2], [None, None, 0]), ([0, 1, 1, None], [None] * 4)
     for classes, expected in (*((c, 1.0) for c in right), ([0, 0, 1, 1], 0.5), *((c, 0.0) for c in wrong)):
-        assert majority_correct(graded_group(classes, [c == 0 for c in classes])) == expected
+        assert graded_group(classes, [c == 0 for c in classes]).majority_correct == expected
 
 
 def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():

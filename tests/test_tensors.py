@@ -39,7 +39,7 @@ def test_a_checksum_sees_every_bit_and_neither_order_nor_shape_nor_zeros(dtype, 
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     padded = torch.cat([values[3:], torch.zeros(2, 40, dtype=dtype), values[:3]])
     assert checksum(padded.T) == checksum(values)
-    assert (checksum(values[:2]) + checksum(values[2:]) - checksum(values)) % 2**64 == 0
+    assert checksum(values[:2]) + checksum(values[2:]) == checksum(values)
     moved = values.clone()
     moved.view(bits)[0, :2] += torch.tensor([1, -1], dtype=bits)  # their sum stays
     assert checksum(moved) != checksum(values)

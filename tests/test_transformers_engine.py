@@ -7,6 +7,7 @@ import pytest
 import torch
 from cohort.harness.base.tensors import pad_left
 from cohort.harness.data import Prompt, Sampling
+from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder, _draw, uniforms
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
@@ -88,6 +89,28 @@ def test_a_decoder_writes_keys_in_place_and_reads_shared_ones_without_repeating_
         assert model.config._attn_implementation == "sdpa"
         for row, found in zip(rows, logits, strict=True):
             assert torch.allclose(found, model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5)
+
+
+def test_the_beginning_that_all_prompts_share_is_read_once(monkeypatch):
+    """Equal samples, whether prompts are read whole or after their common beginning; one is a beginning of another."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=40)).eval()
+    engine = TransformersEngine(TransformersEngine.Settings(), model, tiny_codec())
+    prompts = [Prompt(f"p{i}", "1+2=3" * 8 + text, "0") for i, text in enumerate(["4", "4+5", "4+5+6=", "7-"])]
+    read, found = [], []
+    model.register_forward_pre_hook(lambda _, args, named: read.append(named["input_ids"].numel()), with_kwargs=True)
+    for least in (121, 120):
+        monkeypatch.setattr(_decoding, "SAVED", least)
+        found.append(engine.generate(prompts, 3, Sampling(max_tokens=8), seed=0, step=0))
+    first = read.index(40)
+    assert read[0] == 4 * 46 and read[first + 1] == 4 * 6
+    rows, others = ([r for g in groups for r in g.rollouts] for groups in found)
+    assert [r.token_ids for r in rows] == [r.token_ids for r in others]
+    for row, other in zip(rows, others, strict=True):
+        assert row.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+    engine.generate([prompts[0]] * 4, 1, Sampling(max_tokens=1), seed=0, step=0)
+    assert read[-2:] == [40, 4 * 1]  # of equal prompts all but the last token
 
 
 def test_draws_follow_the_tempered_distribution():

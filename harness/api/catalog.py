@@ -3,7 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -11,7 +11,9 @@ from .. import plugins
 from ..data import Split
 from ..settings import paths
 from ..settings.errors import SpecError, did_you_mean
-from .settings import Settings, as_texts, checked_split
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -55,12 +57,13 @@ def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
 
 
 def describe_task(
-    name: str, settings: Settings = (), *, split: str = "test", count: int = 3, model: str | None = None
+    name: str, settings: "Settings" = (), *, split: str = "test", count: int = 3, model: str | None = None
 ) -> dict[str, Any]:
     """Settings of a task, sizes of its splits (or why one is missing), the first problems of `split`, and a worked
     solution; each text as `model` reads it, if one is named."""
     from ..run.grading import problem_rows
     from ..settings.load import load_run
+    from .settings import as_texts, checked_split
 
     part = checked_split(split)
     spec = load_run(None, as_texts(settings), {"task": name, "algorithm": "grpo"})

@@ -47,19 +47,21 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
 
-def checksum(values: Tensor) -> int:
-    """A number in [-2^63, 2^63) of the bits of all values, whatever their order and shape; zeros add nothing.
+def checksum(values: Tensor) -> Tensor:
+    """int64, without axes: a number of the bits of all values, whatever their order and shape; zeros add nothing.
 
-    So a fused or padded tensor has the same. Two different sets of values agree with a chance of about 2^-64.
+    So a fused or padded tensor has the same, and the numbers of a tensor's parts have the whole's as their sum. Two
+    different sets of values agree with a chance of about 2^-64.
     """
     import torch
 
-    total, width = 0, {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in values.detach().contiguous().view(width).flatten().split(2**24):
         mixed = part.long() * -0x61C8864680B583EB  # odd constants spread every bit; products wrap around
         mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47
-        total += int((mixed ^ (mixed >> 32)).sum())
-    return (total + 2**63) % 2**64 - 2**63
+        total += (mixed ^ (mixed >> 32)).sum()
+    return total
 
 
 def rounded_on_average(values: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ def rounded_on_average(values: Tensor) -> Tensor:
     equal tensors are rounded alike on one kind of device."""
     import torch
 
-    noise = torch.Generator(values.device).manual_seed(checksum(values))
+    noise = torch.Generator(values.device).manual_seed(int(checksum(values)))
     bits = torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32, device=values.device)
     bits += values.detach().contiguous().view(torch.int32)
     return bits.bitwise_and_(-(2**16)).view(torch.float32).bfloat16()

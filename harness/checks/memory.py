@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.machine import SHARED_GPU
+from ..base.machine import SHARED_GPU, usable_gpus
 from ..data import Prompt
+from ..devices import group
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
 from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
@@ -29,7 +30,7 @@ from ..settings.errors import SpecError
 from ..settings.raw import with_overrides
 from ..settings.run import RunSpec, parse_run
 from ..settings.stages import Stage
-from .memory_count import Counts, Shape, count
+from .memory_count import Counts, Shape, count, models, scorer_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,17 +79,27 @@ def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if `copies` such runs need more than the GPU or the RAM has free (`device_bytes`).
+    """SpecError if `copies` such runs need more than the GPU or the RAM has free (`device_bytes`), or if their sleeping
+    engines need more of the host's memory.
 
     It names the large components, and what makes them smaller: settings with what each would save.
     """
+    here = min(spec.devices, max(group.size_here(), len(usable_gpus())))  # of the run's devices
+    pinned, free = copies * here * components.get("pinned", 0), device_bytes(torch.device("cpu"))
+    if pinned > free:
+        raise SpecError(
+            f"vLLM must have room in the host's memory for the weights under an adapter while it sleeps, {gib(pinned)} "
+            f"for {copies * here} of it, got {gib(free)} free; set engine.sleep=false, or use fewer devices or another "
+            "model"
+        )
     needed, available = peak_bytes(components), device_bytes(device)
     if copies * needed <= available:
         return
     beside = f" beside {gib(RESERVE)} for CUDA" if device.type == "cuda" else ""
     has = f"{'the GPU' if beside else 'this machine'} has {gib(available)} free{beside}"
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
-    large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
+    own = {name: size for name, size in components.items() if name != "pinned"}
+    large = [name for name in sorted(own, key=lambda name: -own[name]) if 50 * own[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
     wider = ["spread it over more GPUs (devices)"] * bool(beside)
     saved = {words: size for words, size in _savings(spec, device, components) if 50 * size > needed}
@@ -157,9 +168,9 @@ def judge(spec: RunSpec) -> dict[str, Any]:
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
-    """The peak of the components: a step first samples, then learns."""
+    """The peak of the components on the device: a step first samples, then learns."""
     sampling = components["kv_cache"] + components["sampling"]
-    return sum(components.values()) - min(components["activations"], sampling)
+    return sum(components.values()) - components.get("pinned", 0) - min(components["activations"], sampling)
 
 
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
@@ -194,8 +205,14 @@ def _estimate_stage(stage: Stage) -> tuple[dict[str, int] | None, str | None]:
         if other is None:
             return None, why
         larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
-        found = {**found, **larger, "teacher": other["policy"]}
+        teacher = _frozen_bytes(stage.spec, sampler) if stage.spec.autocast else other["policy"]
+        found = {**found, **larger, "teacher": teacher}
     return found, why
+
+
+def _frozen_bytes(spec: RunSpec, model: str) -> int:
+    """Bytes of a model that only scores in this run."""
+    return scorer_bytes(empty_model(model_config(model)).to(dtype=getattr(torch, spec.dtype)), spec.autocast)
 
 
 def _scorer_bytes(model: str) -> int:
@@ -232,9 +249,9 @@ def estimate(
 
     With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
     the layers that a pass has whole. Every completion counts with its full limit, every prompt with `prompt_tokens`;
-    `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and
-    `sampling`: see `peak_bytes`. Raises the errors of `count`, ValueError for a mixture of experts, and SpecError for
-    an engine whose share of a GPU cannot hold the model.
+    `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and `sampling`, and
+    `pinned` is memory of the host: see `peak_bytes`. Raises the errors of `count`, ValueError for a mixture of experts,
+    and SpecError for an engine whose share of a GPU cannot hold the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -247,10 +264,11 @@ def estimate(
     overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
-    reference = counts.policy if spec.algorithm.needs_reference and spec.lora is None else 0  # else an adapter is off
+    reference = 0  # an adapter is off
     if spec.kl.reference is not None:
-        parameters = empty_model(model_config(spec.kl.reference)).parameters()
-        reference = sum(p.numel() for p in parameters) * getattr(torch, spec.dtype).itemsize
+        reference = _frozen_bytes(spec, spec.kl.reference)
+    elif spec.algorithm.needs_reference and spec.lora is None:
+        reference = scorer_bytes(models(shape)[0], spec.autocast)
     gathered = 0
     if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
         roots = counts.root * (2 if own_trunk else 1)
@@ -314,9 +332,9 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
 
 
 def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device) -> dict[str, int]:
-    """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time."""
+    """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time, and `pinned` of the host."""
     settings: Any = spec.engine
-    needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
+    needed = {"kv_cache": 0, "sampling": 0, "engine": 0, "pinned": 0}
     if settings.name == "transformers":  # keys and values of the rows decoded at once, and their distributions
 
         def rows(group: int, prompts: int) -> int:
@@ -342,7 +360,8 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         counted = shape.prompt_tokens + shape.max_tokens  # of each row
         length = settings.max_model_len or counted + 1  # of the row that vLLM must be able to hold
         row = sum(counts.trunk.cache) * length // (shape.rows * counted)
-        least = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
+        weights = getattr(torch, dtype).itemsize * counts.weights
+        least = (weights + row) / settings.tensor_parallel_size
         if least > share:
             fraction = math.ceil(100 * least / size) / 100
             raised = f"set it to {fraction:.2f} or more"
@@ -351,7 +370,9 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
                 f"{least / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
                 f"{raised if fraction <= 1 else 'use a smaller model or engine.tensor_parallel_size'}"
             )
-        return needed | {"kv_cache" if settings.sleep else "engine": share}
+        is_copied = settings.sleep and spec.lora is not None  # to come back under the next adapter
+        pinned = is_copied * weights // settings.tensor_parallel_size
+        return needed | {"kv_cache" if settings.sleep else "engine": share, "pinned": pinned}
     if settings.name == "vllm":
         return needed | {"engine": counts.policy // settings.tensor_parallel_size + settings.cpu_cache}
     return needed

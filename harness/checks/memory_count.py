@@ -24,7 +24,7 @@ from ..devices.sharding import layers, total_bytes
 from ..policy.forward import Critic, PromptStates, backbone, can_share_prompts, prompt_cache, state_logprobs
 from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
-from ..policy.lora import add_adapter, hold_frozen_products
+from ..policy.lora import add_adapter, hold_frozen_products, hold_scorer
 from ..policy.model import empty_model
 from ..settings.run import LoRA, RunSpec
 
@@ -122,6 +122,11 @@ def count(shape: Shape) -> Counts:
         logprobs=logprobs,
         values=values,
     )
+
+
+def scorer_bytes(model: nn.Module, autocast: bool) -> int:
+    """Bytes of a copy of a model without storage that only scores: a reference or a teacher."""
+    return total_bytes(hold_scorer(deepcopy(model), autocast).parameters())
 
 
 def models(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:

@@ -40,7 +40,7 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
     del metas
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for part in layers(module):
-        fully_shard(part, mesh=mesh, mp_policy=half if autocast and _is_plain(part) else MixedPrecisionPolicy())
+        fully_shard(part, mesh=mesh, mp_policy=half if autocast and is_plain(part) else MixedPrecisionPolicy())
     fully_shard(module, mesh=mesh)
     names = {p: name for name, p in module.named_parameters()}
     own = {p: nn.Parameter(spread_like(p, first.pop(name), device), p.requires_grad) for p, name in names.items()}
@@ -55,7 +55,7 @@ def shard(module: nn.Module, device: torch.device, *, autocast: bool = False) ->
     register_fsdp_forward_method(module, "run")
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
     """Whether only products and norms have parameters; a recurrent layer's would not bear rounding."""
     owners = [part for part in layer.modules() if any(True for _ in part.parameters(recurse=False))]
     return all(type(part) is nn.Linear or "norm" in type(part).__name__.lower() for part in owners)
@@ -107,8 +107,15 @@ def whole(module: nn.Module) -> Iterator[None]:
             group.set_reshard_after_forward(group is not module, recurse=False)
 
 
-def full(value: Tensor) -> Tensor:
-    """The whole of a tensor, on every process."""
+def full(value: Tensor, own: Tensor | None = None) -> Tensor:
+    """The whole of a tensor, on every process; with `own` of a tensor that is spread alike and has this part here."""
+    if is_spread(value) and own is not None:
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements = value.device_mesh, value.placements  # pyright: ignore
+        value = DTensor.from_local(own, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    elif own is not None:
+        return own
     return value.full_tensor() if is_spread(value) else value  # pyright: ignore
 
 

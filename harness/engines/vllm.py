@@ -39,8 +39,9 @@ from ..base.files import write_text
 from ..base.machine import compiler
 from ..base.tensors import checksum, rounded_on_average
 from ..data import Group, InvalidRun, Prompt, Sampling
+from ..devices import ranks
 from ..devices.device import UNMAPPED
-from ..devices.sharding import full
+from ..devices.sharding import full, is_spread, local
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
@@ -204,19 +205,21 @@ class VLLMEngine(RolloutEngine):
 
     def _reload(self, weights: Mapping[str, Tensor]) -> None:
         self._wake(["weights"])
-        self._base = given = dict[str, int]()
+        given: dict[str, Tensor] = {}
 
         def whole() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights.items():
-                tensor = full(value)
-                if tensor.dtype == torch.float32 and self.dtype == "bfloat16":
-                    tensor = rounded_on_average(tensor)
-                yield name, tensor
-                given[name] = checksum(tensor.to(getattr(torch, self.dtype)))
+                own = local(value)  # each device rounds and sums up its part, and gathers half the bytes
+                if own.dtype == torch.float32 and self.dtype == "bfloat16":
+                    own = rounded_on_average(own)
+                yield name, full(value, own)
+                counts = is_spread(value) or ranks.rank() == 0
+                given[name] = checksum(own.to(getattr(torch, self.dtype))) * counts
 
         with _process_state_kept():
             reload = {"weights_iterator": whole(), "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
+        self._base = _read(given, ranks.summed)
         self.check_weights()
         self._wake(["kv_cache"])
         self._begin_anew()
@@ -247,12 +250,12 @@ class VLLMEngine(RolloutEngine):
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
             save_adapter(Path(folder), model, weights, "base")
             self.llm.llm_engine.add_lora(self._adapter(folder, load_inplace=True))
-        given: dict[str, int] = {}
+        given: dict[str, Tensor] = {}
         for layer, module in adapted_layers(model):
             for name, scale in (("lora_A", 1), ("lora_B", module.scaling[ADAPTER])):  # vLLM scales as it loads
                 value = weights[f"{layer}.{name}.{ADAPTER}.weight"].to(getattr(torch, self.dtype))
                 given[f"{layer}.{name}"] = checksum(value * scale)
-        self._compare(given, _adapter)
+        self._compare(_read(given), _adapter)
         self._begin_anew()
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
@@ -352,18 +355,23 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapted: nn.
 def _weights(worker: Any) -> dict[str, int]:
     """The checksum of each of vLLM's weights, without adapters."""
     named = worker.get_model().named_parameters(remove_duplicate=False)
-    return {name.replace(".base_layer.", "."): checksum(p) for name, p in named}
+    return _read({name.replace(".base_layer.", "."): checksum(p) for name, p in named})
 
 
 def _adapter(worker: Any) -> dict[str, int]:
     """The checksum of each matrix of the adapter that vLLM serves, of several where it fuses modules."""
     slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(1)
     layers = [(name, m) for name, m in worker.get_model().named_modules() if hasattr(m, "lora_a_stacked")]
-    return {
+    return _read({
         f"{name}.{kind}": sum(checksum(stacked[slot]) for stacked in getattr(m, kind))
         for name, m in layers
         for kind in ("lora_a_stacked", "lora_b_stacked")
-    }
+    })  # fmt: skip
+
+
+def _read(sums: Mapping[str, Any], summed: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, int]:
+    """The numbers of checksums, or of their sums over all ranks; a GPU is waited for once."""
+    return dict(zip(sums, summed(torch.stack(list(sums.values()))).tolist(), strict=True)) if sums else {}
 
 
 def _by_place(sums: Mapping[str, int]) -> dict[str, int]:

@@ -334,9 +334,9 @@ def can_share_prompts(model: nn.Module) -> bool:
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
     starts_B = mask_BT.int().argmax(dim=1)
-    if not can_share_prompts(model) or int(starts_B.min()) < 2:
+    shortest, width = torch.stack(starts_B.aminmax()).tolist()  # together: a GPU is waited for
+    if not can_share_prompts(model) or shortest < 2:
         return None
-    width = int(starts_B.max())  # of the longest prompt
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
     if len(prompts_UT) == len(tokens_BT):
@@ -374,11 +374,11 @@ def completion_states(
         return hidden_states(model, tokens_BT)[:, :-1][mask_BT[:, 1:]]
     lengths_B = prompts.lengths_U[prompts.prompt_B]
     counts_B = mask_BT.sum(dim=1)
-    offsets = torch.arange(int(counts_B.max()), device=tokens_BT.device)
+    filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
+    longest, all_filled = torch.stack([counts_B.max(), filled.all()]).tolist()  # together: a GPU is waited for
+    offsets = torch.arange(longest, device=tokens_BT.device)
     positions = (lengths_B[:, None] + offsets).clamp(max=tokens_BT.shape[1] - 1)
     inputs = tokens_BT.gather(1, positions)
-    filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
-    all_filled = bool(filled.all())
     if prompts.lean is not None:
         past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
         hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, None if all_filled else filled)

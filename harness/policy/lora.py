@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..devices.ranks import world_size
+from ..devices.sharding import is_plain, layers
 from ..settings.run import LoRA
 from .sources import ADAPTER_CONFIG
 
@@ -66,6 +67,15 @@ def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
             for parameter in module.parameters(recurse=False):
                 if not parameter.requires_grad and id(parameter) not in read:
                     parameter.data = parameter.data.to(dtype)
+
+
+def hold_scorer(model: M, autocast: bool) -> M:
+    """The model itself, frozen, for passes without gradient; under `autocast` it holds its products as they compute,
+    unless a layer has other weights too, which might read one of them in float32."""
+    model.requires_grad_(False)
+    if autocast and all(map(is_plain, layers(model))):
+        hold_frozen_products(model, torch.bfloat16)
+    return model
 
 
 def holds_products(policy: nn.Module) -> bool:

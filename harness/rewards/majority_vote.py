@@ -86,12 +86,3 @@ def winners(voters: Classes, min_share: float = 0.0) -> set[int]:
     most = max(counts.values(), default=0)
     least = min_share * len(voters) - 1e-9  # 0.28 of 25 is more than 7 by rounding
     return {c for c, count in counts.items() if count == most >= least}
-
-
-def majority_correct(group: GradedGroup) -> float:
-    """The probability that a majority vote over the group's answers is correct: the share of the winning classes that
-    are, as chance breaks ties; 0 without a vote."""
-    assert group.correct is not None
-    won = winners(group.classes)
-    right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
-    return len(won & right) / len(won) if won else 0.0

@@ -26,7 +26,7 @@ from ..devices.sharding import assembled, copied
 from ..interfaces import RolloutEngine
 from ..policy import flops
 from ..policy.forward import recomputes
-from ..policy.lora import add_adapter
+from ..policy.lora import add_adapter, hold_scorer
 from ..policy.model import load_policy, saved_weights
 from ..policy.sources import Base, start_name
 from ..policy.text import TextCodec, codec_of
@@ -262,16 +262,18 @@ def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
         reward.inputs()
     spec = spec if stage.does is None else stage.does.learner_spec(spec)
     name = spec.kl.reference
-    reference = None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec))
+    reference = None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec, scores=True))
     learner = Learner(spec, policy, reference)
     learner.start = stage.start
     return learner
 
 
-def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
-    """The policy on the run's device and in its precision; each tensor is rounded before it moves."""
-    is_alone = ranks.world_size() == 1  # otherwise the learner moves it, one part at a time
-    return policy.to(device=resolve_device(spec.device) if is_alone else None, dtype=getattr(torch, spec.dtype))
+def placed(policy: nn.Module, spec: RunSpec, *, scores: bool = False) -> nn.Module:
+    """The policy, or a model that only `scores`, on the run's device and in its precision; each tensor is rounded
+    before it moves."""
+    device = resolve_device(spec.device) if ranks.world_size() == 1 else None  # else the learner moves it, in parts
+    dtype = getattr(torch, spec.dtype)
+    return hold_scorer(policy.to(dtype=dtype), spec.autocast).to(device) if scores else policy.to(device, dtype)
 
 
 def prepare(

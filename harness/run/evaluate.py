@@ -26,7 +26,6 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..interfaces import RolloutEngine, Task
 from ..policy.flops import lengths
-from ..rewards.majority_vote import majority_correct
 from ..settings.run import EvaluationSettings, RunSpec
 from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
 
@@ -195,7 +194,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
         "num_tokens": sum(graded.num_tokens),
     }
     is_right = bool(greedy.correct and greedy.correct[0])
-    return ProblemScore(graded.prompt_id, len(graded.completions), sums, float(majority_correct(graded)), is_right)
+    return ProblemScore(graded.prompt_id, len(graded.completions), sums, graded.majority_correct, is_right)
 
 
 def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:

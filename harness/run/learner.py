@@ -9,6 +9,7 @@ import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,15 @@ from ..policy.forward import (
     token_logprobs,
     token_measure,
 )
-from ..policy.lora import adapter_off, adapter_weights, around_frozen, has_adapter, hold_frozen_products, load_adapter
+from ..policy.lora import (
+    adapter_off,
+    adapter_weights,
+    around_frozen,
+    has_adapter,
+    hold_frozen_products,
+    hold_scorer,
+    load_adapter,
+)
 from ..settings.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 from .value_head import Moments, fitted_head
@@ -61,7 +70,7 @@ class Learner:
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
             reference = around_frozen(policy)
-        self.reference = reference and reference.requires_grad_(False)
+        self.reference = reference and hold_scorer(reference, spec.autocast)
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
@@ -249,8 +258,8 @@ class Learner:
         with torch.set_grad_enabled(not self.warms_critic):
             prompts = [self._prompt_states(self.policy, minibatch)]
         prompts += [self._prompt_states(trunk, minibatch) for trunk in self._trunks()[1:]]
-        for rows in self._rows_by_length(minibatch, prompts[0]):
-            micro = minibatch.rows(rows)
+        for rows, width in self._rows_by_length(minibatch, prompts[0]):
+            micro = minibatch.rows(rows, width)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
                 output = self._output(micro, [states and states.rows(rows) for states in prompts])
             if is_on_policy:  # the ratio is exactly 1, and still has its gradient
@@ -278,19 +287,20 @@ class Learner:
             sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
-        totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
+        groups = {name: optimizer.param_groups[0]["params"] for name, optimizer in self.optimizers.items()}
+        most = self.spec.optimizer.max_grad_norm
+        norms = [full(nn.utils.clip_grad_norm_(own, most)).to(total) for own in groups.values()]
+        read = torch.cat([total, highest, *(norm[None] for norm in norms)]).tolist()  # a GPU is waited for once
+        totals = dict(zip([*sums, *ratios, *(f"{name}/grad_norm" for name in groups)], read, strict=True))
         if self.spec.staleness:
             share = totals.pop("weights") ** 2 / (totals.pop("squares") * len(minibatch))
             totals["staleness/effective_samples"] = share
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
-            (group,) = optimizer.param_groups
-            norm = float(full(nn.utils.clip_grad_norm_(group["params"], self.spec.optimizer.max_grad_norm)))
-            if not np.isfinite(norm):
+            if not np.isfinite(norm := totals[f"{name}/grad_norm"]):
                 setting = "learning_rate" if name == "policy" else "critic_learning_rate"
                 raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
-            totals[f"{name}/grad_norm"] = norm
             has_signal = norm > LEAST_GRADIENT
             totals[f"{name}/no_signal"] = float(not has_signal)
             if has_signal:  # or momentum, decay and a rescaled rounding would move the weights
@@ -373,8 +383,8 @@ class Learner:
         """The places of this rank's rows, the rows and their `completion_states`, a micro-batch at a time and in the
         run's precision."""
         prompts = self._prompt_states(model, batch)
-        for rows in self._rows_by_length(batch, prompts):
-            part, own = batch.rows(rows), prompts and prompts.rows(rows)
+        for rows, width in self._rows_by_length(batch, prompts):
+            part, own = batch.rows(rows, width), prompts and prompts.rows(rows)
             with mixed_precision(part.tokens_BT.device, self.spec.autocast):
                 yield rows, part, completion_states(model, part.tokens_BT, part.completion_mask_BT, own)
 
@@ -395,16 +405,19 @@ class Learner:
             weights = self.algorithm.loss_weights(mask[kept_B])
             yield part.replace(loss_weight_BT=weights.new_zeros(mask.shape).masked_scatter(kept_B[:, None], weights))
 
-    def _rows_by_length(self, batch: Batch, prompts: PromptStates | None) -> list[Tensor]:
-        """Indices of this rank's rows, longest first, in micro-batches of one pass each. With shared `prompts` a pass
-        reads completions alone, whose lengths then count, each beside the longest prompt."""
+    def _rows_by_length(self, batch: Batch, prompts: PromptStates | None) -> list[tuple[Tensor, int]]:
+        """Indices of this rank's rows, longest first, in micro-batches of one pass each, with the length of its longest
+        row. With shared `prompts` a pass reads completions alone, whose lengths then count, each beside the longest
+        prompt."""
         budget, lengths_B = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device), batch.lengths_B
         if prompts is not None:
             counts_B = batch.completion_mask_BT.sum(dim=1)
             lengths_B = counts_B + (lengths_B - counts_B).max()
         order = torch.argsort(lengths_B, descending=True, stable=True)
-        sizes = packed(lengths_B[order].tolist(), budget, ranks.world_size())
-        return list(order.split(sizes))[ranks.rank() :: ranks.world_size()]
+        lengths, own = torch.stack([lengths_B, batch.lengths_B])[:, order].tolist()
+        sizes = packed(lengths, budget, ranks.world_size())
+        widths = [max(own[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return list(zip(order.split(sizes), widths, strict=True))[ranks.rank() :: ranks.world_size()]
 
 
 def in_loss(batch: Batch, spec: RunSpec) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 
 from ..data import Batch, GradedGroup, Prompt
 from ..devices import ranks
-from ..rewards.majority_vote import majority_correct
 from ..settings.run import RunSpec
 from .build import Run
 from .grading import reward_metrics
@@ -59,7 +58,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/lenient_accuracy": float(np.mean([c for g in graded for c in g.lenient or ()] or np.nan)),
         "train/marked_accuracy": float(np.mean([c for g in graded for c in g.marked or ()] or np.nan)),
-        "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
+        "train/majority_accuracy": float(np.mean([g.majority_correct for g in graded])),
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
         "completion/truncated": float(np.mean([t for g in graded for t in g.truncated])),

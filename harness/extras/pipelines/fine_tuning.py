@@ -92,7 +92,7 @@ def _sampler(teacher: str | None, run: Run) -> AbstractContextManager[RolloutEng
     if not teacher:
         return nullcontext(run.engine)
     run.engine.sleep()
-    model = placed(load_policy(teacher, seed=0), run.spec)
+    model = placed(load_policy(teacher, seed=0), run.spec, scores=True)
     return closing(build_engine(run.spec, model, codec_of(run.spec, teacher)))
 
 
