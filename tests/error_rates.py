@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import fake_study as studies_of
 import numpy as np
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.analysis import Analysis
@@ -18,16 +19,7 @@ from cohort.reports.claims import check_claims
 from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
-from fake_study import (
-    FakeArm,
-    factor_grid,
-    fake_study,
-    random_scores,
-    random_scores_truth,
-    wanted_studies,
-    with_claims,
-    with_trials,
-)  # fmt: skip
+from fake_study import FakeArm, fake_study, random_scores, with_claims, with_trials
 from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
@@ -141,7 +133,7 @@ def margins(
     record = _record(_arms, 2, num_seeds)
     if by_problem:
         scores = random_scores(rng, 2, num_seeds, PROBLEMS, arm_by_problem=0.6)
-        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / random_scores_truth()) / 4
+        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / studies_of.random_scores_truth()) / 4
         record = _scored(record, scores)
     else:
         record = _curved(record, _luck(rng, "usual", 2, num_seeds) + np.array([[0.0], [difference]]))
@@ -266,7 +258,7 @@ def _ladder(_: int) -> list[FakeArm]:
 
 
 def _grid(_: int) -> list[FakeArm]:
-    return factor_grid(GRID)
+    return studies_of.factor_grid(GRID)
 
 
 def _claimed(_: int) -> list[FakeArm]:
@@ -398,7 +390,7 @@ def reading_rates(design: str, num_seeds: int, studies: int) -> tuple[float, flo
 
 
 if __name__ == "__main__":
-    studies = wanted_studies(__doc__, 2000)
+    studies = studies_of.wanted_studies(__doc__, 2000)
     print(f"| design | {' | '.join(f'{number} seeds' for number in SEEDS)} |\n| --- |{' --: |' * len(SEEDS)}")
     for design in (*DESIGNS, *MORE):
         rates = [f"{100 * error_rate(design, number, studies):.1f}" for number in SEEDS]

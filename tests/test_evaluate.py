@@ -16,19 +16,9 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
-from cohort.harness.run import loop
+from cohort.harness.run import evaluate, loop
 from cohort.harness.run.build import Run
-from cohort.harness.run.evaluate import (
-    breakdown,
-    completions_file,
-    evaluate_again,
-    evaluate_run,
-    evaluation_metrics,
-    metric_names,
-    pass_at_k,
-    problem_score,
-    sample_metrics,
-)
+from cohort.harness.run.evaluate import evaluate_run, evaluation_metrics, metric_names, pass_at_k, problem_score
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
 from cohort.harness.settings.run import EvaluationSettings
@@ -45,7 +35,7 @@ def graded(classes, correct):
 def test_sample_metrics_of_a_known_outcome():
     groups = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0, 0, 0, 1], [False, False, False, True])]
     groups[1] = replace(groups[1], answers=("1", None, "1", "2"), truncated=(False, True, True, True))
-    metrics = sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
+    metrics = evaluate.sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
     assert metrics["accuracy"] == 3 / 8
     assert (metrics["answered"], metrics["truncated"]) == (7 / 8, 3 / 8)
     # pass@2 from 4 samples with c right: 1 - C(4 - c, 2) / 6, so 5/6 for c = 2 and 1/2 for c = 1
@@ -123,8 +113,9 @@ def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_comple
     with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:
         run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path / "run", tiny_codec())
         result = logged_evaluation(run, "test", 3)
-    rows = [json.loads(line) for line in (tmp_path / "run" / completions_file("test", 3)).read_text().splitlines()]
-    assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
+    kept = tmp_path / "run" / evaluate.completions_file("test", 3)
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert result.families == evaluate.evaluate_again(spec.task, rows, "test").families == wanted
     trial = read_trial(tmp_path / "run")
     assert trial is not None and trial.families == wanted and trial.per_problem.keys() == wanted.keys()
 
@@ -136,7 +127,7 @@ def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tm
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
     for rank, split, area in ((0, "test", "start"), (0, "validation", ""), (1, "test", "")):
         monkeypatch.setattr(loop, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
-        log, kept, name = MemoryLog(), tmp_path / completions_file(area or split, 5), area or split
+        log, kept, name = MemoryLog(), tmp_path / evaluate.completions_file(area or split, 5), area or split
         kept.parent.mkdir(exist_ok=True)
         kept.write_text("of an attempt that was killed\n")
         run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path, tiny_codec())  # pyright: ignore
@@ -165,14 +156,14 @@ def test_accuracy_is_broken_down_by_the_tags_of_the_problems():
     sampled = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0] * 4, [True] * 4)]
     greedy = [graded([0], [False]), graded([0], [True])]
     scores = [problem_score(*both) for both in zip(sampled, greedy, strict=True)]
-    assert breakdown(prompts, scores) == {
+    assert evaluate.breakdown(prompts, scores) == {
         "kind": {"x": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0}},
         "level": {
             "1": {"accuracy": 0.5, "greedy_accuracy": 0.0, "num_prompts": 1.0},
             "2": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0},
         },
     }
-    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], breakdown(prompts, scores))
+    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], evaluate.breakdown(prompts, scores))
     logged = {"test/accuracy": 0.75, "test/accuracy_kind_x": 1.0}
     assert evaluation_metrics(result, "test") == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}
 

@@ -26,6 +26,7 @@ from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
+from fakes import Killed
 from queues import METRIC, a_queue, completions, executions
 from test_learner import make_batch
 
@@ -51,10 +52,6 @@ def files(folder: Path) -> list[str]:
 WEIGHTS = ["step-00000010/policy/config.json", "step-00000010/policy/model.safetensors"]
 
 
-class Killed(BaseException):
-    """A kill: no handler of the product sees it."""
-
-
 class DiesAtDeletion:
     """Deletes like the system until the n-th time, when its process dies."""
 
@@ -67,7 +64,7 @@ class DiesAtDeletion:
         def delete(*args, **kwargs):
             self.left -= 1
             if self.left < 0:
-                raise Killed
+                raise Killed.Death
             return operation(*args, **kwargs)
 
         return delete
@@ -81,7 +78,7 @@ def test_a_kill_while_checkpoints_are_dropped_is_made_up_for(keep, left, tmp_pat
         folder = checkpoints(tmp_path / str(tried))
         with monkeypatch.context() as patch:
             deaths = DiesAtDeletion(tried, patch)
-            with suppress(Killed):
+            with suppress(Killed.Death):
                 drop_checkpoints(folder.parent, keep)
             survived = deaths.left >= 0
         if keep == "weights":  # at every moment

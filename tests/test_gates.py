@@ -88,7 +88,7 @@ def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_
     assert shares(GateState(), [[0.0, 0]], [[0.2, -0.2]]) == (0.0, 0.0)  # PPO's advantages come from its critic
 
 
-def test_the_share_of_changed_weights_is_counted():
+def test_the_share_of_changed_weights_is_counted_and_weights_of_every_column_of_a_large_matrix():
     model = torch.nn.Linear(10, 8)  # 80 weights and 8 biases
     before = weight_sample(model)
     with torch.no_grad():
@@ -100,9 +100,6 @@ def test_the_share_of_changed_weights_is_counted():
     assert weights_metric(model, before, gradient_norm=1e-9, rate=1e-4) == {}
     model.weight.requires_grad_(False)
     assert [len(part) for part in weight_sample(model)] == [8]  # frozen weights are not expected to change
-
-
-def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     model = torch.nn.Linear(64, 4096, bias=False)
     (sample,) = weight_sample(model)  # every 65th of 262144: one column further each time
     assert len(sample) == 4033

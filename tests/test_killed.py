@@ -83,7 +83,9 @@ print(cohort.run(Study("sizes", (), a_study()), workers=2, runs=sys.argv[1]))
 def kernel_ended(runs: Path, number: int) -> None:
     command = [sys.executable, "-c", KERNEL, str(runs)]
     kernel = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until(lambda: (runs / "studies/sizes/study.json").exists() and at_work(study_status("sizes", runs)) == 2, kernel)
+    while not (runs / "studies/sizes/study.json").exists() or at_work(study_status("sizes", runs)) < 2:
+        assert kernel.poll() is None, kernel.communicate()
+        time.sleep(0.1)
     workers = psutil.Process(kernel.pid).children()
     kernel.send_signal(number)
     said, _ = kernel.communicate(timeout=300)
@@ -94,12 +96,6 @@ def kernel_ended(runs: Path, number: int) -> None:
     (runs / "hold").unlink()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search(r"4 of 4 trials", done.stdout), done
-
-
-def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("disturb", "detail"), [

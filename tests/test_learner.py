@@ -165,24 +165,17 @@ def test_the_critic_starts_at_zero_and_apart_from_the_policy_or_is_a_head_alone(
         assert (Learner(spec, tiny_model(0)).reference is not None) == (beta > 0)
 
 
-def test_a_non_finite_loss_makes_the_run_invalid():
-    policy = tiny_model(0)
-    learner = Learner(make_spec(), policy)
-    batch = make_batch(policy)
-    batch = make_spec().algorithm.advantages(learner.annotate(batch))
-    with torch.no_grad():
-        next(policy.parameters()).fill_(float("nan"))
-    with pytest.raises(InvalidRun, match="loss is nan"):
-        learner.update(batch, 0)
-
-
 @pytest.mark.parametrize(("name", "setting"), [("policy", "learning_rate"), ("critic", "critic_learning_rate")])
-def test_a_gradient_that_is_not_finite_names_its_network_and_the_rate_of_that(name, setting):
+def test_a_gradient_or_a_loss_that_is_not_finite_ends_the_run_and_names_its_network_and_rate(name, setting):
     learner = learner_for(make_spec("ppo"))
     network = getattr(learner, name)
     next(network.parameters()).register_hook(lambda gradient: gradient / 0)
     batch = learner.spec.algorithm.advantages(learner.annotate(make_batch()))
     with pytest.raises(InvalidRun, match=rf"gradient norm of the {name} is (nan|inf); lower optimizer\.{setting}$"):
+        learner.update(batch, 0)
+    with torch.no_grad():
+        next(learner.policy.parameters()).fill_(float("nan"))
+    with pytest.raises(InvalidRun, match="loss is nan"):
         learner.update(batch, 0)
 
 
