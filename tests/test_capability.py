@@ -109,7 +109,7 @@ def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
     assert crossover(one, Capability("rare", (1,), rare[None] // 2, 16)).most == 16
 
 
-def test_curves_count_blocks_of_families_for_problems(tmp_path):
+def test_curves_count_blocks_of_families_for_problems():
     # 32 pairs of equal problems are 32 blocks: their curves are those of the 32 problems seen once
     counts, pairs = np.random.default_rng(0).binomial(16, 0.4, (3, 32)), [[2 * i, 2 * i + 1] for i in range(32)]
     once = Capability("a", (0, 1, 2), counts, 16)
@@ -121,10 +121,6 @@ def test_curves_count_blocks_of_families_for_problems(tmp_path):
     both = [dataclasses.replace(one, counts_SN=np.repeat(one.counts_SN, 2, axis=1), blocks=blocks) for one in pair]
     unaware = [dataclasses.replace(one, blocks=()) for one in both]
     assert crossover(*both) == crossover(*pair) != crossover(*unaware)
-    record = capability_study(num_problems=30, num_samples=32)
-    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
-    assert {len(one.blocks) for one in found_in(named).after.values()} == {1}
-    write_report(named, tmp_path, formats=())  # a single seed of a single family has no interval
 
 
 # Beta's a and b, seeds, deviation of seeds in logits, problems, samples
@@ -239,6 +235,9 @@ def test_few_samples_or_unequal_ones_make_no_curves(tmp_path):
     assert found_in(fake_study()) is None
     record = capability_study(num_problems=30, num_samples=32, with_start=False)
     assert found_in(record).before == []
+    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
+    assert {len(one.blocks) for one in found_in(named).after.values()} == {1}
+    write_report(named, tmp_path / "named", formats=())  # a single seed of a single family has no interval
     trial = record.trials[0]
     other = dataclasses.replace(trial, history={**trial.history, "test/num_samples": [(20, 16.0)]})
     found = found_in(dataclasses.replace(record, trials=[other, *record.trials[1:]]))

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -77,19 +78,20 @@ def relative_imports(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: import {module} relatively"  # pyright: ignore
 
 
-def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    package = [API, *path.split("/")[:-1]] if path.split("/")[0] != API else [API]
+@cache
+def _imports(path: str, tree: ast.AST) -> list[tuple[int, str]]:
+    package, found = [API, *path.split("/")[:-1]] if path.split("/")[0] != API else [API], []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             # `from ..harness import record` names harness.record; a name that is no module does no harm.
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
-            yield node.lineno, module
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, module), *((node.lineno, f"{module}.{alias.name}") for alias in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path not in NAMES_PACKAGES:
-            yield from ((node.lineno, name) for name in NAMED.findall(node.value))
+            found += [(node.lineno, name) for name in NAMED.findall(node.value)]
+    return found
 
 
 def one_way_imports(path: str, tree: ast.Module) -> Iterator[str]:
