@@ -16,7 +16,7 @@ from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
-from ..settings.raw import read_yaml
+from ..settings.raw import parse_overrides, read_yaml
 from ..settings.run import RunSpec
 from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings, suited_rate
 
@@ -105,8 +105,9 @@ def evaluate(
     counts = {"num_samples": samples, "num_test_prompts" if part == "test" else "num_prompts": limit}
     texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
+    parse_overrides(texts)  # which may fail, before imports that take seconds
     compute_as_a_worker()
-    with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
+    with phase_bar(f"{model} on {task}") as show:
         from ..run.standalone import evaluate_once
         from .result import Evaluation
 
