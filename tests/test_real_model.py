@@ -9,6 +9,7 @@ from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import state_logprobs, token_logprobs
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.text import load_codec
+from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2"  # of `make smollm2`
 pytestmark = [
@@ -17,9 +18,25 @@ pytestmark = [
 ]
 
 
-def test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass():
-    """Of prompts that differ in length, and rows that end at different times."""
-    policy, codec = load_policy(str(MODEL), seed=0), load_codec(str(MODEL), PromptFormat())
+@pytest.fixture(scope="module")
+def policy():
+    """The model, which no test changes."""
+    return load_policy(str(MODEL), seed=0)
+
+
+@pytest.mark.parametrize("system", [None, "You add."])
+def test_a_prompt_is_what_the_models_own_template_makes_of_it(system):
+    tokenizer, codec = AutoTokenizer.from_pretrained(MODEL), load_codec(str(MODEL), PromptFormat(system=system))
+    turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "What is 7-1?"}]
+    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert codec.decode(codec.encode("What is 7-1?")) == expected
+    assert codec.encode("What is 7-1?") == tuple(tokenizer(expected, add_special_tokens=False)["input_ids"])
+
+
+def test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass(policy):
+    """Of prompts that differ in length, and rows that end at different times, at the end of the model's turn."""
+    codec = load_codec(str(MODEL), PromptFormat())
+    ends, turn_end = codec.end_ids(policy), AutoTokenizer.from_pretrained(MODEL).convert_tokens_to_ids("<|im_end|>")
     engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)
     prompts = [Prompt(f"p{i}", text, "") for i, text in enumerate(["What is 7-1?", "Name one even number below 20."])]
     groups = engine.generate(prompts, 3, Sampling(max_tokens=64), seed=0, step=0)
@@ -36,11 +53,12 @@ def test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass():
             assert torch.allclose(logprobs[0, start:], expected, atol=1e-4)
             assert torch.allclose(entropies[0, start:], -(every.exp() * every).sum(-1), atol=1e-4)
             lengths.add(len(rollout.token_ids))
+            assert not set(rollout.token_ids[:-1]) & set(ends)
+            assert (rollout.token_ids[-1] == turn_end) == (len(rollout.token_ids) < 64)
     assert len(lengths) > 1
 
 
-def test_the_head_of_a_large_vocabulary_in_closed_form_has_the_gradient_of_its_numbers():
-    policy = load_policy(str(MODEL), seed=0)
+def test_the_head_of_a_large_vocabulary_in_closed_form_has_the_gradient_of_its_numbers(policy):
     hidden = torch.randn(200, policy.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.arange(200)
     found = []
