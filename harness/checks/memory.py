@@ -297,11 +297,13 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     recompute = spec.gradient_checkpointing is True
     trunk, again = counts.trunk.total(recompute), counts.trunk.largest  # a layer that is computed again
     if counts.shared is not None and spec.algorithm.group_size > 1:
-        # Prompts are read once, each by one device, and completions each with its prompt's keys; leaves of all prompts,
-        # where they are no parts of the pass, and their gradient; or sharing is given up.
+        # Prompts are read once, each by one device, as many as fit in a micro-batch, and completions each with its
+        # prompt's keys; leaves of prompts, where they are no parts of the pass, and their gradient; or none are shared.
         before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
         prompts = min(rows * spec.devices, spec.prompts_per_step)
-        own = -(-prompts // spec.devices)
+        most = max(1, microbatch_tokens(spec.optimizer, device) // shape.prompt_tokens)
+        own = min(-(-prompts // spec.devices), most)
+        prompts = min(prompts, own * spec.devices)
         leaves = own + 2 * prompts if recompute or spec.devices > 1 else prompts * (rows > shape.rows)
         once = (trunk * own + sum(counts.trunk.cache) * leaves) * before // tokens + counts.shared.total(recompute)
         again = max(again, counts.shared.largest, again * own * before // tokens)

@@ -27,7 +27,9 @@ from ..policy import flops
 from ..policy.forward import (
     Critic,
     PromptStates,
+    can_share_prompts,
     completion_states,
+    distinct_prompts,
     microbatch_tokens,
     prompt_states,
     recomputes,
@@ -255,31 +257,32 @@ class Learner:
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
-        with torch.set_grad_enabled(not self.warms_critic):
-            prompts = [self._prompt_states(self.policy, minibatch)]
-        prompts += [self._prompt_states(trunk, minibatch) for trunk in self._trunks()[1:]]
-        for rows, width in self._rows_by_length(minibatch, prompts[0]):
-            micro = minibatch.rows(rows, width)
-            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                output = self._output(micro, [states and states.rows(rows) for states in prompts])
-            if is_on_policy:  # the ratio is exactly 1, and still has its gradient
-                micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
-            loss, metrics = self.algorithm.minimised(micro, output)
-            loss.backward()
-            logprobs = output.logprobs_BT.detach()
-            if self.spec.staleness:
-                log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
-                log_weights.append(log_ratio_BT.double().sum(dim=1))
-            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
-            if first:
-                sampler = micro.sampler_logprobs_BT
-                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
-                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
-            for name, value in metrics.items():
-                sums[name] += value.detach().double()
-        for states in prompts:
-            if states is not None:
-                states.backward()
+        for _, part in self._parts(minibatch):
+            with torch.set_grad_enabled(not self.warms_critic):
+                prompts = [self._prompt_states(self.policy, part)]
+            prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
+            for rows, width in self._rows_by_length(part, prompts[0]):
+                micro = part.rows(rows, width)
+                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                    output = self._output(micro, [states and states.rows(rows) for states in prompts])
+                if is_on_policy:  # the ratio is exactly 1, and still has its gradient
+                    micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+                loss, metrics = self.algorithm.minimised(micro, output)
+                loss.backward()
+                logprobs = output.logprobs_BT.detach()
+                if self.spec.staleness:
+                    log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
+                    log_weights.append(log_ratio_BT.double().sum(dim=1))
+                ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
+                if first:
+                    sampler = micro.sampler_logprobs_BT
+                    ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
+                    metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
+                for name, value in metrics.items():
+                    sums[name] += value.detach().double()
+            for states in prompts:
+                if states is not None:
+                    states.backward()
         self._train_mode(False)
         if log_weights:  # with staleness, so of one rank alone
             log_weight_B = torch.cat(log_weights)
@@ -382,11 +385,30 @@ class Learner:
     def _read(self, batch: Batch, model: nn.Module) -> Iterator[tuple[Tensor, Batch, Tensor]]:
         """The places of this rank's rows, the rows and their `completion_states`, a micro-batch at a time and in the
         run's precision."""
-        prompts = self._prompt_states(model, batch)
-        for rows, width in self._rows_by_length(batch, prompts):
-            part, own = batch.rows(rows, width), prompts and prompts.rows(rows)
-            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                yield rows, part, completion_states(model, part.tokens_BT, part.completion_mask_BT, own)
+        for places, part in self._parts(batch):
+            prompts = self._prompt_states(model, part)
+            for rows, width in self._rows_by_length(part, prompts):
+                micro, own = part.rows(rows, width), prompts and prompts.rows(rows)
+                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                    states = completion_states(model, micro.tokens_BT, micro.completion_mask_BT, own)
+                    yield places[rows], micro, states
+
+    def _parts(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
+        """The rows in parts, with their places, whose prompts each device reads at once: as many as a micro-batch has
+        tokens for, or a single one. So the memory of prompts does not grow with their number."""
+        every, world = torch.arange(len(batch), device=batch.tokens_BT.device), ranks.world_size()
+        found = None
+        if self.shares_prompts and can_share_prompts(self.policy):
+            found = distinct_prompts(batch.tokens_BT, batch.completion_mask_BT)
+        if found is None:
+            return [(every, batch)]
+        (prompts_UT, prompt_B), budget = found, microbatch_tokens(self.spec.optimizer, every.device)
+        count, width = prompts_UT.shape
+        parts = min(-(-count // (max(1, budget // width) * world)), max(1, count // world))
+        if parts == 1:
+            return [(every, batch)]
+        places = [every[prompt_B * parts // count == i] for i in range(parts)]
+        return [(one, batch.rows(one)) for one in places]
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
         if not self.shares_prompts:
