@@ -113,30 +113,25 @@ def test_the_beginning_that_all_prompts_share_is_read_once(monkeypatch):
     assert read[-2:] == [40, 4 * 1]  # of equal prompts all but the last token
 
 
-def test_draws_follow_the_tempered_distribution():
+def test_draws_follow_the_tempered_distribution_and_keep_to_tokens_that_can_be_drawn():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
     noise = torch.from_numpy(np.random.default_rng(0).random(20000))
     chosen, _ = _draw(logits.expand(20000, 3), Sampling(temperature=0.5), noise)
     expected = np.array([0.25, 0.09, 0.04]) / 0.38  # p^(1/T), normalised
     # three standard errors of a proportion of 20000 draws are at most 0.0106
     assert np.bincount(chosen, minlength=3) / 20000 == pytest.approx(expected, abs=0.0106)
-
-
-def test_top_p_keeps_the_most_likely_tokens_only():
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.15, 0.25]])).expand(1000, 4)
-    noise = torch.from_numpy(np.random.default_rng(0).random(1000))
-    assert set(_draw(logits, Sampling(top_p=0.6), noise)[0].tolist()) == {1, 3}  # 0.5 alone is below 0.6
-    assert set(_draw(logits, Sampling(top_p=0.4), noise)[0].tolist()) == {1}
-
-
-def test_a_token_without_probability_is_never_drawn_and_greedy_takes_the_most_likely_one():
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    assert set(_draw(logits, Sampling(top_p=0.6), noise[:1000])[0].tolist()) == {1, 3}  # 0.5 alone is below 0.6
+    assert set(_draw(logits, Sampling(top_p=0.4), noise[:1000])[0].tolist()) == {1}
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])  # without probability
     for value in (0.0, 0.5, 1 - 2**-53):
         assert _draw(logits, Sampling(), torch.tensor([value], dtype=torch.float64))[0].item() == 1
     assert _draw(torch.tensor([[0.0, 2.0, 1.0]]), Sampling(temperature=0), torch.tensor([0.99]))[0].item() == 1
 
 
-def test_noise_is_uniform_and_every_part_of_the_key_matters():
+def test_noise_is_uniform_and_every_part_of_its_key_matters_and_nothing_else():
+    wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
+    assert (wide[4:6, :10] == narrow).all()  # whatever the other rows and the length that is asked for
     base = uniforms(0, 0, ["a", "b"], 4, 50)
     assert base.shape == (8, 50)
     values = uniforms(0, 0, [str(i) for i in range(100)], 8, 25).ravel()
@@ -148,11 +143,6 @@ def test_noise_is_uniform_and_every_part_of_the_key_matters():
         assert not (base == uniforms(*key, 4, 50)).any()
     assert len(np.unique(base)) == base.size
     assert not (uniforms(1, 0, ["a"], 4, 50) == uniforms(0, 1, ["a"], 4, 50)).any()  # seed and step do not add up
-
-
-def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked_for():
-    wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
-    assert (wide[4:6, :10] == narrow).all()
 
 
 def test_a_stop_text_ends_a_completion_and_stays_in_it():
