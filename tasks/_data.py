@@ -294,7 +294,8 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
 
 
 def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
-    fix = "it serves evaluation on the test split only" if split == "train" else "set task.test_path"
+    both = "it serves evaluation on the test split only; to train, give a folder with a train and a test file"
+    fix = both if split == "train" else "set task.test_path"
     return MissingSplit(f"{path}: there is no {split} split ({reason}); {fix}")
 
 

@@ -83,15 +83,10 @@ def qwen_folder(folder: Path) -> Path:
 def qwen_run(folder: Path, **engine) -> RunSpec:
     """A run of three steps on GSM8K with a model that is saved in `folder`."""
     raw = {
-        "model": str(qwen_folder(folder)),
-        "task": {"name": "gsm8k", "path": str(real_data("gsm8k"))},
+        "model": str(qwen_folder(folder)), "task": {"name": "gsm8k", "path": str(real_data("gsm8k"))},
         "prompt": {"template_arguments": {"enable_thinking": False}},
-        "algorithm": {"name": "grpo", "group_size": 2, "kl_beta": 0.0},
-        "engine": {"name": "transformers", **engine},
-        "sampling": {"max_tokens": 8},
-        "rollouts_per_step": 4,
-        "steps": 3,
-        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
-        "gates": {"stuck_groups": None},
-    }
+        "algorithm": {"name": "grpo", "group_size": 2, "kl_beta": 0.0}, "engine": {"name": "transformers", **engine},
+        "sampling": {"max_tokens": 8}, "rollouts_per_step": 4, "steps": 3,
+        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1}, "gates": {"stuck_groups": None},
+    }  # fmt: skip
     return parse_run(raw, "test")

@@ -9,31 +9,18 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import fake_study as studies_of
 import numpy as np
-import pandas as pd
-from cohort.harness.record.study import StudyRecord, TrialRecord, read_study
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.analysis import Analysis
 from cohort.reports.claims import check_claims
 from cohort.reports.join import join
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed
-from fake_study import (
-    FakeArm,
-    factor_grid,
-    fake_study,
-    random_scores,
-    random_scores_truth,
-    wanted_studies,
-    with_claims,
-    with_trials,
-)  # fmt: skip
+from fake_study import FakeArm, fake_study, random_scores, with_claims, with_trials
 from numpy.random import Generator
-
-import cohort
 
 SEEDS = (2, 3, 5, 10)
 LOOKS = (3, 5, 7, 10)  # numbers of complete seeds at which the reports of one study are written
@@ -54,6 +41,9 @@ _ON_THE_ENDS: Sequence[Mapping[str, Any]] = (
     {"contrast": {"grpo 16 0.04": 1, "grpo 4 0.04": -1}, "predicts": "not_above"},
     {"predicts": "ordered", "order": ["grpo 4 0.04", "grpo 8 0.04", "grpo 16 0.04"]},
 )  # fmt: skip
+Build = Callable[[int], list[FakeArm]]  # of a study's arms, by their number
+SHOWN = ("supported",)
+EQUIVALENT: Mapping[str, Any] = {"predicts": "equivalent", "wrong": SHOWN}
 _P = re.compile(r"p (?:= |< )(\d\.\d+)")
 
 
@@ -65,20 +55,15 @@ def claims_a_difference(text: str) -> bool:
     return any(p < 0.05 for p in found)
 
 
-def crossed(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]], **spread: Any) -> bool:
+def crossed(rng: Generator, num_seeds: int, build: Build, **spread: Any) -> bool:
     """Six arms, five of them against a baseline or three by two levels, with the scores of single problems."""
-    return _answered(_scored(_record(build, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
+    return _answered(_equal(rng, build, 6, num_seeds, **spread))
 
 
 def related(
-    rng: Generator,
-    num_seeds: int,
-    sizes: Sequence[int],
-    build: Callable[[int], list[FakeArm]] | None = None,
-    arm_by_family: float = 0.6,
-    unnamed: int = 0,
-    named: bool = True,
-) -> bool:
+    rng: Generator, num_seeds: int, sizes: Sequence[int], build: Build | None = None,
+    arm_by_family: float = 0.6, unnamed: int = 0, named: bool = True,
+) -> bool:  # fmt: skip
     """The same with problems in families of these sizes; an arm gains on one family what it loses on another.
 
     The last `unnamed` families, which must be of one problem, have no name; none has if they are not `named`.
@@ -90,12 +75,11 @@ def related(
     return _answered(with_trials(record, lambda _: {"families": known}))
 
 
-def greedy(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
+def greedy(rng: Generator, num_seeds: int, build: Build) -> bool:
     """Counts of problems that are all equally hard and whose single scores are not recorded; seeds add a point."""
     right = 1 / (1 + np.exp(-rng.normal(0.85, 0.05, (6, num_seeds))))
-    return _answered(
-        _counted(_record(build, 6, num_seeds), "greedy_accuracy", rng.binomial(PROBLEMS, right) / PROBLEMS)
-    )
+    shares = rng.binomial(PROBLEMS, right) / PROBLEMS
+    return _answered(_counted(_record(build, 6, num_seeds), "greedy_accuracy", shares))
 
 
 def pass_at_k(rng: Generator, num_seeds: int) -> bool:
@@ -106,7 +90,7 @@ def pass_at_k(rng: Generator, num_seeds: int) -> bool:
 
 def search(rng: Generator, num_seeds: int) -> bool:
     """Twelve arms of a search, whose answer names the best: any p and any distance to another arm is false."""
-    record = _scored(_record(_arms, 12, num_seeds), random_scores(rng, 12, num_seeds, PROBLEMS, arm_by_problem=0.6))
+    record = _equal(rng, _arms, 12, num_seeds, arm_by_problem=0.6)
     values = {
         arm: float(np.mean([trial.summary["test_accuracy"] for trial in record.trials if trial.arm == arm]))
         for arm in record.arms
@@ -116,16 +100,15 @@ def search(rng: Generator, num_seeds: int) -> bool:
         for arm, value in values.items()
     ]
     best = max(values, key=values.__getitem__)
-    found = {"arms": listed, "best": best}
-    found["importances"] = {"method": "fANOVA", "values": {}, "reason": "one setting"}
+    importances = {"method": "fANOVA", "values": {}, "reason": "one setting"}
+    found = {"arms": listed, "best": best, "importances": importances}
     text = answer(analysed(dataclasses.replace(record, search=found)))
     return bool(_P.search(text) or re.search("above|below|differ", text))
 
 
 def claims(rng: Generator, num_seeds: int) -> bool:
     """Six arms that lie exactly on the ends of what seven claims predict: any verdict but undecided is false."""
-    record = _record(_claimed, 6, num_seeds)
-    record = _scored(record, random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6))
+    record = _equal(rng, _claimed, 6, num_seeds, arm_by_problem=0.6)
 
     def measured(trial: TrialRecord) -> dict[str, Any]:
         is_ppo = trial.arm == "ppo"
@@ -150,7 +133,7 @@ def margins(
     record = _record(_arms, 2, num_seeds)
     if by_problem:
         scores = random_scores(rng, 2, num_seeds, PROBLEMS, arm_by_problem=0.6)
-        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / random_scores_truth()) / 4
+        scores[1] = rng.binomial((4 * scores[1]).astype(int), 1 + difference / studies_of.random_scores_truth()) / 4
         record = _scored(record, scores)
     else:
         record = _curved(record, _luck(rng, "usual", 2, num_seeds) + np.array([[0.0], [difference]]))
@@ -160,12 +143,11 @@ def margins(
 
 def components(rng: Generator, num_seeds: int) -> bool:
     """Four components, each left out of all: any p below 0.05, and any interval, in the sentence that ranks them."""
-    record = _scored(_record(_components, 5, num_seeds), random_scores(rng, 5, num_seeds, PROBLEMS))
-    text = answer(analysed(record))
+    text = answer(analysed(_equal(rng, _components, 5, num_seeds)))
     return claims_a_difference(text) or "[" in text.partition("ranked by contribution")[2]
 
 
-def stepwise(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
+def stepwise(rng: Generator, num_seeds: int, build: Build) -> bool:
     """Arms that are compared with the one before, or with the one that has another level and is alike otherwise."""
     record = _record(build, 6, num_seeds)
     pairs = zip(record.arms[1:], record.arms, strict=False)
@@ -176,7 +158,7 @@ def stepwise(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm
 
 def missing_problems(rng: Generator, num_seeds: int) -> bool:
     """Each trial has lost the scores of about a tenth of the problems, of other ones than the others."""
-    record = _scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS))
+    record = _equal(rng, _arms, 6, num_seeds)
 
     def some(trial: TrialRecord) -> dict[str, Any]:
         kept = {name: value for name, value in trial.per_problem.items() if rng.random() > 0.1}
@@ -231,11 +213,8 @@ def averaged(rng: Generator, num_seeds: int, last: int = 3) -> Iterator[Analysis
     def measured(trial: TrialRecord) -> dict[str, Any]:
         curve = scores[record.arms.index(trial.arm), :, trial.seed].mean(axis=1)
         series = [(0, 0.1), *((10 * step, float(value)) for step, value in enumerate(curve, 8))]
-        return {
-            "history": {**trial.history, "test/accuracy": series},
-            "summary": {},
-            "spec": {**trial.spec, "evaluation": {"test_last": last}},
-        }
+        spec = {**trial.spec, "evaluation": {"test_last": last}}
+        return {"history": {**trial.history, "test/accuracy": series}, "summary": {}, "spec": spec}
 
     yield analysed(with_trials(record, measured))
 
@@ -245,25 +224,6 @@ def interim(rng: Generator, num_seeds: int, luck: str) -> Iterator[Analysis]:
     whole = _curved(_record(_arms, 4, num_seeds), _luck(rng, luck, 4, num_seeds))
     for count in (look for look in LOOKS if look <= num_seeds):
         yield analysed(dataclasses.replace(whole, trials=[one for one in whole.trials if one.seed < count]))
-
-
-def imported(rng: Generator, num_seeds: int, families: bool = False) -> Iterator[Analysis]:
-    """Scores that another program measured, of three arms and a baseline that share no start and no noise, written as a
-    table and imported: every second arm has fewer runs. With `families`, of 8 families of problems."""
-    problems, members = 64, np.repeat(np.arange(8), 8)
-    related = {"families": members.tolist(), "arm_by_family": 0.6} if families else {}
-    scores = random_scores(rng, 4, num_seeds, problems, **related)
-    rows = [
-        (f"arm {arm}", seed, f"p{problem}", float(scores[arm, seed, problem]), f"story {members[problem]}")
-        for arm in range(4)
-        for seed in range(num_seeds - (arm % 2) * (num_seeds > 3))
-        for problem in range(problems)
-    ]
-    frame = pd.DataFrame(rows, columns=["arm", "seed", "problem", "score", "family"])
-    with TemporaryDirectory() as folder:
-        cohort.import_scores(frame if families else frame.drop(columns="family"), "x", runs=folder)
-        record = read_study(Path(folder), "x")
-    yield analysed(record)
 
 
 def read_until(pages: Iterator[Analysis]) -> tuple[bool, Analysis]:
@@ -280,6 +240,10 @@ def _answered(record: StudyRecord) -> bool:
     return claims_a_difference(answer(analysed(record)))
 
 
+def _equal(rng: Generator, build: Build, num_arms: int, num_seeds: int, **spread: Any) -> StudyRecord:
+    return _scored(_record(build, num_arms, num_seeds), random_scores(rng, num_arms, num_seeds, PROBLEMS, **spread))
+
+
 def _arms(count: int) -> list[FakeArm]:
     return [FakeArm(f"arm {number}") for number in range(count)]
 
@@ -294,7 +258,7 @@ def _ladder(_: int) -> list[FakeArm]:
 
 
 def _grid(_: int) -> list[FakeArm]:
-    return factor_grid(GRID)
+    return studies_of.factor_grid(GRID)
 
 
 def _claimed(_: int) -> list[FakeArm]:
@@ -308,7 +272,7 @@ def _claimed(_: int) -> list[FakeArm]:
 
 
 @cache
-def _record(build: Callable[[int], list[FakeArm]], num_arms: int, num_seeds: int) -> StudyRecord:
+def _record(build: Build, num_arms: int, num_seeds: int) -> StudyRecord:
     record = fake_study(build(num_arms), seeds=range(num_seeds), num_problems=2, num_steps=10)
     if build is not _components:
         return record
@@ -375,9 +339,7 @@ DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
     "search of 12 arms": search,
     "7 claims": claims,
     "ladder of 4 parts": partial(stepwise, build=_ladder),
-    "equivalent, difference of the margin": partial(
-        margins, predicts="equivalent", difference=-MARGIN, wrong=("supported",)
-    ),
+    "equivalent, difference of the margin": partial(margins, difference=-MARGIN, **EQUIVALENT),
     "4 components": components,
     "5 arms, missing problems": missing_problems,
     "2 studies, shared seeds, unequal numbers": joined,
@@ -390,8 +352,6 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
     "families of 8, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=(8,) * 8)),
     "families of 1 to 20, seeds added at 3, 5, 7": ((10,), partial(extended_families, sizes=UNEVEN)),
     "families of 8, any_time": ((10,), partial(extended_families, sizes=(8,) * 8, any_time=True)),
-    "imported": ((2, 3, 5, 10), imported),
-    "imported, families of 8": ((2, 3, 5, 10), partial(imported, families=True)),
     "mean of 3 evaluations": ((3, 4, 6), averaged),
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
@@ -400,12 +360,10 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "a family of half, others of 2": partial(related, sizes=(64, *(2,) * 32)),
     "5 families of 24": partial(related, sizes=(24,) * 5),
     "families of one": partial(related, sizes=(1,) * 64),
-    "not below, difference of the margin": partial(
-        margins, predicts="not_below", difference=-MARGIN, wrong=("supported",)
-    ),
+    "not below, difference of the margin": partial(margins, predicts="not_below", difference=-MARGIN, wrong=SHOWN),
     "2 levels within 3": partial(stepwise, build=_grid),
     "equivalent, difference of the margin, seeds alone": partial(
-        margins, predicts="equivalent", difference=-0.02, wrong=("supported",), by_problem=False
+        margins, predicts="equivalent", difference=-0.02, wrong=SHOWN, by_problem=False
     ),
     "equivalent, no difference, called different": partial(
         margins, predicts="equivalent", difference=0.0, wrong=("contradicted",)
@@ -432,7 +390,7 @@ def reading_rates(design: str, num_seeds: int, studies: int) -> tuple[float, flo
 
 
 if __name__ == "__main__":
-    studies = wanted_studies(__doc__, 2000)
+    studies = studies_of.wanted_studies(__doc__, 2000)
     print(f"| design | {' | '.join(f'{number} seeds' for number in SEEDS)} |\n| --- |{' --: |' * len(SEEDS)}")
     for design in (*DESIGNS, *MORE):
         rates = [f"{100 * error_rate(design, number, studies):.1f}" for number in SEEDS]

@@ -45,11 +45,9 @@ def make_study(**changes: Any) -> StudySpec:
     """A study of the built-in task: two KL weights, seeds 0 and 1. `changes` are fields of a study, whole or by dotted
     path (`**{"run.steps": 2}`); other arms replace the factors."""
     raw = {
-        "name": "toy",
-        "question": "Does it help?",
-        "run": {"task": "arithmetic", "algorithm": "grpo"},
+        "name": "toy", "question": "Does it help?", "run": {"task": "arithmetic", "algorithm": "grpo"},
         "seeds": [0, 1],
-    }
+    }  # fmt: skip
     if not changes.keys() & {"factors", "arms", "components", "search", "compare"}:
         raw["factors"] = {"algorithm.kl_beta": [0.0, 0.1]}
     whole = {key: value for key, value in changes.items() if "." not in key}
@@ -63,7 +61,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "math_7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
                 "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
-
 
 FEW_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 160}  # fmt: skip

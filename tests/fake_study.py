@@ -56,16 +56,10 @@ def factor_grid(factors: Mapping[str, Sequence[Any]]) -> list[FakeArm]:
 
 
 def fake_study(
-    arms: Sequence[FakeArm] | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
-    *,
-    states: Mapping[tuple[str, int], TrialState | None] | None = None,
-    num_problems: int = 128,
-    seed_deviation: float = 0.02,
-    num_steps: int = 100,
-    name: str = "fake",
-    rng_seed: int = 0,
-) -> StudyRecord:
+    arms: Sequence[FakeArm] | None = None, seeds: Sequence[int] = (0, 1, 2), *,
+    states: Mapping[tuple[str, int], TrialState | None] | None = None, num_problems: int = 128,
+    seed_deviation: float = 0.02, num_steps: int = 100, name: str = "fake", rng_seed: int = 0,
+) -> StudyRecord:  # fmt: skip
     """A record of one trial per arm and seed; `states` changes a trial's state, None removes the trial."""
     arms = three_algorithms() if arms is None else arms
     rng = np.random.default_rng(rng_seed)
@@ -88,18 +82,12 @@ def fake_study(
         "baseline": None,
     }  # fmt: skip
     return StudyRecord(
-        name=name,
-        question="Which algorithm gains most on <arithmetic> at equal rollouts & one cold start?",
-        metric="validation/accuracy",
-        baseline=arms[0].label,
-        arms=[arm.label for arm in arms],
-        seeds=list(seeds),
-        expected=len(arms) * len(seeds),
-        spec=spec,
-        trials=trials,
+        name=name, question="Which algorithm gains most on <arithmetic> at equal rollouts & one cold start?",
+        metric="validation/accuracy", baseline=arms[0].label, arms=[arm.label for arm in arms], seeds=list(seeds),
+        expected=len(arms) * len(seeds), spec=spec, trials=trials,
         command=f"cohort study run {name} --set 'steps={num_steps}' && echo '<done>'",
         versions={"python": "3.12.3", "torch": "2.13.0", "git_commit": "0123abc"},
-    )
+    )  # fmt: skip
 
 
 def with_trials(record: StudyRecord, change: Callable[[TrialRecord], Mapping[str, Any]]) -> StudyRecord:
@@ -127,17 +115,10 @@ def wanted_studies(purpose: str | None, default: int) -> int:
 
 
 def random_scores(
-    rng: np.random.Generator,
-    num_arms: int,
-    num_seeds: int,
-    num_problems: int = 512,
-    *,
-    arm_by_problem: float = 0.0,
-    seed_deviations: Sequence[float] = (0.16,),
-    families: Sequence[int] | None = None,
-    arm_by_family: float = 0.0,
+    rng: np.random.Generator, num_arms: int, num_seeds: int, num_problems: int = 512, *, arm_by_problem: float = 0.0,
+    seed_deviations: Sequence[float] = (0.16,), families: Sequence[int] | None = None, arm_by_family: float = 0.0,
     logit: float = 1.2,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Fractions right of arms that do not differ, arms by seeds by problems, 4 samples each; seeds differ between arms.
 
     Logits: `logit`, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4). `arm_by_problem`
@@ -185,13 +166,10 @@ def _trial(
     spec = _spec(arm, seed, num_steps)
     history = _history(arm, float(fractions.mean()), last, rng)
     summary = {
-        "accuracy_initial": history["validation/accuracy"][0][1],
-        "rollouts": 128.0 * last,
-        "generated_tokens": history["train/generated_tokens"][-1][1],
-        "optimizer_steps": float(last),
-        "seconds": history["seconds/total"][-1][1],
-        "peak_memory_bytes": 6.1e8 if arm.algorithm == "ppo" else 4.2e8,
-    }
+        "accuracy_initial": history["validation/accuracy"][0][1], "rollouts": 128.0 * last,
+        "generated_tokens": history["train/generated_tokens"][-1][1], "optimizer_steps": float(last),
+        "seconds": history["seconds/total"][-1][1], "peak_memory_bytes": 6.1e8 if arm.algorithm == "ppo" else 4.2e8,
+    }  # fmt: skip
     if complete:
         summary |= {"accuracy_final": history["validation/accuracy"][-1][1], "test_accuracy": float(fractions.mean())}
         history["test/accuracy_level_1"] = [(last, min(1.0, float(fractions.mean()) + 0.1))]
@@ -199,33 +177,22 @@ def _trial(
         history["test/accuracy"] = [(last, float(fractions.mean()))]
     per_problem = {f"problem-{i:04d}": float(value) for i, value in enumerate(fractions)} if complete else {}
     return TrialRecord(
-        trial=f"{arm.algorithm}-seed{seed}-0a1b2c3d",
-        arm=arm.label,
-        seed=seed,
-        state=state,
-        reason=HOSTILE_REASON if state in ("invalid", "failed") else None,
-        spec=spec,
-        factors=dict(arm.factors),
-        history=history,
-        summary=summary,
-        per_problem=per_problem,
-        samples=_samples(arm, last),
-    )
+        trial=f"{arm.algorithm}-seed{seed}-0a1b2c3d", arm=arm.label, seed=seed, state=state,
+        reason=HOSTILE_REASON if state in ("invalid", "failed") else None, spec=spec, factors=dict(arm.factors),
+        history=history, summary=summary, per_problem=per_problem, samples=_samples(arm, last),
+    )  # fmt: skip
 
 
 def _spec(arm: FakeArm, seed: int, num_steps: int) -> dict[str, Any]:
     spec: dict[str, Any] = {
-        "model": "tiny",
-        "task": {"name": "arithmetic"},
+        "model": "tiny", "task": {"name": "arithmetic"},
         "algorithm": {"name": arm.algorithm, "group_size": 8, "clip_epsilon": 0.2, "kl_beta": 0.01},
         "rewards": {"majority_vote" if "self_consistency" in arm.algorithm else "accuracy": {"weight": 1.0}},
         "cold_start": {"steps": 400, "learning_rate": 0.003},
         "optimizer": {"learning_rate": 0.0001, "num_inner_epochs": 1, "num_minibatches": 1},
         "evaluation": {"every": 10, "num_prompts": 256, "num_test_prompts": 512, "num_samples": 4, "temperature": 1.0},
-        "rollouts_per_step": 128,
-        "steps": num_steps,
-        "seed": seed,
-    }
+        "rollouts_per_step": 128, "steps": num_steps, "seed": seed,
+    }  # fmt: skip
     if arm.algorithm.startswith("grpo"):
         spec["algorithm"]["positive_weight"] = 1.0
     for dotted, value in arm.settings.items():

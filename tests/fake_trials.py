@@ -12,14 +12,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 from cohort.harness.base.files import read_json, sync, write_json
-from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
+from cohort.harness.data import Demonstration, Prompt, SampleRow, Split, TrialState
 from cohort.harness.interfaces import Algorithm, RolloutEngine, Task
 from cohort.harness.mirror.follow import RecordMirror
 from cohort.harness.mirror.store import connect
@@ -83,30 +83,22 @@ class FakeTask(Task):
         return answer == other
 
 
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a fake run has no batches and no engine")
+
+
 class FakeAlgorithm(Algorithm):
     objective = {"advantage": "none"}  # noqa: RUF012
     name: Literal["fake"] = "fake"
     kl_beta: float = 0.0
-
-    def advantages(self, batch: Batch) -> Batch:
-        raise AssertionError("a fake run has no batches")
-
-    def loss(self, batch: Batch, policy: Any) -> Any:
-        raise AssertionError("a fake run has no batches")
+    advantages = loss = never
 
 
 class FakeEngine(RolloutEngine):
     class Settings(RolloutEngine.Settings):
         name: Literal["fake"] = "fake"  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, settings: Any, policy: Any, codec: Any) -> None:
-        raise AssertionError("a fake run has no engine")
-
-    def generate(self, prompts: Any, group_size: int, sampling: Any, *, seed: int, step: int) -> Any:
-        raise AssertionError("a fake run has no engine")
-
-    def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        raise AssertionError("a fake run has no engine")
+    __init__ = generate = load_weights = never
 
 
 @dataclass(frozen=True)

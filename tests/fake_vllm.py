@@ -68,9 +68,8 @@ class LLM:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(self.dtype).eval()
         limit = settings["max_model_len"] or self.model.config.max_position_embeddings
         core = SimpleNamespace(shutdown=self._shutdown)
-        self.llm_engine = SimpleNamespace(
-            engine_core=core, model_config=SimpleNamespace(max_model_len=limit), add_lora=self._add_lora
-        )
+        model = SimpleNamespace(max_model_len=limit)
+        self.llm_engine = SimpleNamespace(engine_core=core, model_config=model, add_lora=self._add_lora)
         self.adapted: dict[int, Any] = {}  # the model with each adapter
         self.asleep: frozenset[str] = frozenset()
         self.calls: list[str] = ["start"]
@@ -138,9 +137,8 @@ class LLM:
             drawn = int(torch.multinomial(logprobs.exp(), 1, generator=noise))
             tokens.append(drawn if parameters.temperature else int(logprobs.argmax()))
             values.append(float(logprobs[tokens[-1]]))
-        return SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=tokens[len(row) :], logprobs=SimpleNamespace(logprobs=values))]
-        )
+        drawn = SimpleNamespace(token_ids=tokens[len(row) :], logprobs=SimpleNamespace(logprobs=values))
+        return SimpleNamespace(outputs=[drawn])
 
     def _logprobs(self, model: Any, tokens: list[int]) -> torch.Tensor:
         with torch._C.DisableTorchFunction():  # the device of what vLLM computes is its own affair
@@ -160,11 +158,9 @@ def install(monkeypatch: Any, cache: Any) -> type[LLM]:
     modules = {
         "vllm": {"__spec__": ModuleSpec("vllm", None), "LLM": LLM, "SamplingParams": SamplingParams},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
-        "vllm.envs": {"VLLM_CACHE_ROOT": str(cache)},
-        "vllm.device_allocator.cumem": {"CuMemAllocator": Pool},
-        "vllm.lora.request": {"LoRARequest": LoRARequest},
-        "vllm.config.lora": {"MaxLoRARanks": Literal[8, 16, 32]},
-    }
+        "vllm.envs": {"VLLM_CACHE_ROOT": str(cache)}, "vllm.device_allocator.cumem": {"CuMemAllocator": Pool},
+        "vllm.lora.request": {"LoRARequest": LoRARequest}, "vllm.config.lora": {"MaxLoRARanks": Literal[8, 16, 32]},
+    }  # fmt: skip
     for name, content in modules.items():
         module = ModuleType(name)
         vars(module).update(content)

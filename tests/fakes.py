@@ -31,12 +31,10 @@ def batch_of(mask, rewards, group_size: int, **tensors):
     """Rows of tokens 0 with this completion mask and these rewards."""
     mask = torch.as_tensor(mask, dtype=torch.bool)
     named = {
-        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64),
-        "lengths_B": torch.full((len(mask),), mask.shape[1]),
-        "sampler_logprobs_BT": torch.zeros(mask.shape),
-        "rewards_B": torch.tensor(rewards, dtype=torch.float32),
+        "tokens_BT": torch.zeros(mask.shape, dtype=torch.int64), "lengths_B": torch.full((len(mask),), mask.shape[1]),
+        "sampler_logprobs_BT": torch.zeros(mask.shape), "rewards_B": torch.tensor(rewards, dtype=torch.float32),
         **tensors,
-    }
+    }  # fmt: skip
     return Batch(completion_mask_BT=mask, group_size=group_size, **named)
 
 
@@ -48,19 +46,12 @@ def small_batch(rewards):
     mask = (column < lengths[:, None]) & (column >= 2)
     noise = [torch.randn(12, 7, generator=generator) * mask for _ in range(4)]
     return batch_of(
-        mask,
-        rewards,
-        4,
-        tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
-        lengths_B=lengths,
-        sampler_logprobs_BT=-noise[0].abs(),
-        old_logprobs_BT=-noise[0].abs(),
-        ref_logprobs_BT=-noise[1].abs(),
-        values_BT=0.1 * noise[2],
-        collision_BT=(-2 * noise[0].abs()).exp() * mask,
+        mask, rewards, 4, tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
+        lengths_B=lengths, sampler_logprobs_BT=-noise[0].abs(), old_logprobs_BT=-noise[0].abs(),
+        ref_logprobs_BT=-noise[1].abs(), values_BT=0.1 * noise[2], collision_BT=(-2 * noise[0].abs()).exp() * mask,
         held_BT=torch.zeros_like(mask),
         greedy_rewards_B=torch.tensor(rewards[1::4], dtype=torch.float32).repeat_interleave(4),
-    )
+    )  # fmt: skip
 
 
 class MemoryLog:
@@ -77,7 +68,7 @@ class MemoryLog:
         self.first_prompt = ""
         self.files: dict[str, str] = {}
 
-    def about(self, inputs=None, prompt=""):
+    def about(self, inputs=None, prompt="", sizes=None):
         self.read, self.first_prompt = inputs or self.read, prompt or self.first_prompt
 
     def resume(self, step, threads=()):

@@ -8,40 +8,26 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import cohort.harness
-import fake_trials
 from filelock import FileLock
 
 HARNESS = cohort.harness.__path__[0]
 KILLS = "KILLS"
 
 
-def fake(*args: Any, **kwargs: Any) -> Any:
-    """As `fake_trials.train`."""
-    return _deadly_run(fake_trials.train, *args, **kwargs)
-
-
-def real(*args: Any, **kwargs: Any) -> Any:
-    """As `cohort.harness.run.loop.train`."""
-    from cohort.harness.run.loop import train
-
-    return _deadly_run(train, *args, **kwargs)
-
-
-def steered(*args: Any, **kwargs: Any) -> Any:
-    """As `test_killed.train`."""
-    from test_killed import train
-
-    return _deadly_run(train, *args, **kwargs)
-
-
-def _deadly_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = run(*args, **kwargs)
+def _deadly_run(module: str, *args: Any, **kwargs: Any) -> Any:
+    """As `train` of this module."""
+    result = import_module(module).train(*args, **kwargs)
     (Path(os.environ[KILLS]) / f"ended {args[1].name}").touch()
     return result
+
+
+fake, real, steered = (partial(_deadly_run, one) for one in ("fake_trials", "cohort.harness.run.loop", "test_killed"))
 
 
 def _deadly(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,9 +141,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
 
 def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
     sides = [node.value] if isinstance(node, ast.AugAssign) else [node.left, node.right]
-    return any(
-        isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides
-    )
+    texts = [s.value if isinstance(s, ast.Constant) else s for s in sides]
+    return any(isinstance(one, ast.JoinedStr | str) for one in texts)
 
 
 def mutants(file: str, tree: ast.Module) -> list[Mutant]:
@@ -159,7 +158,8 @@ def mutants(file: str, tree: ast.Module) -> list[Mutant]:
             skipped = field in ("annotation", "returns", "decorator_list", "type_params") or isinstance(
                 child, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Slice
             )
-            if skipped or (isinstance(child, ast.keyword) and child.arg in UNTOUCHED) or _only_for_checkers(child):
+            skipped |= isinstance(child, ast.keyword) and child.arg in UNTOUCHED
+            if skipped or getattr(getattr(child, "test", None), "id", "") == "TYPE_CHECKING":
                 continue
             line = getattr(child, "lineno", getattr(node, "lineno", 0))
             for own, place, new in changes(child):
@@ -172,10 +172,6 @@ def mutants(file: str, tree: ast.Module) -> list[Mutant]:
 
     visit(tree, "module")
     return found
-
-
-def _only_for_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
 
 
 # Tests -------------------------------------------------------------------------------------------------------------

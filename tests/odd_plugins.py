@@ -60,7 +60,6 @@ NUMBERS: Mapping[str, Any] = {
     "float16": np.float16(0.5), "float32": np.float32(0.5), "tensor": torch.tensor(0.5), "list": [0.5], "complex": 1j,
 }  # fmt: skip
 
-
 SCORES: Mapping[str, Callable[[Any], Any]] = {
     "too few": lambda values: values[:-1], "too many": lambda values: [*values, 0.0],
     "a dict": lambda values: dict(enumerate(values)), "a generator": lambda values: (value for value in values),

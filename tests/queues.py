@@ -92,13 +92,9 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 def run(
-    study: StudySpec,
-    runs: Path,
-    on_status: Callable[[StudyStatus], None] | None = None,
-    *,
-    workers: int = 2,
+    study: StudySpec, runs: Path, on_status: Callable[[StudyStatus], None] | None = None, *, workers: int = 2,
     **options: Any,
-) -> StudyStatus:
+) -> StudyStatus:  # fmt: skip
     """Run a study of fakes to its end."""
     options = {"execute": fake_trials.EXECUTE, **options}
     return run_study(study, runs, workers=workers, command="cmd", on_status=on_status, **options)

@@ -36,10 +36,6 @@ class LearnerThatIsOff(Learner):
         return super().logprobs(model, batch) + off * batch.completion_mask_BT
 
 
-def make_run(**changes):
-    return small_run(tiny_model(0), **changes)
-
-
 def save(folder, name, **changes):
     """A model folder with the tokenizer of `tiny`; without weights."""
     build_config(name, vocab_size=len(tiny_tokenizer()), **changes).save_pretrained(folder)
@@ -51,13 +47,12 @@ def small_spec(**changes):
     return make_spec(**{**FEW, "steps": 2, "device": "cpu", **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"lora": {"rank": 4}}, {"gradient_checkpointing": True}, {"sampling": {"max_tokens": 4, "temperature": 0}},
-     {"autocast": True}, {"sampling": {"top_p": 0.5, "stop": ["1"]}}],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {}, {"lora": {"rank": 4}}, {"gradient_checkpointing": True}, {"sampling": {"max_tokens": 4, "temperature": 0}},
+    {"autocast": True}, {"sampling": {"top_p": 0.5, "stop": ["1"]}},
+])  # fmt: skip
 def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
-    run, noise, modes = make_run(**changes), [], []
+    run, noise, modes = small_run(tiny_model(0), **changes), [], []
     sample, logprobs = run.engine.sample, run.learner.logprobs
     run.learner.logprobs = lambda policy, batch: modes.append(policy.training) or logprobs(policy, batch)
     if "gradient_checkpointing" in changes:
@@ -77,7 +72,7 @@ def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
 
 @pytest.mark.parametrize("size", [0.01, -0.01, float("nan")])
 def test_a_learner_that_computes_something_else_or_no_numbers_ends_the_run(size):
-    run = make_run()
+    run = small_run(tiny_model(0))
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
     run.learner.off_if_shared, run.learner.size = False, size
     with pytest.raises(InvalidRun, match=rf"the learner and the model's own forward pass differ by {abs(size)} nats"):
@@ -86,7 +81,7 @@ def test_a_learner_that_computes_something_else_or_no_numbers_ends_the_run(size)
 
 @pytest.mark.parametrize("size", [0.01, -0.01])
 def test_shared_prompts_that_alone_are_off_are_given_up(size, caplog):
-    run = make_run()
+    run = small_run(tiny_model(0))
     run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
     run.learner.off_if_shared, run.learner.size = True, size
     assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
@@ -95,7 +90,7 @@ def test_shared_prompts_that_alone_are_off_are_given_up(size, caplog):
 
 
 def test_an_engine_may_differ_by_the_rounding_of_the_coarser_precision_unless_its_logprobs_are_exact(monkeypatch):
-    run = make_run()
+    run = small_run(tiny_model(0))
     sample = run.engine.sample
 
     def off(*args, **keywords):
@@ -127,6 +122,7 @@ def test_a_run_with_an_engine_that_is_off_is_invalid_before_its_first_evaluation
     assert re.search(words, str(result.reason))
 
 
+@pytest.mark.slow
 def test_a_model_with_recurrent_states_trains_and_its_slow_sampling_is_said(tmp_path, caplog):
     folder = tmp_path / "mamba"
     save(folder, "mamba")

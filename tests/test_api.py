@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import re
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from cohort.reports.render import cell, latex, write_report
 from factories import make_spec
 from fake_study import factor_grid, fake_study
 from IPython.core.formatters import DisplayFormatter
-from queues import python
 from test_report import hostile_study, read_page
 
 import cohort
@@ -32,17 +30,9 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A study's folder alone, with its report, but without a store: what is copied from another machine."""
-    folder = tmp_path_factory.mktemp("copied") / "fake"
-    record = hostile_study(num_problems=16)
-    write_report(record, folder / "report", formats=())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def result(folder) -> cohort.Result:
-    return cohort.Result(hostile_study(num_problems=16), folder, None)
+def result(tmp_path_factory) -> cohort.Result:
+    """Of a study's folder alone, without a store: what is copied from another machine."""
+    return cohort.Result(hostile_study(num_problems=16), tmp_path_factory.mktemp("copied") / "fake", None)
 
 
 def as_csv(frame: pd.DataFrame) -> list[list[str]]:
@@ -61,21 +51,6 @@ def test_these_names_are_public_and_no_others():
         cohort.plan  # noqa: B018
 
 
-@pytest.mark.slow
-def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path):
-    (tmp_path / "tasks.py").write_text("raise SystemExit('a tasks.py of the user')")
-    for name in ("reports", "studies", "algorithms", "harness"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
-    code = (
-        "import json, cohort; study = cohort.load_study('quickstart').with_set(seeds=[7]);"
-        "print(json.dumps([study.arms, study.spec.seeds, cohort.Result.__name__]))"
-    )
-    ended = python(code, path=f"{os.pathsep}{ROOT}", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], "Result"]
-
-
 def test_settings_mean_what_they_mean_on_the_command_line():
     study = cohort.load_study("group_size")
     changed = study.with_set(steps=20, **{"algorithm.kl_beta": 1e-5, "factors.algorithm.group_size": (2, 8)})
@@ -87,20 +62,17 @@ def test_settings_mean_what_they_mean_on_the_command_line():
     assert study.spec.run["steps"] != 20  # unchanged
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
-        (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
-        (lambda: cohort.run("group_size", workers=0), "the number of workers must be at least 1, got 0"),
-        (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
-        (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
-        (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),
-        (lambda: cohort.open_result("fake", runs="nowhere"), "has no study 'fake'"),
-        (lambda: cohort.open_result(Path("nowhere/fake")), "it has no study.json"),
-        (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
+    (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
+    (lambda: cohort.run("group_size", workers=0), "the number of workers must be at least 1, got 0"),
+    (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
+    (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
+    (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),
+    (lambda: cohort.open_result("fake", runs="nowhere"), "has no study 'fake'"),
+    (lambda: cohort.open_result(Path("nowhere/fake")), "it has no study.json"),
+    (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
+])  # fmt: skip
 def test_bad_input_is_one_sentence_with_a_fix(call, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -118,19 +90,15 @@ def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_starte
 
 
 @pytest.mark.slow
-def test_trials_are_the_reports_results_to_the_last_digit(result, folder):
-    written = list(csv.reader((folder / "report" / "results.csv").read_text().splitlines()))
+def test_trials_and_comparison_are_the_reports_tables_to_the_last_digit(result, tmp_path):
+    files = write_report(hostile_study(num_problems=16), tmp_path, formats=())
+    written = list(csv.reader((tmp_path / "results.csv").read_text().splitlines()))
     assert as_csv(result.trials) == written
     assert len(written) == 1 + 9
     assert result.trials["test_accuracy"].isna().sum() == 1  # of the invalid trial
-
-
-@pytest.mark.slow
-def test_the_comparison_is_the_reports_table_to_the_last_digit(result, folder):
-    page = (folder / "report" / "index.html").read_text(encoding="utf-8")
-    (table,) = re.findall(r"data:text/csv;charset=utf-8;base64,([\w+/=]+)", page)
+    (table,) = re.findall(r"data:text/csv;charset=utf-8;base64,([\w+/=]+)", files.html.read_text(encoding="utf-8"))
     assert as_csv(result.compare()) == list(csv.reader(base64.b64decode(table).decode().splitlines()))
-    assert result.answer.split(":")[0] in (folder / "report" / "report.md").read_text().replace("\\", "")
+    assert result.answer.split(":")[0] in files.markdown.read_text().replace("\\", "")
 
 
 def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result, tmp_path):
@@ -158,6 +126,10 @@ def test_frames_are_tidy(result):
     pd.testing.assert_series_equal(means, accuracies.sort_index(), check_names=False)
     assert len(result.rollouts) == 2 * 9
     assert set(result.rollouts.answer.dropna()) == {"12", "<script>13"}
+    paid = dataclasses.replace(trial.samples[0], rewards={"accuracy": 1.0, "format": 0.5})
+    trials = [dataclasses.replace(trial, samples=[paid]), *record.trials[1:]]
+    rollouts = cohort.Result(dataclasses.replace(record, trials=trials), result.folder, None).rollouts
+    assert rollouts["reward/format"].tolist()[:2] == pytest.approx([0.5, float("nan")], nan_ok=True)
 
 
 @pytest.mark.parametrize("frame", ["trials", "curves", "problems", "rollouts"])
@@ -165,14 +137,6 @@ def test_every_column_is_documented(result, frame):
     text = re.sub(r"_K\b", "_4", str(getattr(cohort.Result, frame).__doc__))
     columns = [c for c in getattr(result, frame).columns if not c.startswith(("algorithm.", "reward/"))]
     assert [column for column in columns if not re.search(rf"(^|[\s,]){re.escape(column)}([\s,]|$)", text)] == []
-
-
-def test_the_rewards_of_a_rollout_are_columns(tmp_path):
-    record = fake_study(seeds=[0], num_problems=4)
-    paid = dataclasses.replace(record.trials[0].samples[0], rewards={"accuracy": 1.0, "format": 0.5})
-    trials = [dataclasses.replace(record.trials[0], samples=[paid]), *record.trials[1:]]
-    rollouts = cohort.Result(dataclasses.replace(record, trials=trials), tmp_path, None).rollouts
-    assert rollouts["reward/format"].tolist()[:2] == pytest.approx([0.5, float("nan")], nan_ok=True)
 
 
 def test_a_study_without_any_trial_has_empty_frames(tmp_path):
@@ -213,15 +177,15 @@ def test_problems_of_one_family_count_as_one_in_the_intervals_of_an_evaluation()
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
-def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result, folder):
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result):
+    (page := result.folder / "report" / "index.html").parent.mkdir(parents=True)
+    page.write_text(text := '<p title="\'">&quot;</p></iframe><script>alert(1)</script>', encoding="utf-8")
     report = result.report()
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
-    assert report.path == folder / "report" / "index.html"
+    assert ([*result.folder.rglob("*.*")], page.read_text(encoding="utf-8")) == ([page], text)  # as it was copied
+    assert report.path == page
     shown = read_page(report._repr_html_())
     attributes = dict(shown.attributes)
-    assert (shown.tags, attributes["sandbox"]) == (["iframe"], "allow-downloads")
-    assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
+    assert (shown.tags, attributes["sandbox"], attributes["srcdoc"]) == (["iframe"], "allow-downloads", text)
 
 
 @pytest.mark.slow
@@ -260,9 +224,8 @@ def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path):
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_no_text_of_a_user_is_a_command_of_latex(result):
     assert r"$<$script$>$alert(4)$<$/script$>$$|$\$x\textasciicircum{}\{\$=1 & " in result.to_latex()
-    assert latex("\\input{/etc/passwd}\n%~#_&-1") == (
-        r"\textbackslash{}input\{/etc/passwd\} \%\textasciitilde{}\#\_\&$-$1"
-    )
+    told = r"\textbackslash{}input\{/etc/passwd\} \%\textasciitilde{}\#\_\&$-$1"
+    assert latex("\\input{/etc/passwd}\n%~#_&-1") == told
     assert latex("[2cm] a") == "{}[2cm] a"  # after the end of a row a bracket would be a length
 
 

@@ -35,7 +35,6 @@ BAD_FILES = {  # one for each trial but the first: file -> content
     ("group_size=16", 1): ("result.json", b"[]"),
 }
 
-
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
@@ -112,13 +111,11 @@ def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_be
     assert trial.history["validation/accuracy"] == [(0, 0.5)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"garbage", b"[]", b"7", b'{"type": "metrics"}', b'{"type": "dance", "time": 1}', b'"\xff"',
-     b'{"type": "samples", "step": 1, "time": 1, "rows": [3]}', b"[" * 100_000,
-     b'{"type": "metrics", "step": null, "time": 1, "values": {}}'],
-    ids=range(9),
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    b"garbage", b"[]", b"7", b'{"type": "metrics"}', b'{"type": "dance", "time": 1}', b'"\xff"',
+    b'{"type": "samples", "step": 1, "time": 1, "rows": [3]}', b"[" * 100_000,
+    b'{"type": "metrics", "step": null, "time": 1, "values": {}}',
+], ids=range(9))  # fmt: skip
 @pytest.mark.attack("A damaged file in a trial's folder")
 def test_a_line_that_is_no_event_is_named(tmp_path, line):
     file = tmp_path / "events.jsonl"
@@ -127,11 +124,9 @@ def test_a_line_that_is_no_event_is_named(tmp_path, line):
         read_events(file)
 
 
-@pytest.mark.parametrize(
-    "end",
-    [b'{"type":"metrics","st', b"\xff\xfe garbage", b"\0" * 40, b'{"type"' + b"\0" * 50 + b"\n" + START, b"\0\n"],
-    ids=range(5),
-)
+@pytest.mark.parametrize("end", [
+    b'{"type":"metrics","st', b"\xff\xfe garbage", b"\0" * 40, b'{"type"' + b"\0" * 50 + b"\n" + START, b"\0\n",
+], ids=range(5))  # fmt: skip
 @pytest.mark.attack("A damaged file in a trial's folder")
 def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(runs, end, caplog):
     (key, *_) = (plan := Plan(a_grid(), runs)).keys
@@ -175,17 +170,14 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
-@pytest.mark.parametrize(
-    ("status", "size", "claims", "limit", "kind", "words"),
-    [
-        (1, 1, 0, MAX_CRASHES, ChildProcessError, "ended with status 1"),
-        (-9, 1, 0, MAX_KILLS + 1, ChildProcessError, "was killed by signal 9"),
-        (EXIT_STATUS, 1, 0, 1, DiskFull, "then the same command continues"),
-        (UNFIT, 1, 0, 1, SpecError, "^last words$"),
-        (UNFIT, 9, 0, MAX_CRASHES, SpecError, "^last words$"),
-        (UNFIT, 9, 1, 9, SpecError, "^last words$"),  # some machine was fit: it goes on while there is another
-    ],
-)
+@pytest.mark.parametrize(("status", "size", "claims", "limit", "kind", "words"), [
+    (1, 1, 0, MAX_CRASHES, ChildProcessError, "ended with status 1"),
+    (-9, 1, 0, MAX_KILLS + 1, ChildProcessError, "was killed by signal 9"),
+    (EXIT_STATUS, 1, 0, 1, DiskFull, "then the same command continues"),
+    (UNFIT, 1, 0, 1, SpecError, "^last words$"),
+    (UNFIT, 9, 0, MAX_CRASHES, SpecError, "^last words$"),
+    (UNFIT, 9, 1, 9, SpecError, "^last words$"),  # some machine was fit: it goes on while there is another
+])  # fmt: skip
 def test_workers_that_end_over_and_over_or_have_no_fit_machine_or_disk_end_the_study(
     tmp_path, status, size, claims, limit, kind, words
 ):

@@ -40,12 +40,10 @@ HOSTILE = (
     "<svg onload='window.hacked = 3'>[click](javascript:window.hacked=4)#### 4"
 )
 
-
 OPEN_ASSESSMENTS = """
 for (const button of document.querySelectorAll('button, [role=tab]'))
     if (/^assess/i.test(button.innerText.trim() || button.getAttribute('aria-label'))) button.click()
 """
-
 
 # As markup, each would act or load something.
 ACTS = "window.hacked = 1; document.title = 'hacked'"
@@ -57,7 +55,6 @@ ACTIVE = [
     "<a href=javascript:alert(2)>press</a>",
 ]
 HOSTILE_MARKUP = f"{''.join(ACTIVE)}[press](javascript:alert(3))![](http://evil.example/x.png)"
-
 
 pytestmark = pytest.mark.slow
 
@@ -296,11 +293,9 @@ def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site):
     for name, value in {"correct": "False", "reward": "-0.25", "reward_accuracy": "0", "reward_format": "0.5"}.items():
         assert name in text
         assert value.lower() in text.lower()
-    assert site.chromium.execute_script("return window.hacked") is None
+    assert acted(site.chromium) == []
     analyze = "[...document.querySelectorAll('button[data-component-id$=analyze-trace]')]"  # it opens the assistant
     assert site.chromium.execute_script(f"return {analyze}.map(one => one.offsetParent !== null)") == [False]
-    injected = "return document.querySelectorAll('img[src=x], svg[onload], a[href^=javascript]').length"
-    assert site.chromium.execute_script(injected) == 0
 
 
 def test_the_pages_ask_no_other_machine_for_anything(site):

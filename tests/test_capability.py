@@ -12,15 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports.capability import (
-    Capabilities,
-    Capability,
-    capabilities,
-    crossover,
-    curves_of_counts,
-    pass_table,
-    table_sizes,
-)
+from cohort.reports import capability
+from cohort.reports.capability import Capabilities, Capability, crossover, curves_of_counts
 from cohort.reports.render import analysed, write_report
 from cohort.reports.statistics import fraction_interval
 from fake_study import FakeArm, fake_study, with_trials
@@ -51,29 +44,24 @@ def capability_study(num_problems: int, num_samples: int, with_start: bool = Tru
         history = {**trial.history, **{name: [(20, float(number))] for name, number in numbers.items()}}
         history |= {"start/num_samples": [(0, float(num_samples))]}
         summary = {**trial.summary, "test_accuracy": mean}
-        return {
-            "history": history, "summary": summary, "per_problem": right, "start_per_problem": starts[trial.seed]
-        }  # fmt: skip
+        return {"history": history, "summary": summary, "per_problem": right, "start_per_problem": starts[trial.seed]}
 
     return with_trials(record, sampled)
 
 
 def found_in(record: StudyRecord) -> Capabilities | None:
-    return capabilities(analysed(record))
+    return capability.capabilities(analysed(record))
 
 
 def test_pass_at_k_of_1024_samples_agrees_with_exact_fractions():
-    table = pass_table(1024)
+    table = capability.pass_table(1024)
     assert table.shape == (1025, 1024)
     for right, k in ((0, 1024), (1, 1), (1, 512), (3, 700), (40, 20), (500, 7), (1023, 1), (1024, 1024)):
         exact = 1 - Fraction(comb(1024 - right, k), comb(1024, k))
         assert table[right, k - 1] == pytest.approx(float(exact), abs=1e-12)
     assert (np.diff(table, axis=1) >= 0).all() and (np.diff(table, axis=0) >= 0).all()
     assert table.min() == 0 and table.max() == 1
-
-
-def test_cover_counts_the_problems_whose_samples_are_right_often_enough():
-    one = Capability("a", (0,), np.array([[0, 1, 5, 10, 10]]), 10)
+    one = Capability("a", (0,), np.array([[0, 1, 5, 10, 10]]), 10)  # problems whose samples are right often enough
     assert [one.covers(tau).mean() for tau in (0.1, 0.5, 0.51, 1.0)] == [0.8, 0.6, 0.4, 0.4]
 
 
@@ -121,34 +109,26 @@ def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
     assert crossover(one, Capability("rare", (1,), rare[None] // 2, 16)).most == 16
 
 
-def test_curves_count_blocks_of_families_for_problems(tmp_path):
+def test_curves_count_blocks_of_families_for_problems():
     # 32 pairs of equal problems are 32 blocks: their curves are those of the 32 problems seen once
     counts, pairs = np.random.default_rng(0).binomial(16, 0.4, (3, 32)), [[2 * i, 2 * i + 1] for i in range(32)]
     once = Capability("a", (0, 1, 2), counts, 16)
     twice = Capability("a", (0, 1, 2), np.repeat(counts, 2, axis=1), 16, blocks=pairs)
     for one, two in ((once.pass_at(1), twice.pass_at(1)), (once.cover_at(0.5), twice.cover_at(0.5))):
         assert (two.low, two.high) == (pytest.approx(one.low), pytest.approx(one.high))
-    pair = crossing_counts(np.random.default_rng(1), num_problems=128)
-    blocks = [[2 * i, 2 * i + 1] for i in range(128)]
+    pair = crossing_counts(np.random.default_rng(1), num_problems=64, num_samples=64)
+    blocks = [[2 * i, 2 * i + 1] for i in range(64)]
     both = [dataclasses.replace(one, counts_SN=np.repeat(one.counts_SN, 2, axis=1), blocks=blocks) for one in pair]
     unaware = [dataclasses.replace(one, blocks=()) for one in both]
     assert crossover(*both) == crossover(*pair) != crossover(*unaware)
-    record = capability_study(num_problems=30, num_samples=32)
-    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
-    assert {len(one.blocks) for one in found_in(named).after.values()} == {1}
-    write_report(named, tmp_path, formats=())  # a single seed of a single family has no interval
 
 
 # Beta's a and b, seeds, deviation of seeds in logits, problems, samples
 DESIGNS = [
-    (0.5, 1.0, 1, 0.0, 500, 1024),
-    (0.5, 1.0, 3, 0.0, 500, 1024),
-    (0.5, 1.0, 3, 0.15, 256, 256),
-    (0.5, 1.0, 5, 0.15, 500, 1024),
-    (0.2, 2.0, 1, 0.0, 256, 256),
-    (0.2, 2.0, 3, 0.15, 500, 1024),
+    (0.5, 1.0, 1, 0.0, 500, 1024), (0.5, 1.0, 3, 0.0, 500, 1024), (0.5, 1.0, 3, 0.15, 256, 256),
+    (0.5, 1.0, 5, 0.15, 500, 1024), (0.2, 2.0, 1, 0.0, 256, 256), (0.2, 2.0, 3, 0.15, 500, 1024),
     (0.2, 2.0, 5, 0.0, 256, 256),
-]
+]  # fmt: skip
 SIZES, TAUS = (1, 4, 16, 64, 256), (0.1, 0.25, 0.5)
 
 
@@ -208,12 +188,10 @@ def test_the_crossing_of_two_curves_lies_within_its_limits_in_95_percent_of_stud
 def test_curves_that_do_not_cross_or_are_of_other_problems_have_no_crossing_and_luck_shows_no_lead():
     low, high = (Capability(name, (0,), np.full((1, 30), right), 64) for name, right in (("low", 10), ("high", 30)))
     one = crossover(low, high)
-    assert (one.leader, one.other, one.k) == ("high", "low", None)
-    assert crossover(low, low).k is None
+    assert (one.leader, one.other, one.k, crossover(low, low).k) == ("high", "low", None, None)
     # two problems of 30 are gained, one is lost: a lead at k = 1 that turns, and neither side is shown
     a, b = np.full(30, 20), np.full(30, 20)
-    a[0], b[1], b[2] = 64, 0, 30
-    a[3] = 0
+    a[0], a[3], b[1], b[2] = 64, 0, 0, 30
     found = crossover(Capability("a", (0,), a[None], 64), Capability("b", (0,), b[None], 64))
     assert found.low is None and found.high is None
     # curves of other problems or other seeds are not compared
@@ -227,14 +205,8 @@ def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_pa
     record = capability_study(num_problems=120, num_samples=64)
     files = write_report(record, tmp_path, formats=())
     page, rows = html.unescape(files.html.read_text()), list(csv.DictReader((tmp_path / "capability.csv").open()))
-    for text in (
-        'id="capability"',
-        "pass@64 (%)",
-        "Cover@0.25 (%)",
-        "before training: 'sharp' and 'mild'",
-        "start of sharp",
-    ):
-        assert text in page
+    wanted = ("pass@64 (%)", "Cover@0.25 (%)", "before training: 'sharp' and 'mild'", "start of sharp")
+    assert all(text in page for text in ('id="capability"', *wanted))
     assert len(rows) == 3 * 64
     found = found_in(record)
     last = next(row for row in rows if (row["policy"], row["k"]) == ("mild", "64"))
@@ -251,8 +223,11 @@ def test_the_curves_of_one_policy_have_every_k_with_its_interval():
     assert list(found["pass_at_k"]) == [str(k) for k in range(1, 33)]
     estimate, low, high = found["pass_at_k"]["32"]
     assert estimate == 0.75 and 0 < low < 0.75 < high <= 1
-    assert found["cover_at_tau"]["0.5"][0] == 0.5
-    assert curves_of_counts([0, 1, 2], 4) == {}
+    assert found["cover_at_tau"]["0.5"][0] == 0.5 and [*found["cover_at_tau"]] == ["0.1", "0.25", "0.5", "0.75", "0.9"]
+    fewest = [bool(curves_of_counts(counts, n)) for counts, n in (([1, 2], 16), ([1, 2], 15), ([1], 16))]
+    assert fewest == [True, False, False]
+    sizes = [[1, 4, 16], [1, 4, 16, 20], [4**n for n in range(7)]]
+    assert [capability.table_sizes(n) for n in (16, 20, 4096)] == sizes
 
 
 @pytest.mark.slow
@@ -260,6 +235,9 @@ def test_few_samples_or_unequal_ones_make_no_curves(tmp_path):
     assert found_in(fake_study()) is None
     record = capability_study(num_problems=30, num_samples=32, with_start=False)
     assert found_in(record).before == []
+    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "all")})
+    assert {len(one.blocks) for one in found_in(named).after.values()} == {1}
+    write_report(named, tmp_path / "named", formats=())  # a single seed of a single family has no interval
     trial = record.trials[0]
     other = dataclasses.replace(trial, history={**trial.history, "test/num_samples": [(20, 16.0)]})
     found = found_in(dataclasses.replace(record, trials=[other, *record.trials[1:]]))
@@ -280,14 +258,3 @@ def test_two_problems_sixteen_samples_and_a_single_seed_are_enough_for_the_curve
     means = {**trial.history, "test/num_samples": [(10, 16.0), (20, 16.0)]}  # over two evaluations
     mixed = [dataclasses.replace(trial, history=means), *others]
     assert list(found_in(dataclasses.replace(record, trials=mixed)).after) == ["mild"]
-
-
-def test_a_table_has_the_powers_of_four_and_all_samples():
-    assert [table_sizes(n) for n in (16, 20, 4096)] == [[1, 4, 16], [1, 4, 16, 20], [1, 4, 16, 64, 256, 1024, 4096]]
-
-
-def test_sixteen_samples_of_two_problems_are_the_fewest_for_curves():
-    assert [bool(curves_of_counts(counts, n)) for counts, n in (([1, 2], 16), ([1, 2], 15), ([1], 16))] == [
-        True, False, False,
-    ]  # fmt: skip
-    assert list(curves_of_counts([1, 2], 16)["cover_at_tau"]) == ["0.1", "0.25", "0.5", "0.75", "0.9"]

@@ -1,7 +1,6 @@
 """Child processes that answer questions: their limits, their ends, and one for each thread that asks."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import psutil
 import pytest
 from cohort.tasks import _child
 from cohort.tasks._child import Children, Reply
+from queues import python
 from real_data import ROOT
 
 EVER = 10**6
@@ -25,7 +25,6 @@ def make(cpu_seconds=60.0, wall_seconds=60.0, wait_seconds=60.0):
 
 @pytest.fixture
 def children():
-    """Their child may compute 0.3 s for a question."""
     return make(cpu_seconds=0.3)
 
 
@@ -34,15 +33,11 @@ def process(children: Children) -> psutil.Process:
 
 
 @pytest.mark.attack("Hostile text in a completion")
-@pytest.mark.parametrize(
-    ("limits", "question", "spent"),
-    [
-        ({"cpu_seconds": 0.2}, ("compute", EVER), True),
-        ({"wall_seconds": 0.2}, ("sleep", EVER), False),
-        ({}, ("fill", 2**31), True),
-    ],
-    ids=["processor", "clock", "memory"],
-)
+@pytest.mark.parametrize(("limits", "question", "spent"), [
+    ({"cpu_seconds": 0.2}, ("compute", EVER), True),
+    ({"wall_seconds": 0.2}, ("sleep", EVER), False),
+    ({}, ("fill", 2**31), True),
+], ids=["processor", "clock", "memory"])  # fmt: skip
 def test_the_child_keeps_each_limit_by_itself_and_the_next_one_answers(limits, question, spent):
     # The parent waits for a minute, so it is the kernel that ends the child; only the clock may be a busy machine.
     children = make(**limits)
@@ -53,22 +48,17 @@ def test_the_child_keeps_each_limit_by_itself_and_the_next_one_answers(limits, q
     assert children.ask("sleep", 0, 1).answer == 0
 
 
-def test_the_parent_kills_a_child_that_says_nothing():
+def test_a_child_that_says_nothing_is_killed_and_one_that_died_while_idle_replaced():
     children = make()
     assert children.ask("sleep", 0).answer == 0
     stopped = process(children)
     stopped.suspend()
     children._own.child._wait_seconds = 0.2
     assert children.ask("sleep", 0.0, 1).answer is None
-    assert not stopped.is_running()
-
-
-def test_a_child_that_died_while_idle_is_replaced(children):
-    assert children.ask("sleep", 0).answer == 0
-    os.kill(children._own.child.process.pid, signal.SIGKILL)
+    assert not stopped.is_running() and children.ask("sleep", 0, 2).answer == 0
+    process(children).kill()
     children._own.child.process.wait()
-    assert children.ask("sleep", 0, 1).answer is None
-    assert children.ask("sleep", 0, 2).answer == 0
+    assert [children.ask("sleep", 0, n).answer for n in (3, 4)] == [None, 0]
 
 
 @pytest.mark.attack("Hostile text in a completion")
@@ -119,27 +109,23 @@ print("both")
 """
 BUSY = """
 from test_children import make, process
-children = make(cpu_seconds=1.0)
+children = make(cpu_seconds=0.3)
 children.ask("sleep", 0)
 print(process(children).pid, flush=True)
 children.ask("compute", 10**6)
 """
 
 
-def python(program: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+PATH = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
 
 
 def test_a_forked_process_starts_a_child_of_its_own():
-    assert python(FORK).communicate()[0].split() == ["both"]
+    assert python(FORK, path=PATH).stdout.split() == ["both"]
 
 
-def test_a_busy_child_does_not_outlive_a_killed_parent_by_more_than_its_limits():
-    parent = python(BUSY)
+def test_a_busy_child_does_not_outlive_a_killed_parent_by_more_than_its_limits(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    parent = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -37,6 +38,7 @@ QUICK = [
     "evaluation.num_test_prompts=4", "evaluation.num_samples=2", "checkpoints.every=1",
 ]  # fmt: skip
 TRAIN = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo"]
+STUDY = ["study", "run", "quickstart"]
 
 
 def sets(*items: str) -> list[str]:
@@ -70,30 +72,31 @@ def test_every_command_explains_itself_with_an_example(command, cohort):
     assert command in cohort.out.split("Examples")[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
-        ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
-        ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
-        ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
-        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
-        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "--algorithms must be distinct names, got"),
-        (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
-        (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
-        (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
-        (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
-        (["report", "nowhere"], "has no study 'nowhere'"),
-        (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
+    ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
+    ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
+    ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
+    (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
+    (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "--algorithms must be distinct names, got"),
+    (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
+    (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
+    (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
+    ([*STUDY, "--workers", "-1"], "--workers must be a number of at least 1, or auto"),
+    ([*STUDY, "--launcher", "pbs"], "--launcher must begin with local"),
+    ([*STUDY, "--launcher", ""], "--launcher must begin with local"),
+    ([*STUDY, "--launcher", "local cpus=2"], "launcher local has no settings, got 'local cpus=2'"),
+    ([*STUDY, "--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as "),
+    (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
+    (["report", "nowhere"], "has no study 'nowhere'"),
+    (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
+])  # fmt: skip
 def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(arguments, words, cohort, runs):
     assert cohort(*arguments) == 2
     assert cohort.out == ""
-    assert "Error: " in cohort.err
-    assert words in cohort.err
-    assert "Traceback" not in cohort.err
+    assert "Error: " in cohort.err and words in cohort.said
+    assert "Traceback" not in cohort.err and "s3cret" not in cohort.err
     assert not runs.exists()
 
 
@@ -202,14 +205,11 @@ def test_doctor_finds_this_machine_sound(cohort, runs):
     assert not runs.exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "words"),
-    [
-        ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
-        ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
-        ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
-    ],
-)
+@pytest.mark.parametrize(("code", "state", "words"), [
+    ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
+    ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
+    ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
+])  # fmt: skip
 def test_doctor_says_whether_the_vllm_engine_can_run_here(code, state, words, tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0'")
@@ -266,6 +266,7 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(co
         assert cohort.json()["spec"]["model"] == str(folder / "checkpoints" / "step-00000002" / "policy")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(cohort, runs):
     from cohort.harness.mirror.store import connect
@@ -328,16 +329,6 @@ def test_a_task_is_shown_as_the_policy_and_a_chat_model_read_it(cohort, tmp_path
     assert "need a chat template, which the tokenizer of 'tiny' lacks" in cohort.err
 
 
-def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    settings = ["optimizer.learning_rate=0.5", "steps=7"]
-    study = comparison(["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=settings).spec
-    assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
-    first, second = (arm.run_spec(3) for arm in study.design_arms())
-    assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
-    assert first.model_dump(exclude={"algorithm"}) == second.model_dump(exclude={"algorithm"})
-    assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 0.5, 400)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(cohort, tmp_path, runs, capsys):
@@ -349,9 +340,8 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     command = ["study", "run", str(file), "--seeds", "0", *sets(*QUICK), "--workers", "1"]
     assert cohort(*command, "--json") == 1
     found = cohort.json()
-    assert [(trial["arm"], trial["seed"], trial["state"]) for trial in found["trials"]] == [
-        ("cold_start.learning_rate=1e+30", 0, "invalid"), ("cold_start.learning_rate=0.001", 0, "complete"),
-    ]  # fmt: skip
+    ended = [("cold_start.learning_rate=1e+30", 0, "invalid"), ("cold_start.learning_rate=0.001", 0, "complete")]
+    assert [(trial["arm"], trial["seed"], trial["state"]) for trial in found["trials"]] == ended
     assert "cold_start.learning_rate" in found["trials"][0]["reason"]
     assert Path(found["report"]) == runs / "studies" / "rates" / "report" / "index.html"
     assert Path(found["report"]).stat().st_size > 1000
@@ -417,32 +407,21 @@ def test_foreign_text_reaches_the_terminal_harmless(capsys):
     out, err = capsys.readouterr()
     assert "[link=http://x]4[/link]]0;owned" in out and not {"\x1b", "\x07"} & {*out}
     assert err == "Error: first [red]\n  second [2J\n"
-
-
-def test_json_holds_no_number_that_json_lacks(capsys):
-    terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})
+    terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})  # no number JSON lacks
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "c": "x", "3": None}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "-"), (float("inf"), "-"), (0.0, "0 s"), (4.12, "4.1 s"), (9.98, "10 s"), (59.4, "59 s"),
-     (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")],
-)  # fmt: skip
+@pytest.mark.parametrize(("seconds", "text"), [
+    (None, "-"), (float("inf"), "-"), (0.0, "0 s"), (4.12, "4.1 s"), (9.98, "10 s"), (59.4, "59 s"),
+    (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min"),
+])  # fmt: skip
 def test_durations_read_as_a_person_says_them(seconds, text):
     assert terminal.duration(seconds) == text
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats(capsys):
-    clock = Clock()
-    view = progress.LineView(clock)
+    clock = SimpleNamespace(now=0.0)
+    view = progress.LineView(lambda: clock.now)
 
     def printed() -> list[str]:
         return capsys.readouterr().err.splitlines()
@@ -517,10 +496,9 @@ def test_retries_of_the_hub_are_told_once(caplog):
 
 
 def test_an_error_names_the_arguments_of_a_function_and_the_options_of_a_command(cohort):
+    """The option `--split` is among the bad input above."""
     with pytest.raises(ValueError, match="`split` must be one of train, validation, test, got 'dev'"):
         evaluate("tiny", "arithmetic", split="dev")
-    assert cohort("evaluate", "tiny", "--task", "arithmetic", "--split", "dev") == 2
-    assert "--split must be one of train, validation, test, got 'dev'" in cohort.err
     with pytest.raises(ValueError, match="`tasks` must be distinct names, got 'a,a'"):
         comparison(["grpo"], ["a", "a"])
     assert cohort("compare", "--algorithms", "grpo", "--task", "a,a") == 2

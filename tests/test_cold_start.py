@@ -8,33 +8,18 @@ import shutil
 import pytest
 import torch
 from chats import chat_folder
-from cohort.harness.data import Demonstration, InvalidRun, Prompt, Sampling
-from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.data import Demonstration, InvalidRun
 from cohort.harness.policy.sources import cold_start_key
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import cold_start
 from cohort.harness.run.cold_start import fit_demonstrations, start_policy
-from cohort.harness.settings.run import ColdStart, parse_run
+from cohort.harness.settings.run import ColdStart
 from cohort.tasks.arithmetic import Arithmetic
+from factories import make_spec
 from fakes import tiny_codec
 from filelock import FileLock
 
-
-def make_spec(**cold_start):
-    raw = {"task": "arithmetic", "algorithm": "grpo", "cold_start": {"steps": 3, **cold_start}}
-    return parse_run(raw, "test")
-
-
-@pytest.mark.slow
-def test_the_policy_learns_to_repeat_its_demonstrations():
-    demonstrations = [Demonstration(f"{a}+1=", f"#### {a + 1}") for a in range(1, 9)]
-    policy, codec = tiny_model(0), tiny_codec()
-    fit_demonstrations(policy, codec, demonstrations, ColdStart(steps=120), device=torch.device("cpu"))
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)
-    prompts = [Prompt(d.prompt, d.prompt, "") for d in demonstrations]
-    groups = engine.generate(prompts, 1, Sampling(temperature=0, max_tokens=10), seed=0, step=0)
-    assert [g.rollouts[0].text for g in groups] == [d.completion for d in demonstrations]
-    assert all(g.rollouts[0].finish_reason == "stop" for g in groups)
+SPEC = make_spec(cold_start={"steps": 3})
 
 
 def test_short_demonstrations_are_not_padded_to_the_longest(monkeypatch):
@@ -50,9 +35,8 @@ def test_short_demonstrations_are_not_padded_to_the_longest(monkeypatch):
 
 def test_a_loss_of_the_shorter_half_that_is_not_finite_ends_the_run(monkeypatch):
     own = cold_start.token_logprobs
-    monkeypatch.setattr(
-        cold_start, "token_logprobs", lambda *given: (own(*given)[0] * (math.inf if given[1].shape[1] < 8 else 1),)
-    )
+    lost = lambda *given: (own(*given)[0] * (math.inf if given[1].shape[1] < 8 else 1),)  # noqa: E731
+    monkeypatch.setattr(cold_start, "token_logprobs", lost)
     demonstrations = [Demonstration("1+1=", "2"), Demonstration("11111+1=", "11112")]
     with pytest.raises(InvalidRun, match=r"at step 0; lower cold_start\.learning_rate"):
         fit_demonstrations(tiny_model(0), tiny_codec(), demonstrations, ColdStart(steps=1), device=torch.device("cpu"))
@@ -62,15 +46,11 @@ def test_a_step_is_adamws_on_the_clipped_gradient_of_the_mean_over_all_completio
     # 32 are one batch, in whatever order; completions differ in length, so that a mean of rows would be another number
     demonstrations = [Demonstration(f"{a}+1=", "#" * (a % 3) + f"{a + 1}") for a in range(32)]
     policy, plain, codec = tiny_model(0).double(), tiny_model(0).double(), tiny_codec()
-    done = []
-    settings = ColdStart(steps=3, learning_rate=0.01)
-    fit_demonstrations(
-        policy, codec, demonstrations, settings, device=torch.device("cpu"),
-        on_progress=lambda *said: done.append(said),
-    )  # fmt: skip
-    assert done == [(1, 3), (2, 3), (3, 3)]
+    settings, cpu, done = ColdStart(steps=2, learning_rate=0.01), torch.device("cpu"), []
+    fit_demonstrations(policy, codec, demonstrations, settings, device=cpu, on_progress=lambda *n: done.append(n))
+    assert done == [(1, 2), (2, 2)]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
-    for _ in range(3):
+    for _ in range(2):
         nats = []
         for one in demonstrations:
             prompt, completion = list(codec.encode(one.prompt)), codec.encode_completion(one.completion)
@@ -89,34 +69,32 @@ def test_who_waits_for_the_cold_start_of_another_process_says_so_and_may_stop(tm
     def stop(phase: str, done: int, total: int) -> None:
         raise InterruptedError(phase)
 
-    folder = tmp_path / "cold-start" / cold_start_key(make_spec())
+    folder = tmp_path / "cold-start" / cold_start_key(SPEC)
     folder.parent.mkdir()
     held = FileLock(folder.with_name(f"{folder.name}.lock"))
     with held, pytest.raises(InterruptedError, match="waiting for the shared cold start"):
-        start_policy(make_spec(), tmp_path, stop)
+        start_policy(SPEC, tmp_path, stop)
 
 
 def test_the_key_knows_the_words_in_which_a_chat_model_is_asked(tmp_path, monkeypatch):
-    specs = [make_spec(), make_spec().model_copy(update={"model": str(chat_folder(tmp_path))})]
+    specs = [SPEC, SPEC.model_copy(update={"model": str(chat_folder(tmp_path))})]
     before = [cold_start_key(spec) for spec in specs]
     monkeypatch.setattr(Arithmetic, "in_words", lambda task, text: f"Say {text}")
     assert [cold_start_key(spec) == key for spec, key in zip(specs, before, strict=True)] == [True, False]
 
 
 def test_the_key_changes_with_what_the_result_depends_on_and_is_shared_by_arms():
-    spec = make_spec()
-    base = cold_start_key(spec)
-    other_task = spec.model_copy(update={"task": spec.task.model_copy(update={"max_operands": 4})})
-    assert base not in {cold_start_key(one) for one in (make_spec(learning_rate=1e-3), make_spec(steps=4), other_task)}
-    assert base == cold_start_key(spec.model_copy(update={"seed": 5, "rollouts_per_step": 64}))
+    base = cold_start_key(SPEC)
+    for changes in ({"cold_start.learning_rate": 1e-3}, {"cold_start.steps": 4}, {"task.max_operands": 4}):
+        assert cold_start_key(make_spec(cold_start={"steps": 3}, **changes)) != base
+    assert base == cold_start_key(SPEC.model_copy(update={"seed": 5, "rollouts_per_step": 64}))
 
 
 def test_edited_data_get_a_cold_start_of_their_own(tmp_path):
     rows = [{"question": f"{a}+1=", "answer": f"{a}+1\n#### {a + 1}"} for a in range(30)]
     for split, part in (("train", rows[:25]), ("test", rows[25:])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    raw = {"task": {"name": "gsm8k", "path": str(tmp_path)}, "algorithm": "grpo", "cold_start": {"steps": 1}}
-    spec = parse_run(raw, "test")
+    spec = make_spec(task={"name": "gsm8k", "path": str(tmp_path)}, cold_start={"steps": 1})
     key, text = cold_start_key(spec), (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(text.replace('#### 1"', '#### 9"'))
     assert cold_start_key(spec) != key
@@ -136,7 +114,7 @@ DAMAGE = {
 @pytest.mark.slow
 @pytest.mark.attack("Torn or altered cold start in the cache")
 def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path, caplog, record_property):
-    spec = make_spec(steps=1)
+    spec = make_spec(cold_start={"steps": 1})
     whole = start_policy(spec, tmp_path)[0]
     (folder,) = (path for path in (tmp_path / "cold-start").iterdir() if path.is_dir())
     files = sorted(file.name for file in folder.iterdir())
@@ -145,18 +123,8 @@ def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path
         damage(folder / name)
         with caplog.at_level(logging.WARNING):
             again = start_policy(spec, tmp_path)[0]
-        assert [record.getMessage() for record in caplog.records] == [
-            f"the cold start in '{folder}' is torn or altered, so it is made again"
-        ]
+        told = f"the cold start in '{folder}' is torn or altered, so it is made again"
+        assert [record.getMessage() for record in caplog.records] == [told]
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
         assert sorted(file.name for file in folder.iterdir()) == files
     record_property("tried", len(DAMAGE))
-
-
-def test_a_diverging_cold_start_is_invalid():
-    demonstrations = [Demonstration("1+1=", "#### 2")]
-    with pytest.raises(InvalidRun, match=r"cold_start\.learning_rate"):
-        fit_demonstrations(
-            tiny_model(0), tiny_codec(), demonstrations, ColdStart(steps=9, learning_rate=1e30),
-            device=torch.device("cpu"),
-        )  # fmt: skip

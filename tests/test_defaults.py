@@ -17,9 +17,8 @@ def rows(kind: plugins.Kind, name: str) -> list[str]:
     (plugin,) = describe_plugins(kind, name)
     told = [f"{one['name']} | {one['default']} | {one['range']}" for one in plugin["settings"]]
     cls = plugins.load(kind, name)
-    return [
-        f"{kind} {name} {row}".rstrip() for row in (*told, f"smallest group | {getattr(cls, 'min_group_size', '')} |")
-    ]
+    told.append(f"smallest group | {getattr(cls, 'min_group_size', '')} |")
+    return [f"{kind} {name} {row}".rstrip() for row in told]
 
 
 def of_files(plugin: tuple[plugins.Kind, str]) -> str:

@@ -42,13 +42,10 @@ def test_a_comparison_has_every_algorithm_on_every_task_with_its_own_settings_an
     assert runs["grpo, gsm8k"].algorithm.model_dump()["kl_beta"] == 0.5
     assert runs["ppo, gsm8k"].task.model_dump()["path"] == "somewhere/gsm8k"
     assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "task.name": "gsm8k"}
-
-
-def test_what_all_arms_of_a_comparison_share_is_no_part_of_their_names():
-    assert parse_study(compare(), "toy.yaml").arm_labels() == ["ppo", "grpo"]
-    one = compare(algorithms=["grpo"], tasks=["arithmetic", {"name": "gsm8k", "path": "x/y"}])
-    assert parse_study(one, "toy.yaml").arm_labels() == ["arithmetic", "gsm8k"]
-    assert parse_study(compare(algorithms=["grpo"]), "toy.yaml").arm_labels() == ["grpo"]
+    # what all arms share is no part of their names
+    for changes, labels in (({}, ["ppo", "grpo"]), ({"algorithms": ["grpo"]}, ["grpo"]),
+                            ({"algorithms": ["grpo"], "tasks": tasks}, ["arithmetic", "gsm8k"])):  # fmt: skip
+        assert parse_study(compare(**changes), "toy.yaml").arm_labels() == labels
 
 
 def test_a_tuned_comparison_gives_every_algorithm_the_same_number_of_trials_on_seeds_of_their_own():
@@ -63,52 +60,51 @@ def test_a_tuned_comparison_gives_every_algorithm_the_same_number_of_trials_on_s
 
 def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
     parsed = parse_study(search(), "toy.yaml")
-    assert [arm.label for arm in parsed.checked_arms()] == [
-        "base", "learning_rate=1e-05", "learning_rate=0.001", "group_size=4", "group_size=8"
-    ]  # fmt: skip
+    ends = ["base", "learning_rate=1e-05", "learning_rate=0.001", "group_size=4", "group_size=8"]
+    assert [arm.label for arm in parsed.checked_arms()] == ends
     assert (parsed.design_arms(), parsed.arm_labels()) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("raw", "words"),
-    [
-        (study(design="search"), "design search must have a section 'search', got none"),
-        (study(search=SEARCH), "section 'search' must have design search or compare, got grid"),
-        (study(design="compare"), "design compare must have a section 'compare', got none"),
-        (tuned(seeds=[]), "search.seeds must list seeds"),
-        (search(seeds=[7]), "search.spaces and search.seeds belong to design compare"),
-        ({**search(), "factors": {"steps": [1, 2]}}, "design search takes neither factors nor arms"),
-        ({**search(), "baseline": "base"}, "a search has no arm names beforehand"),
-        ({**search(), "metric": "test/accuracy"}, "a search must not see the test split, got test/accuracy"),
-        (search(pruner="median", space={"steps": {"low": 5, "high": 9}}), "compares arms at equal steps"),
-        (search(space={}), "search.space"),
-        (search(space={"seed": {"low": 0, "high": 9}}), "'seed' cannot be searched, because seeds are replicates"),
-        (search(space={"steps": {"choices": [1, 2, 3]}}), "at most the points of the space (3), got 5"),
-        (search(space={"algorithm.kl_bta": RATE}), "did you mean 'kl_beta'?"),
-        (search(space={"algorithm.group_size": {"low": 8, "high": 16}}, trials=2), "got 9; use 8 or 16"),
-        (search(space={"steps": {"low": 5, "hihg": 9}}), "did you mean 'high'?"),
-        (search(space={"steps": {"low": 9, "high": 5}}), "low must be below high, got 9 and 5"),
-        (search(space={"steps": {"low": 5}}), "must have low and high, or choices"),
-        (search(space={"steps": {"low": 5, "high": 9, "choices": [1]}}), "choices cannot be combined with low"),
-        (search(space={"steps": {"choices": [1, 1]}}), "choices must be distinct, got [1, 1]"),
-        (search(space={"algorithm.kl_beta": {"low": 0.0, "high": 1.0, "log": True}}), "log must have low above 0"),
-        (compare(algorithms=["ppo", "ppo"]), "compare.algorithms must be distinct, got ppo, ppo"),
-        (compare(algorithms=["ppoo"]), "did you mean 'ppo'?"),
-        (compare(tasks=[{"path": "x"}]), "compare.tasks must be names, or mappings with a 'name'"),
-        (tuned(seeds=[1, 2]), "must differ from the study's seeds [0, 1], got [1] in both"),
-        (tuned(seeds=[-1]), "search.seeds.0: Input should be greater than"),
-        (tuned(spaces={"rloo": {}}), "must name compared algorithms, got 'rloo'"),
-        (tuned(space={}), "search.space must have a setting to search for ppo"),
-        (tuned(space={"algorithm.positive_weight": RATE}), "positive_weight"),  # PPO has none
-        ({**compare(), "baseline": "gpro"}, "did you mean 'grpo'?"),
-        ({**tuned(), "baseline": "gpro"}, "did you mean 'grpo'?"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("raw", "words"), [
+    (study(design="search"), "design search must have a section 'search', got none"),
+    (study(search=SEARCH), "section 'search' must have design search or compare, got grid"),
+    (study(design="compare"), "design compare must have a section 'compare', got none"),
+    (tuned(seeds=[]), "search.seeds must list seeds"),
+    (search(seeds=[7]), "search.spaces and search.seeds belong to design compare"),
+    ({**search(), "factors": {"steps": [1, 2]}}, "design search takes neither factors nor arms"),
+    ({**search(), "baseline": "base"}, "a search has no arm names beforehand"),
+    ({**search(), "metric": "test/accuracy"}, "a search must not see the test split, got test/accuracy"),
+    (search(pruner="median", space={"steps": {"low": 5, "high": 9}}), "compares arms at equal steps"),
+    (search(space={}), "search.space"),
+    (search(space={"seed": {"low": 0, "high": 9}}), "'seed' cannot be searched, because seeds are replicates"),
+    (search(space={"steps": {"choices": [1, 2, 3]}}), "at most the points of the space (3), got 5"),
+    (search(space={"algorithm.kl_bta": RATE}), "did you mean 'kl_beta'?"),
+    (search(space={"algorithm.group_size": {"low": 8, "high": 16}}, trials=2), "got 9; use 8 or 16"),
+    (search(space={"steps": {"low": 5, "hihg": 9}}), "did you mean 'high'?"),
+    (search(space={"steps": {"low": 9, "high": 5}}), "low must be below high, got 9 and 5"),
+    (search(space={"steps": {"low": 5}}), "must have low and high, or choices"),
+    (search(space={"steps": {"low": 5, "high": 9, "choices": [1]}}), "choices cannot be combined with low"),
+    (search(space={"steps": {"choices": [1, 1]}}), "choices must be distinct, got [1, 1]"),
+    (search(space={"algorithm.kl_beta": {"low": 0.0, "high": 1.0, "log": True}}), "log must have low above 0"),
+    (compare(algorithms=["ppo", "ppo"]), "compare.algorithms must be distinct, got ppo, ppo"),
+    (compare(algorithms=["ppoo"]), "did you mean 'ppo'?"),
+    (compare(tasks=[{"path": "x"}]), "compare.tasks must be names, or mappings with a 'name'"),
+    (tuned(seeds=[1, 2]), "must differ from the study's seeds [0, 1], got [1] in both"),
+    (tuned(seeds=[-1]), "search.seeds.0: Input should be greater than"),
+    (tuned(spaces={"rloo": {}}), "must name compared algorithms, got 'rloo'"),
+    (tuned(space={}), "search.space must have a setting to search for ppo"),
+    (tuned(space={"algorithm.positive_weight": RATE}), "positive_weight"),  # PPO has none
+    ({**compare(), "baseline": "gpro"}, "did you mean 'grpo'?"),
+    ({**tuned(), "baseline": "gpro"}, "did you mean 'grpo'?"),
+])  # fmt: skip
 def test_a_design_that_cannot_be_run_is_refused(raw, words):
     assert words in error_of(parse_study, raw, "toy.yaml")
 
 
 def test_a_started_search_may_gain_trials_and_a_tuned_comparison_seeds_and_nothing_else():
+    for raw in (search(), tuned()):
+        parsed = parse_study(raw, "toy.yaml")
+        assert parse_study(parsed.model_dump(mode="json"), "study.json").digest() == parsed.digest()
     digest = parse_study(search(), "toy.yaml").digest()
     assert parse_study(search(trials=9), "toy.yaml").digest() == digest
     other = {"optimizer.weight_decay": {"low": 0.1, "high": 0.9}}
@@ -117,12 +113,6 @@ def test_a_started_search_may_gain_trials_and_a_tuned_comparison_seeds_and_nothi
     digest = parse_study(tuned(), "toy.yaml").digest()
     assert parse_study({**tuned(), "seeds": [0, 1, 2]}, "toy.yaml").digest() == digest
     assert parse_study(tuned(trials=4), "toy.yaml").digest() != digest
-
-
-def test_a_study_that_was_written_down_is_read_back_as_the_same():
-    for raw in (search(), tuned()):
-        parsed = parse_study(raw, "toy.yaml")
-        assert parse_study(parsed.model_dump(mode="json"), "study.json").digest() == parsed.digest()
 
 
 def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path):
@@ -150,7 +140,11 @@ def test_the_command_compares_several_tasks_and_tunes_on_another_seed():
     several = comparison(["ppo", "grpo"], ["gsm8k", "math"], "some/model", seeds=[0, 4], settings=settings).spec
     assert (several.name, several.design) == ("compare-gsm8k-math", "compare")
     assert several.arm_labels() == ["ppo, gsm8k", "ppo, math", "grpo, gsm8k", "grpo, math"]
+    first, _, second, _ = (arm.run_spec(0) for arm in several.design_arms())
+    assert first.model_dump(exclude={"algorithm"}) == second.model_dump(exclude={"algorithm"})
+    assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 1e-4, 0)
     tuned = comparison(["ppo", "grpo"], ["arithmetic"], seeds=[0, 4], settings=settings[:2], tune=6)
+    assert tuned.spec.run["cold_start"] == {"steps": 400}  # of the built-in model
     (plan, _) = tuned.spec.searches()
     assert (plan.search.trials, plan.seeds, plan.final_seeds) == (6, (5,), (0, 4))
     rate = plan.search.space["optimizer.learning_rate"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ranks_at_work
 import torch
 import torch.distributed as dist
 from cohort.harness.checks import memory, preflight
@@ -24,32 +25,18 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.standalone import train_once
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
+from cohort.harness.settings.raw import with_overrides
 from cohort.harness.settings.run import parse_run
 from fakes import MemoryLog, StopAfter
 from pretend_cuda import pretend_cuda
-from ranks_at_work import (
-    EVERY_STEP,
-    RESUMED,
-    RUN,
-    attempt,
-    begun,
-    command,
-    deadly_attempt,
-    ends,
-    gathers,
-    gradients,
-    group_of_nccl,
-    group_of_two,
-    side_by_side,
-    until,
-)
+from ranks_at_work import EVERY_STEP, RESUMED, RUN, begun, ends, until
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves_with_path
 from transformers import Qwen2Config
 
 
 def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
-    return {"algorithm": {"name": algorithm, "group_size": 4}, **changes}
+    return with_overrides({"algorithm": {"name": algorithm, "group_size": 4}}, changes)
 
 
 CASES = {
@@ -59,29 +46,25 @@ CASES = {
     "fitted": case("ppo", critic={"head": "fitted"}),
 }
 MORE = {
-    **{name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")},
+    **{name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo", "cispo", "rloo",
+                                     "reinforce_plus_plus")},
     "lora": case(lora={"rank": 4}),
     "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),
     "warm_up": case("ppo", critic={"warmup_steps": 1}),
-    "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
-    "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
-    "token_masks": {
-        "algorithm": {"name": "dapo", "group_size": 4, "entropy_bonus": 0.01},
-        "high_entropy_tokens": 0.5,
-        "overlong": "mask",
-        "cold_start": {"steps": 20},
-    },
+    "shared_trunk": case("ppo", **{"algorithm.critic": "shared"}),
+    "reference": case(**{"algorithm.kl_beta": 0.1, "kl.refresh_reference_every": 1}),
+    "token_masks": case("dapo", **{"algorithm.entropy_bonus": 0.01, "cold_start.steps": 20}, high_entropy_tokens=0.5,
+                        overlong="mask"),
     "dynamic": case("dapo", dynamic_sampling=2),
     "banded": case(sampler="success_band", task={"name": "arithmetic", "num_train": 6}, cold_start={"steps": 20}),
-    **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path):
     cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
-    side_by_side(tmp_path, cases)
+    ranks_at_work.side_by_side(tmp_path, cases)
     for name in cases:
         check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
     alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
@@ -97,12 +80,11 @@ def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_an
     (tmp_path / "cache").mkdir()
     for name, parts in (("whole", [(1, None)]), ("moved", [(sizes[0], 1), (sizes[1], None)])):
         for size, steps in parts:
-            own = [begun(attempt, rank, size, tmp_path, name, changes, steps) for rank in range(size)]
+            own = [begun(ranks_at_work.attempt, rank, size, tmp_path, name, changes, steps) for rank in range(size)]
             assert ends(*own) == [0] * size
     moved = tmp_path / "moved"
-    written, again = (
-        Checkpoint(folder / "checkpoints" / "step-00000001", 1, {}) for folder in (moved, moved / f"again-{sizes[1]}")
-    )
+    folders = (part / "checkpoints" / "step-00000001" for part in (moved, moved / f"again-{sizes[1]}"))
+    written, again = (Checkpoint(folder, 1, {}) for folder in folders)
     for read in (saved_policy, Checkpoint.learner_state):
         one, two = (dict(tree_leaves_with_path(read(checkpoint))) for checkpoint in (written, again))
         assert len(one) > 10 and one.keys() == two.keys()
@@ -115,14 +97,14 @@ def test_a_run_goes_on_with_another_number_of_processes_from_the_same_weights_an
 @pytest.mark.timeout(900)
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
 def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(tmp_path, record_property):
-    own = [begun(attempt, rank, 2, tmp_path, "whole", EVERY_STEP) for rank in range(2)]
+    own = [begun(ranks_at_work.attempt, rank, 2, tmp_path, "whole", EVERY_STEP) for rank in range(2)]
     assert ends(*own) == [0, 0]
     for rank in range(2):
         (tmp_path / "kills" / str(rank)).mkdir(parents=True)
         for number in range(20):  # so that 140 may die
             (tmp_path / "kills" / str(rank) / f"ended {number}").touch()
     for number in count():
-        both = [begun(deadly_attempt, rank, tmp_path, "killed", number) for rank in range(2)]
+        both = [begun(ranks_at_work.deadly_attempt, rank, tmp_path, "killed", number) for rank in range(2)]
         multiprocessing.connection.wait([one.sentinel for one in both])
         is_killed = -signal.SIGKILL in (one.exitcode for one in both)
         for one in both if is_killed else ():  # as torch's agent does
@@ -142,7 +124,7 @@ def test_a_run_on_two_devices_survives_a_kill_of_either_process_at_every_write(t
 @pytest.mark.slow
 def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_the_same(tmp_path):
     torch.manual_seed(1)
-    assert ends(*[begun(gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    assert ends(*[begun(ranks_at_work.gathers, rank, tmp_path) for rank in range(2)]) == [0, 0]
     whole, half, layers, different = json.loads((tmp_path / "gathers.json").read_text())
     assert whole - half == 2 * layers / 2  # once for the pass and once for its backward pass, the last layer too
     # Norms begin at 1, which bfloat16 holds; the gradient of their weights alone is rounded.
@@ -153,16 +135,13 @@ def test_under_autocast_layers_are_gathered_in_half_the_bytes_and_products_stay_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "tokens"),
-    [
-        (2, [10 + 7 + 5 + 6, 10 + 6 + 4 + 4]),
-        pytest.param(4, [5 + 7 + 3, 5 + 6 + 3, 5 + 5 + 2, 5 + 4 + 1], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("size", "tokens"), [
+    (2, [10 + 7 + 5 + 6, 10 + 6 + 4 + 4]),
+    pytest.param(4, [5 + 7 + 3, 5 + 6 + 3, 5 + 5 + 2, 5 + 4 + 1], marks=pytest.mark.long),
+])  # fmt: skip
 def test_ranks_read_shared_prompts_once_with_the_gradients_of_one_that_reads_rows_whole(tmp_path, size, tokens):
     for number in (1, size):
-        assert ends(*[begun(gradients, rank, number, tmp_path) for rank in range(number)]) == [0] * number
+        assert ends(*[begun(ranks_at_work.gradients, rank, number, tmp_path) for rank in range(number)]) == [0] * number
     alone, shared = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in (1, size))
     for name, (right, _) in alone.items():
         found, _ = shared[name]
@@ -225,7 +204,7 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
     (tmp_path / "run.yaml").write_text(json.dumps(changes))
     train_two = ["train", str(tmp_path / "run.yaml"), "--set", "devices=2", "--name", "one", "--runs", str(tmp_path)]
     folder, words = tmp_path / "train/one", tmp_path / "words"
-    agent = begun(command, *train_two, output=words)
+    agent = begun(ranks_at_work.command, *train_two, output=words)
     until(lambda: list(folder.glob("checkpoints/step-*")), agent)
     ranks = [one for one in psutil.Process(agent.pid).children() if one.children() or one.num_threads() > 1]
     assert len(ranks) == 2
@@ -247,7 +226,7 @@ def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from
 def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path):
     """Of `group_of_two`, whose trials end in several ways, one after another."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
-    leader, _ = both = [begun(group_of_two, rank, tmp_path, store.port) for rank in range(2)]
+    leader, _ = both = [begun(ranks_at_work.group_of_two, rank, tmp_path, store.port) for rank in range(2)]
     assert ends(leader) == [0], both
     assert json.loads((tmp_path / "ends.json").read_text()) == [
         ["well", "complete"],
@@ -265,19 +244,16 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "told", "statuses"),
-    [
-        ("follower", [True, "RuntimeError", "process 1: OutOfMemoryError: too long"], [1, 1]),
-        ("first", [False, "KeyError", "'own'"], [1, 1]),
-        ("stale", [True, "invalid"], [1, 1]),
-        ("both", [False, "invalid"], [0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("how", "told", "statuses"), [
+    ("follower", [True, "RuntimeError", "process 1: OutOfMemoryError: too long"], [1, 1]),
+    ("first", [False, "KeyError", "'own'"], [1, 1]),
+    ("stale", [True, "invalid"], [1, 1]),
+    ("both", [False, "invalid"], [0, 0]),
+])  # fmt: skip
 def test_an_error_of_one_process_ends_all_although_each_would_wait_for_the_others(tmp_path, how, told, statuses):
     """A fake NCCL: whoever ends the group, or vLLM in it, waits until the other does too (torchtitan's issue 1342)."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
-    both = [begun(group_of_nccl, rank, tmp_path, store.port, how) for rank in range(2)]
+    both = [begun(ranks_at_work.group_of_nccl, rank, tmp_path, store.port, how) for rank in range(2)]
     assert ends(*both) == statuses
     assert json.loads((tmp_path / f"{how}.json").read_text()) == told
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from cohort.harness.policy.flops import Costs
 from cohort.harness.policy.model import load_tokenizer, model_config, save_model
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
-from cohort.harness.run.build import RunResult
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import FEW, make_spec
-from fakes import MemoryLog, check_same_run, gone_on
+from fakes import MemoryLog
 from test_learner import make_batch
 
 DISTILL = {"name": "distill", "group_size": 4}
@@ -27,10 +27,8 @@ DISTILL = {"name": "distill", "group_size": 4}
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> str:
-    """A model that always answers with the same character: its head has one large bias-like direction."""
     folder = tmp_path_factory.mktemp("teacher") / "policy"
-    model = tiny_model(3)
-    save_model(folder, model, load_tokenizer("tiny"))
+    save_model(folder, tiny_model(3), load_tokenizer("tiny"))
     return str(folder)
 
 
@@ -38,18 +36,11 @@ def distilled(teacher: str, **changes: Any) -> RunSpec:
     return make_spec(DISTILL, **{**FEW, "algorithm": DISTILL, "kl.reference": teacher, **changes})
 
 
-def ran(spec: RunSpec, folder: Path) -> RunResult:
-    """The run's result."""
-    with RunLog(folder.parent, folder, spec, experiment="train", run_name="one") as log:
-        ended = train(spec, folder, log, cache=folder.parent / "cache")
-        log.finish(ended.state, ended.reason, ended.summary)
-    return ended
-
-
 @pytest.mark.slow
 def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(runs, teacher):
     spec = distilled(teacher, **{"steps": 30, "optimizer.learning_rate": 3e-3, "evaluation.every": 99})
-    ended = ran(spec, runs / "one")
+    with RunLog(runs, runs / "one", spec, experiment="train", run_name="one") as log:
+        ended = train(spec, runs / "one", log, cache=runs / "cache")
     events = [json.loads(line) for line in (runs / "one/events.jsonl").read_text().splitlines()]
     found = [e["values"]["kl/reference"] for e in events if "kl/reference" in e.get("values", {})]
     assert ended.state == "complete" and len(found) == 30
@@ -75,14 +66,6 @@ def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher):
             assert math.isclose(float(credit[row, column]), expected, abs_tol=2e-5)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_an_undisturbed_one(runs, teacher):
-    spec = distilled(teacher, **{"steps": 4, "checkpoints.every": 2})
-    whole, parts = (gone_on(spec, runs / str(len(ends)), runs / "cache", *ends) for ends in ((), (2,)))
-    assert parts.resumed_at == [-1, 2]
-    check_same_run((runs / "0", whole), (runs / "1", parts))
-
-
 def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path, teacher):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,22 +80,14 @@ def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path
     assert costs[1].forward.tokens == pytest.approx(3 * costs[0].forward.tokens)
 
 
-def altered(folder: Path, teacher: str) -> str:
-    """The teacher with two tokens exchanged."""
-    for file in Path(teacher).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs, tmp_path, teacher):
+    folder = Path(shutil.copytree(teacher, tmp_path / "other"))
     (folder / "manifest.json").unlink(missing_ok=True)
     raw = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = raw["model"]["vocab"]
-    one, other = list(vocabulary)[-2:]
+    *_, one, other = vocabulary = raw["model"]["vocab"]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (folder / "tokenizer.json").write_text(json.dumps(raw))
-    return str(folder)
-
-
-def test_a_teacher_with_another_tokenizer_is_refused_before_a_model_loads(runs, tmp_path, teacher):
-    (tmp_path / "other").mkdir()
-    spec = distilled(altered(tmp_path / "other", teacher))
+    spec = distilled(str(folder))
     with pytest.raises(SpecError, match=r"kl.reference must have the tokenizer .* 2 tokens of .* differ"):
         check_runs([spec], runs)
     with pytest.raises(SpecError, match=r"kl\.reference must have the tokenizer"):  # as of a Hub id, which loads here

@@ -25,14 +25,11 @@ import cohort
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
-DEEPER_KEYS = {  # of no path
-    "ratio", "value", "restart", "soft", "held_out", "teacher", "order",
-}  # fmt: skip
+DEEPER_KEYS = {"ratio", "value", "restart", "soft", "held_out", "teacher", "order"}  # of no path
 AREAS = (
     "train", "validation", "test", "policy", "completion", "critic", "kl", "reward", "mismatch", "staleness", "seconds",
     "vote", "verifier", "flops", "memory", "rejection", "reward_model", "optimizer",
 )  # fmt: skip
-ROOMS = ("harness", "algorithms", "tasks", "reports")
 NEW_FILES = {"algorithms/positive_grpo.py", "tasks/my_problems.py"}  # that a page prints
 SHELL = ("console", "shell", "bash", "sh", "")
 
@@ -44,17 +41,13 @@ def shell_lines(page: str) -> Iterator[str]:
             yield " ".join(re.sub(r"\s# .*", "", line).split()).removeprefix("$ ")
 
 
-def in_text(page: str) -> list[str]:
-    """Commands that a sentence names: they may leave out what does not matter there."""
-    return [
-        " ".join(line.split())
-        for line in re.findall(r"`(cohort [a-z][^`]*)`", BLOCK.sub("", (ROOT / page).read_text()))
-    ]
+def sentences(page: str) -> str:
+    return BLOCK.sub("", (ROOT / page).read_text())
 
 
-def words_in_code(text: str) -> list[str]:
-    """What the sentences of a page set as code."""
-    return [" ".join(word.split()) for word in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+def words_in_code(page: str, text: str = "") -> list[str]:
+    """What the sentences of a page, or these, set as code."""
+    return [" ".join(word.split()) for word in re.findall(r"`([^`]+)`", text or sentences(page))]
 
 
 def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -66,15 +59,14 @@ def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(leaves(typer.main.get_command(app.app), "cohort"))
-EXAMPLES = [
-    line.replace("\\[", "[") for c in COMMANDS.values() for line in c.epilog.splitlines() if line.startswith("cohort ")
-]
+HELP = [line.replace("\\[", "[") for c in COMMANDS.values() for line in c.epilog.splitlines()]
+EXAMPLES = [line for line in HELP if line.startswith("cohort ")]
 CALLED = sorted({*EXAMPLES, *(line for page in PAGES for line in shell_lines(page) if line.startswith("cohort "))})
-NAMED = sorted({line for page in PAGES for line in in_text(page)})
+# Commands that a sentence names: they may leave out what does not matter there.
+NAMED = sorted({word for page in PAGES for word in words_in_code(page) if re.match("cohort [a-z]", word)})
 # Run, and not parsed alone: they need no model, no data and no second.
-CHEAP = [
-    line for line in CALLED if re.match(r"cohort (list|study list|study show \w+( |$)|task show arithmetic)", line)
-]
+SHOWS = r"cohort (list|study list|study show \w+( |$)|task show arithmetic)"
+CHEAP = [line for line in CALLED if re.match(SHOWS, line)]
 
 
 def command_of(line: str) -> tuple[Any, list[str]]:
@@ -88,15 +80,9 @@ def command_of(line: str) -> tuple[Any, list[str]]:
 def known_settings() -> set[str]:
     """Paths that --set takes; those of a plugin without telling which."""
     known = {path for model in (RunSpec, StudySpec) for path, _ in paths.settings(model)}
-    for kind, section in (
-        ("task", "task"),
-        ("algorithm", "algorithm"),
-        ("sampler", "sampler"),
-        ("engine", "engine"),
-        ("reward", "rewards"),
-    ):
+    for kind in ("task", "algorithm", "sampler", "engine", "reward"):
         for name in plugins.names(kind):
-            under = f"{section}.{name}" if kind == "reward" else section
+            under = f"rewards.{name}" if kind == "reward" else kind
             known |= {under} | {f"{under}.{key}" for key in plugins.settings_class(kind, name).model_fields}
     return known
 
@@ -143,7 +129,7 @@ def test_every_setting_that_a_sentence_names_exists(page: str):
     known = known_settings()
     heads = {path.partition(".")[0] for path in known if "." in path}
     keys = {path.rpartition(".")[2] for path in known} | heads | DEEPER_KEYS
-    for word in words_in_code((ROOT / page).read_text()):
+    for word in words_in_code(page):
         found = re.fullmatch(r"([a-z_]+)(\.[a-z_]+)*(: \S.*|=\S+)?", word)
         if found and ((found[2] and found[1] in heads) or (found[3] or "").startswith(": ")):
             path = re.match(r"(stages\.\w+\.|factors\.|search\.spaces?\.)?([\w.]+)", word)
@@ -154,9 +140,9 @@ def test_every_setting_that_a_sentence_names_exists(page: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_gate_that_a_sentence_names_exists(page: str):
     known = {*Gates.model_fields, *known_settings(), *(path.partition(".")[0] for path in known_settings())}
-    for sentence in re.split(r"(?<=[.;])\s", BLOCK.sub("", (ROOT / page).read_text())):
+    for sentence in re.split(r"(?<=[.;])\s", sentences(page)):
         if re.search(r"\bgates?\b", sentence):
-            words = {word for word in words_in_code(sentence) if re.fullmatch(r"[a-z_]+", word)}
+            words = {word for word in words_in_code(page, sentence) if re.fullmatch(r"[a-z_]+", word)}
             assert words <= known, f"{page}: {sentence}"
 
 
@@ -164,7 +150,7 @@ def test_every_gate_that_a_sentence_names_exists(page: str):
 def test_every_metric_that_a_sentence_names_is_logged(page: str):
     known = {f"{split}/{name}" for split in ("validation", "test") for name in metric_names(EvaluationSettings(), True)}
     known.add("reward/NAME")
-    for word in words_in_code((ROOT / page).read_text()):
+    for word in words_in_code(page):
         if re.fullmatch(r"[a-z_]+/[A-Za-z_]+", word) and word.partition("/")[0] in AREAS:
             metric = re.sub("_(low|high)$", "", word.replace("_K", f"_{EvaluationSettings().num_samples}"))
             assert metric in known or is_logged(metric), f"{page}: {word}"
@@ -173,7 +159,7 @@ def test_every_metric_that_a_sentence_names_is_logged(page: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_of_the_repository_that_a_sentence_names_exists(page: str):
     """From the top, or from `harness/`, as pages abbreviate."""
-    for word in words_in_code((ROOT / page).read_text()):
+    for word in words_in_code(page):
         folder = word.partition("/")[0]
         places = [place for place in (ROOT, ROOT / "harness", ROOT / "tests") if (place / folder).is_dir()]
         if re.fullmatch(r"[\w/]+\.(py|yaml|md)", word) and "/" in word and places and word not in NEW_FILES:
@@ -182,20 +168,15 @@ def test_every_file_of_the_repository_that_a_sentence_names_exists(page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_relative_link_leads_to_a_file_and_its_heading(page):
-    text = BLOCK.sub("", (ROOT / page).read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    made = re.findall(r"generated/\w+\.md", (ROOT / "mkdocs.yml").read_text())  # pages that the site makes of the code
+    for target in re.findall(r"\]\(([^)\s]+)\)", sentences(page)):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
         file = (ROOT / page).parent / name if name else ROOT / page
-        assert file.exists() or name in generated_pages(), f"{page}: {target}"
+        assert file.exists() or name in made, f"{page}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text()), f"{page}: {target}"
-
-
-def generated_pages() -> set[str]:
-    """Pages that the site makes from the code."""
-    return set(re.findall(r"generated/\w+\.md", (ROOT / "mkdocs.yml").read_text()))
 
 
 def anchors(text: str) -> set[str]:

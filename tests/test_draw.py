@@ -10,7 +10,7 @@ from cohort.harness.data import Prompt, PromptDraw
 from cohort.harness.run.build import prepare
 from cohort.harness.run.loop import charge_step
 from cohort.harness.run.rollout import Rollouts, generate
-from cohort.harness.run.step import sampling_metrics, train_step
+from cohort.harness.run.step import train_step
 from factories import FEW
 from fakes import MemoryLog
 
@@ -38,17 +38,11 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
     return run, prompts, place
 
 
-def noted_calls(engine):
-    """Names of the calls that the engine gets from now on."""
-    calls, generate = [], engine.generate
-    engine.generate = lambda *given, **named: calls.append("generate") or generate(*given, **named)
-    engine.sleep = lambda: calls.append("sleep")
-    return calls
-
-
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
-    calls = noted_calls(run.engine)
+    calls, engine, sampled = [], run.engine, run.engine.generate
+    engine.generate = lambda *given, **named: calls.append("generate") or sampled(*given, **named)  # pyright: ignore
+    engine.sleep = lambda: calls.append("sleep")
     metrics, drawn = train_step(run, prompts, 0)
     assert calls == [*drawn.num_batches * ["generate"], "sleep"]
     costs = charge_step(run, drawn.lengths(4), 1.0)
@@ -127,17 +121,6 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
     assert metrics["train/accuracy"] == pytest.approx(metrics["reward/greedy"] / 2)  # of the samples alone
 
 
-def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
-    spec = make_spec(1, engine="transformers", algorithm="remax", sampling={"max_tokens": 8})
-    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
-    prompts = spec.task.prompts("train")
-    drawn = generate(run, prompts, 0, Rollouts())
-    greedy = spec.sampling_with_limit().model_copy(update={"temperature": 0.0})
-    assert drawn.greedy
-    again = run.engine.generate([g.prompt for g in drawn.groups], 1, greedy, seed=7, step=99)
-    assert [g.rollouts[0].token_ids for g in drawn.greedy.groups] == [g.rollouts[0].token_ids for g in again]
-
-
 @pytest.mark.parametrize("sampler", ["uniform", "success_band"])
 def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_sees_gold_alone(sampler, tmp_path):
     right = {1}  # in the first step problem 1 is solved once of twice, then none
@@ -149,12 +132,6 @@ def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_se
         right.clear()
 
 
-def test_counts_of_sampling_are_those_of_steps_that_may_sample_twice_or_more():
-    assert sampling_metrics(make_spec(1), Rollouts()) == {}
-    names = ["sampling/batches", "sampling/kept_groups", "sampling/filled_groups"]
-    assert [*sampling_metrics(make_spec(2), Rollouts())] == names
-
-
 def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():
     told: list[Any] = []
     sampler = SimpleNamespace(order=lambda prompts, draw: told.append(draw) or range(9))
@@ -162,8 +139,7 @@ def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():
     policy = torch.nn.Linear(1, 1)
     engine = SimpleNamespace(sample=lambda prompts, **_: told.append(policy.bias.item()) or [])
     learner = SimpleNamespace(policy=policy, older=[{"bias": torch.ones(1)}])
-    run: Any = SimpleNamespace(
-        spec=spec, stage=SimpleNamespace(start=4), engine=engine, pass_rates={}, learner=learner, max_tokens=8
-    )
+    own = {"spec": spec, "stage": SimpleNamespace(start=4), "engine": engine, "learner": learner}
+    run: Any = SimpleNamespace(**own, pass_rates={}, max_tokens=8)
     generate(run, [Prompt(str(i), "", "") for i in range(9)], 6, Rollouts(num_batches=3))
     assert told == [PromptDraw(4, 0, 6, 3, 0.25, {}), 1.0] and policy.bias.item() < 1  # (6 - 4) / 8 of the stage

@@ -16,24 +16,15 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_trial
-from cohort.harness.run import loop
+from cohort.harness.run import evaluate, loop
 from cohort.harness.run.build import Run
-from cohort.harness.run.evaluate import (
-    breakdown,
-    completions_file,
-    evaluate_again,
-    evaluate_run,
-    evaluation_metrics,
-    metric_names,
-    pass_at_k,
-    problem_score,
-    sample_metrics,
-)
+from cohort.harness.run.evaluate import evaluate_run, evaluation_metrics, metric_names, pass_at_k, problem_score
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
-from cohort.harness.settings.run import EvaluationSettings, parse_run
+from cohort.harness.settings.run import EvaluationSettings
 from cohort.reports.statistics import wilson_interval
 from cohort.tasks.arithmetic import Arithmetic
+from factories import make_spec
 from fakes import MemoryLog, graded_group, tiny_codec
 
 
@@ -44,7 +35,7 @@ def graded(classes, correct):
 def test_sample_metrics_of_a_known_outcome():
     groups = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0, 0, 0, 1], [False, False, False, True])]
     groups[1] = replace(groups[1], answers=("1", None, "1", "2"), truncated=(False, True, True, True))
-    metrics = sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
+    metrics = evaluate.sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
     assert metrics["accuracy"] == 3 / 8
     assert (metrics["answered"], metrics["truncated"]) == (7 / 8, 3 / 8)
     # pass@2 from 4 samples with c right: 1 - C(4 - c, 2) / 6, so 5/6 for c = 2 and 1/2 for c = 1
@@ -57,19 +48,19 @@ def test_sample_metrics_of_a_known_outcome():
     assert metrics["num_tokens"] == 3
 
 
+def scripted(cls=ScriptedEngine):
+    return cls(cls.Settings(), tiny_model(0), tiny_codec())
+
+
 def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
-    settings = {"evaluation": {"num_prompts": 10, "num_samples": 4}, "sampling": {"max_tokens": 40}}
-    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **settings}, "test")
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    spec = make_spec(evaluation={"num_prompts": 10, "num_samples": 4}, sampling={"max_tokens": 40})
+    engine = scripted()
     gold = {p.id: p.gold for p in spec.task.prompts("validation")}
     # sample 0 is right, the others are wrong: greedy 1, mean 1/4, pass@4 1, majority 0
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
     result = evaluate_run(spec, engine, "validation", step=0, num_shown=14)
-    assert result.metrics["greedy_accuracy"] == 1
-    assert result.metrics["accuracy"] == pytest.approx(0.25)
-    assert result.metrics["pass_at_4"] == 1
-    assert result.metrics["maj_at_4"] == 0
-    assert result.metrics["num_prompts"] == 10
+    wanted = {"greedy_accuracy": 1, "accuracy": 0.25, "pass_at_4": 1, "maj_at_4": 0, "num_prompts": 10}
+    assert {name: result.metrics[name] for name in wanted} == pytest.approx(wanted)
     assert set(result.correct_counts.values()) == {1}
     assert result.families == {}
     first = [prompt.id for prompt in spec.task.prompts("validation")[:10]]
@@ -90,10 +81,9 @@ class NotingEngine(ScriptedEngine):
 
 def test_many_samples_are_drawn_in_calls_with_a_seed_of_their_own(monkeypatch):
     few = {"num_prompts": 2, "num_samples": 130, "temperature": 0.7}
-    settings = {"evaluation": few, "sampling": {"max_tokens": 8, "stop": ["Q:"]}}
-    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": 3, **settings}, "test")
+    spec = make_spec(seed=3, evaluation=few, sampling={"max_tokens": 8, "stop": ["Q:"]})
     sampling, best = (Sampling(temperature=t, max_tokens=8, stop=("Q:",)) for t in (0.7, 0.0))
-    engine = NotingEngine(NotingEngine.Settings(), tiny_model(0), tiny_codec())
+    engine = scripted(NotingEngine)
     for plans, sizes in ((False, [64, 64, 2]), (True, [130])):
         monkeypatch.setattr(NotingEngine, "plans_batches", plans)
         engine.calls.clear()
@@ -113,9 +103,8 @@ class OfFamilies(Arithmetic):
 
 
 def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_completions(tmp_path):
-    settings = {"evaluation": {"num_test_prompts": 10, "num_samples": 1}, "sampling": {"max_tokens": 8}}
-    spec = parse_run({"task": OfFamilies(), "algorithm": "grpo", **settings}, "test")
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    few = {"num_test_prompts": 10, "num_samples": 1}
+    spec, engine = make_spec(task=OfFamilies(), evaluation=few, sampling={"max_tokens": 8}), scripted()
     engine.script = lambda prompt, sample: "#### 1"
     prompts = spec.task.prompts("test")[:10]
     wanted = {prompt.id: prompt.family for prompt in prompts}
@@ -124,21 +113,21 @@ def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_comple
     with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:
         run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path / "run", tiny_codec())
         result = logged_evaluation(run, "test", 3)
-    rows = [json.loads(line) for line in (tmp_path / "run" / completions_file("test", 3)).read_text().splitlines()]
-    assert result.families == evaluate_again(spec.task, rows, "test").families == wanted
+    kept = tmp_path / "run" / evaluate.completions_file("test", 3)
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert result.families == evaluate.evaluate_again(spec.task, rows, "test").families == wanted
     trial = read_trial(tmp_path / "run")
     assert trial is not None and trial.families == wanted and trial.per_problem.keys() == wanted.keys()
 
 
 def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tmp_path, monkeypatch):
     few = {"num_prompts": 2, "num_test_prompts": 2, "num_samples": 2}
-    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "evaluation": few}, "test")
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+    spec, engine = make_spec(evaluation=few), scripted()
     gold = {p.id: p.gold for split in ("validation", "test") for p in spec.task.prompts(split)}  # pyright: ignore
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
     for rank, split, area in ((0, "test", "start"), (0, "validation", ""), (1, "test", "")):
         monkeypatch.setattr(loop, "ranks", SimpleNamespace(**{**vars(ranks), "rank": lambda rank=rank: rank}))
-        log, kept, name = MemoryLog(), tmp_path / completions_file(area or split, 5), area or split
+        log, kept, name = MemoryLog(), tmp_path / evaluate.completions_file(area or split, 5), area or split
         kept.parent.mkdir(exist_ok=True)
         kept.write_text("of an attempt that was killed\n")
         run = Run(spec, engine, Learner(spec, tiny_model(0)), log, tmp_path, tiny_codec())  # pyright: ignore
@@ -146,9 +135,8 @@ def test_an_evaluation_is_logged_by_its_area_and_kept_by_the_first_rank_alone(tm
         assert log.files == ({f"completions/{name}-000005.jsonl": sha256(kept)} if rank == 0 else {})
         assert len(kept.read_text().splitlines()) == (2 if rank == 0 else 1)
         assert run.costs is not None and len(result.drawn) == 4
-        assert log.events == [
-            (5, evaluation_metrics(result, name) | {"flops/evaluation": flops.sampled(run.costs, result.drawn)})
-        ]
+        cost = flops.sampled(run.costs, result.drawn)
+        assert log.events == [(5, evaluation_metrics(result, name) | {"flops/evaluation": cost})]
         assert log.phases == [(split, 0, 2), (split, 2, 2)]
         fractions = dict.fromkeys([prompt.id for prompt in spec.task.prompts("test")[:2]], 0.5)
         assert log.start_fractions | log.fractions == (fractions if split == "test" else {})
@@ -168,14 +156,14 @@ def test_accuracy_is_broken_down_by_the_tags_of_the_problems():
     sampled = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0] * 4, [True] * 4)]
     greedy = [graded([0], [False]), graded([0], [True])]
     scores = [problem_score(*both) for both in zip(sampled, greedy, strict=True)]
-    assert breakdown(prompts, scores) == {
+    assert evaluate.breakdown(prompts, scores) == {
         "kind": {"x": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0}},
         "level": {
             "1": {"accuracy": 0.5, "greedy_accuracy": 0.0, "num_prompts": 1.0},
             "2": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0},
         },
     }
-    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], breakdown(prompts, scores))
+    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], evaluate.breakdown(prompts, scores))
     logged = {"test/accuracy": 0.75, "test/accuracy_kind_x": 1.0}
     assert evaluation_metrics(result, "test") == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}
 

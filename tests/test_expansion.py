@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import cohort.harness.settings.run
 import fake_trials
 import pytest
 import yaml
-from cohort.harness.cli.app import app
+from cohort.harness.settings import run as settings
 from cohort.harness.settings.load import load_study, runs_of, shipped_studies
 from cohort.harness.settings.raw import with_overrides
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
-from typer.testing import CliRunner
+from factories import slow_but
 
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}
 TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 2, "seeds": [7]}
@@ -27,8 +26,6 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "tuned": {"design": "compare", "compare": {"algorithms": ["fake", "grpo"], "tasks": ["fake"]}, "search": TUNING},
     "search": {"design": "search", "search": {"space": {"optimizer.learning_rate": RATE}, "trials": 3}},
 }
-
-
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 def parsed(monkeypatch) -> Counter[str]:
     """How often this process has parsed the settings of each run, apart from its seed."""
     counts: Counter[str] = Counter()
-    parse_run = cohort.harness.settings.run.parse_run
+    parse_run = settings.parse_run
 
     def counted(raw: Mapping[str, Any], where: str) -> Any:
         counts[json.dumps({key: value for key, value in raw.items() if key != "seed"}, sort_keys=True)] += 1
@@ -50,7 +47,7 @@ def parsed(monkeypatch) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
-def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_store, parsed):
+def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_store, parsed, cohort):
     file, runs = tmp_path / "toy.yaml", tmp_path / "runs"
     raw = {"question": "?", "run": fake_trials.run_settings(), "seeds": [0, 1], **DESIGNS[design]}
     file.write_text(yaml.safe_dump(raw))
@@ -60,7 +57,7 @@ def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_stor
         most[process] = max(parsed.values())
         parsed.clear()
 
-    assert CliRunner().invoke(app, ["study", "show", str(file), "--runs", str(runs)]).exit_code == 0
+    assert cohort("study", "show", file, "--runs", runs) == 0
     note("a look at the study")
     runs_of(str(file))
     note("an estimate of its memory")
@@ -75,20 +72,18 @@ def test_each_process_of_a_study_parses_an_arm_once(design, tmp_path, empty_stor
     parsed.clear()
     assert worker_main("toy", runs, execute=fake_trials.EXECUTE) == 0
     note("a worker")
-    status = run_study(
-        load_study(str(file)), runs, workers=1, command="", execute=fake_trials.EXECUTE
-    )  # nothing is left to run, so this process starts no worker
+    # nothing is left to run, so this process starts no worker
+    status = run_study(load_study(str(file)), runs, workers=1, command="", execute=fake_trials.EXECUTE)
     note("the study's own process")
     assert status.finished and status.all_valid
     assert len(most) == 5 and set(most.values()) == {1}, most
 
 
-@pytest.mark.parametrize("name", shipped_studies())
+@pytest.mark.parametrize("name", slow_but(("quickstart", "dapo_parts", "group_size"), shipped_studies()))
 def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name):
     study = load_study(name)
     for arm in study.checked_arms():
         for seed in study.seeds:
-            settings = with_overrides(study.run, {**arm.overrides, "seed": seed})
-            described = cohort.harness.settings.run.parse_run(settings, "here")
+            described = settings.parse_run(with_overrides(study.run, {**arm.overrides, "seed": seed}), "here")
             assert arm.run_spec(seed) == described
             assert arm.run_spec(seed).digest() == described.digest()

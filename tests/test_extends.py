@@ -40,14 +40,9 @@ def test_a_study_that_extends_another_is_the_study_with_all_settings_written_out
     extended, written = (load_study(write(tmp_path, f"{n}.yaml", c)) for n, c in (("own", own), ("whole", whole)))
     assert extended == written and extended.digest() == written.digest()
     assert runs_of(str(tmp_path / "own.yaml")).keys() == {"a", "b"}  # a study, though it has no `run` of its own
-    write(tmp_path, "least.yaml", {"extends": "base.yaml"})
-    assert len(runs_of(str(tmp_path / "least.yaml"))) == 2
-
-
-def test_a_plugin_of_another_name_has_nothing_of_the_one_in_its_place(tmp_path):
-    write(tmp_path, "base.yaml", BASE)
-    file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"task": {"name": "gsm8k"}}})
-    assert load_study(file).run["task"] == {"name": "gsm8k"}
+    assert len(runs_of(write(tmp_path, "least.yaml", {"extends": "base.yaml"}))) == 2
+    file = write(tmp_path, "task.yaml", {"extends": "base.yaml", "run": {"task": {"name": "gsm8k"}}})
+    assert load_study(file).run["task"] == {"name": "gsm8k"}  # with nothing of the plugin in its place
 
 
 def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path, monkeypatch):
@@ -58,18 +53,15 @@ def test_a_shipped_study_is_extended_by_its_name_from_any_folder(tmp_path, monke
     assert found.run == {**shipped.run, "steps": 3}
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"own": {"extends": "nope"}}, "unknown study 'nope'; "),
-        ({"own": {"extends": "nope.yaml"}}, "nope.yaml: no such study file"),
-        ({"own": {"extends": ["a", "b"]}}, r"extends must be one study, a shipped name or a file, got \['a', 'b'\]"),
-        ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}},
-         "own.yaml: extends goes one level, and '.*b.yaml' itself"),
-        ({"own": {"extends": "own.yaml"}}, "extends goes one level"),
-        ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "words"), [
+    ({"own": {"extends": "nope"}}, "unknown study 'nope'; "),
+    ({"own": {"extends": "nope.yaml"}}, "nope.yaml: no such study file"),
+    ({"own": {"extends": ["a", "b"]}}, r"extends must be one study, a shipped name or a file, got \['a', 'b'\]"),
+    ({"own": {"extends": "b.yaml"}, "b": {"extends": "own.yaml"}},
+     "own.yaml: extends goes one level, and '.*b.yaml' itself"),
+    ({"own": {"extends": "own.yaml"}}, "extends goes one level"),
+    ({"own": {"extends": "b.yaml", "qestion": "?"}, "b": BASE}, "unknown key 'qestion'; did you mean 'question'"),
+])  # fmt: skip
 def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path, files, words):
     for name, content in files.items():
         write(tmp_path, f"{name}.yaml", content)
@@ -88,9 +80,8 @@ def test_show_prints_what_a_file_changes(tmp_path, cohort):
 
 
 def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_ones_win(tmp_path):
-    file = write(
-        tmp_path, "a100.yaml", {"dtype": "bfloat16", "optimizer": {"beta2": 0.95}, "evaluation.num_samples": 2}
-    )
+    raw = {"dtype": "bfloat16", "optimizer": {"beta2": 0.95}, "evaluation.num_samples": 2}
+    file = write(tmp_path, "a100.yaml", raw)
     given = ["task=arithmetic", "algorithm=grpo", "dtype=float32", f"@{file}", "optimizer.beta2=0.9"]
     assert parse_overrides(given)["evaluation.num_samples"] == 2
     run = load_run(None, given)

@@ -26,6 +26,7 @@ from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
+from fakes import Killed
 from queues import METRIC, a_queue, completions, executions
 from test_learner import make_batch
 
@@ -51,10 +52,6 @@ def files(folder: Path) -> list[str]:
 WEIGHTS = ["step-00000010/policy/config.json", "step-00000010/policy/model.safetensors"]
 
 
-class Killed(BaseException):
-    """A kill: no handler of the product sees it."""
-
-
 class DiesAtDeletion:
     """Deletes like the system until the n-th time, when its process dies."""
 
@@ -67,7 +64,7 @@ class DiesAtDeletion:
         def delete(*args, **kwargs):
             self.left -= 1
             if self.left < 0:
-                raise Killed
+                raise Killed.Death
             return operation(*args, **kwargs)
 
         return delete
@@ -81,7 +78,7 @@ def test_a_kill_while_checkpoints_are_dropped_is_made_up_for(keep, left, tmp_pat
         folder = checkpoints(tmp_path / str(tried))
         with monkeypatch.context() as patch:
             deaths = DiesAtDeletion(tried, patch)
-            with suppress(Killed):
+            with suppress(Killed.Death):
                 drop_checkpoints(folder.parent, keep)
             survived = deaths.left >= 0
         if keep == "weights":  # at every moment
@@ -157,9 +154,8 @@ def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs
     ({"name": "grpo", "kl_beta": 0.1}, {"kl": {"refresh_reference_every": 1}}),
 ])  # fmt: skip
 def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_path):
-    spec = parse_run(
-        {**RUN, **changes, "algorithm": {**RUN["algorithm"], **algorithm}, "checkpoints": {"every": 100}}, "test"
-    )
+    algorithm = {**RUN["algorithm"], **algorithm}
+    spec = parse_run({**RUN, **changes, "algorithm": algorithm, "checkpoints": {"every": 100}}, "test")
     policy = tiny_model(0).to(getattr(torch, spec.dtype))
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
@@ -176,7 +172,7 @@ def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_pa
     assert 0.97 * weights < found.kept < weights
 
 
-def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):
+def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path, monkeypatch):
     settings = {"every": 5, "finished": "weights"}
     spec = parse_run({**RUN, "steps": 100, "cold_start": {"steps": 4}, "checkpoints": settings}, "test")
     one = estimate_disk(spec, "nothing")
@@ -185,8 +181,7 @@ def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):
     left = [(spec, tmp_path / name) for name in ("a", "b", "c", "d")]
 
     def needed(left, at_once=2):
-        need = check_disk(tmp_path, left, at_once, "nothing")
-        return need["needed"]
+        return check_disk(tmp_path, left, at_once, "nothing")["needed"]
 
     # two run, two have ended and keep their weights, and one cold start serves all
     assert needed(left) == 2 * one.running + 2 * one.kept + one.cold_start
@@ -199,10 +194,7 @@ def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):
     short = parse_run({**spec.model_dump(mode="json"), "steps": 5}, "test")  # one checkpoint is all it ever has
     assert needed([(short, tmp_path / "b")]) == one.checkpoint
     assert needed([]) == 0
-
-
-def test_a_run_of_a_shape_that_nobody_can_count_is_not_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "model_config", lambda name: 1 / 0)
+    monkeypatch.setattr(disk, "model_config", lambda name: 1 / 0)  # a shape that nobody can count is not refused
     assert check_disk(tmp_path, [(parse_run(RUN, "test"), tmp_path / "a")], 1, "weights") is None
 
 
@@ -226,6 +218,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path, mon
     record_property("tried", 3)
 
 
+@pytest.mark.slow
 def test_doctor_states_the_disk_of_each_arm_and_refuses_what_does_not_fit(cohort, monkeypatch):
     arms = ["--run", "quickstart", "--set", "checkpoints.every=1"]
     assert cohort("doctor", *arms) == 0

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -55,26 +56,11 @@ STEPS = {
 }
 
 
-class Modules:
-    """Stands for the counter's view of modules, whose hooks meet no inference mode."""
-
-    parents = ("Global",)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object):
-        pass
-
-
-def addmm_in_place(x, one, other, **_):
-    return 2 * one[0] * one[1] * other[1]
-
-
 def counted(work):
     """The result of some work and its operations as PyTorch counts them, with attention as the products that it is."""
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_in_place})
-    counter.mod_tracker = Modules()  # pyright: ignore
+    in_place = {torch.ops.aten.addmm_: lambda x, one, other, **_: 2 * one[0] * one[1] * other[1]}
+    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    counter.mod_tracker = MagicMock(parents=("Global",))  # whose hooks would meet no inference mode
     with sdpa_kernel(SDPBackend.MATH), counter:
         result = work()
     return result, counter.get_total_flops()
@@ -84,8 +70,11 @@ def a_spec(**changes) -> RunSpec:
     return make_spec(**{"rollouts_per_step": 8, "sampling": {"max_tokens": 6}, **changes})
 
 
-def a_step(spec: RunSpec, policy):
-    """(operations by formula, as counted) of sampling, scoring and learning, with completions of full length."""
+@pytest.mark.parametrize("case", slow_but(("reference", "critic", "tokens of high entropy", "grouped queries"), STEPS))
+def test_a_step_takes_the_operations_that_pytorch_counts(case):
+    """Sampling, scoring and learning, with completions of full length."""
+    model, changes = STEPS[case]
+    spec, policy = a_spec(**changes), MODELS[model]().eval()
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
     learner = Learner(spec, policy)
@@ -102,15 +91,9 @@ def a_step(spec: RunSpec, policy):
     batch = learner.algorithm.advantages(batch)
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
-    return learner.operations(costs, rows, rows, []), {"sampling": sampling, "scoring": scoring, "learning": learning}
-
-
-@pytest.mark.parametrize("case", slow_but(("reference", "critic", "tokens of high entropy", "grouped queries"), STEPS))
-def test_a_step_takes_the_operations_that_pytorch_counts(case):
-    model, changes = STEPS[case]
-    formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())
+    expected = {"sampling": sampling, "scoring": scoring, "learning": learning}
     tolerance = {"minibatches": 0.03, "fitted head": 0.01}.get(case, 0.002)  # prompts meet by chance; its regression
-    assert formula == pytest.approx(expected, rel=tolerance)
+    assert learner.operations(costs, rows, rows, []) == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_cold_start_takes_the_operations_that_pytorch_counts():

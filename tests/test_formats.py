@@ -13,26 +13,12 @@ FORMATS = get_args(AnswerFormat)
 TASKS = {name: Arithmetic(answer_format=name) for name in FORMATS}
 
 FLOODS = [
-    "<think>" * 30_000,
-    "<answer>" * 10_000,
-    "</answer>" * 10_000,
-    "<answer>" * 10_000 + "</answer>",
-    "<answer>" + "</answer>" * 10_000,
-    "<answer></answer>" * 6_000,
-    "<answer>\\boxed{" * 6_000 + "}" * 6_000 + "</answer>",
-    "<think>" + "x" * 20_000,
-    "<think>" + "</think" * 20_000,
-    "<" * 10**5,
-    "the answer is " * 8_000,
-    "= " * 50_000,
-    "answer" + " " * 10**5 + "is 5",
-    "$" * 10**5,
-    "$x" * 50_000,
-    "1," * 50_000,
-    "1/" * 50_000,
-    "-" * 10**5,
-]
-
+    "<think>" * 30_000, "<answer>" * 10_000, "</answer>" * 10_000, "<answer>" * 10_000 + "</answer>",
+    "<answer>" + "</answer>" * 10_000, "<answer></answer>" * 6_000,
+    "<answer>\\boxed{" * 6_000 + "}" * 6_000 + "</answer>", "<think>" + "x" * 20_000,
+    "<think>" + "</think" * 20_000, "<" * 10**5, "the answer is " * 8_000, "= " * 50_000,
+    "answer" + " " * 10**5 + "is 5", "$" * 10**5, "$x" * 50_000, "1," * 50_000, "1/" * 50_000, "-" * 10**5,
+]  # fmt: skip
 
 TAGS = [
     ("<think>a</think><answer>1</answer>", 1.0),
@@ -65,68 +51,59 @@ def stated(completion: str, answer_format: AnswerFormat) -> list[str]:
     return list(_answers.stated(completion, answer_format))
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer_format", "texts"),
-    [
-        (r"<answer>1</answer> \boxed{2} #### 3", "hash", ["3", "2", "1"]),
-        (r"<answer>1</answer> \boxed{2} #### 3", "boxed", ["2", "1", "3"]),
-        (r"<answer>1</answer> \boxed{2} #### 3", "think_answer", ["1", "2", "3"]),
-        ("no marker: 5", "hash", []),
-        (r"\boxed{} #### ", "boxed", []),
-        ("<answer> \n </answer>", "think_answer", []),
-        # The last complete pair counts, whatever is left open or closed around it.
-        ("<answer>1</answer> no: <answer>2</answer>", "think_answer", ["2"]),
-        ("<answer>1</answer> no: <answer>2", "think_answer", ["1"]),
-        ("<answer>1</answer> 2</answer>", "think_answer", ["1"]),
-        ("<answer><answer>1</answer></answer>", "think_answer", ["1"]),
-        ("</answer>1<answer>", "think_answer", []),
-        ("1</answer>", "think_answer", []),
-        ("<Answer>1</Answer>", "think_answer", []),
-        # A box inside the tags is the answer; a marker inside them is no part of it.
-        (r"<answer>It is $\boxed{\frac{1}{2}}$.</answer>", "think_answer", [r"\frac{1}{2}", r"\frac{1}{2}"]),
-        ("<answer>#### 4</answer>", "hash", ["4", "#### 4"]),
-        # The first line with text after the last marker.
-        ("#### 5\n#### 18\nthe end", "hash", ["18"]),
-        ("so it is\n####\n\n 18 \nmore", "hash", ["18"]),
-        ("##### 18", "hash", ["18"]),
-        ("18 ####  \n ", "hash", []),
-    ],
-)
+@pytest.mark.parametrize(("completion", "answer_format", "texts"), [
+    (r"<answer>1</answer> \boxed{2} #### 3", "hash", ["3", "2", "1"]),
+    (r"<answer>1</answer> \boxed{2} #### 3", "boxed", ["2", "1", "3"]),
+    (r"<answer>1</answer> \boxed{2} #### 3", "think_answer", ["1", "2", "3"]),
+    ("no marker: 5", "hash", []),
+    (r"\boxed{} #### ", "boxed", []),
+    ("<answer> \n </answer>", "think_answer", []),
+    # The last complete pair counts, whatever is left open or closed around it.
+    ("<answer>1</answer> no: <answer>2</answer>", "think_answer", ["2"]),
+    ("<answer>1</answer> no: <answer>2", "think_answer", ["1"]),
+    ("<answer>1</answer> 2</answer>", "think_answer", ["1"]),
+    ("<answer><answer>1</answer></answer>", "think_answer", ["1"]),
+    ("</answer>1<answer>", "think_answer", []),
+    ("1</answer>", "think_answer", []),
+    ("<Answer>1</Answer>", "think_answer", []),
+    # A box inside the tags is the answer; a marker inside them is no part of it.
+    (r"<answer>It is $\boxed{\frac{1}{2}}$.</answer>", "think_answer", [r"\frac{1}{2}", r"\frac{1}{2}"]),
+    ("<answer>#### 4</answer>", "hash", ["4", "#### 4"]),
+    # The first line with text after the last marker.
+    ("#### 5\n#### 18\nthe end", "hash", ["18"]),
+    ("so it is\n####\n\n 18 \nmore", "hash", ["18"]),
+    ("##### 18", "hash", ["18"]),
+    ("18 ####  \n ", "hash", []),
+])  # fmt: skip
 def test_the_configured_marker_comes_first_and_then_the_others(completion, answer_format, texts):
     assert stated(completion, answer_format) == texts
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "separator", "completion"),
-    [
-        ("hash", "\n", "1+1=2\n#### 2"),
-        ("boxed", "\n", "1+1=2\n\\boxed{2}"),
-        ("think_answer", "\n", "<think>\n1+1=2\n</think>\n<answer>2</answer>"),
-        ("hash", "", "1+1=2#### 2"),
-        ("boxed", "", r"1+1=2\boxed{2}"),
-        ("think_answer", "", "<think>1+1=2</think><answer>2</answer>"),
-    ],
-)
+@pytest.mark.parametrize(("answer_format", "separator", "completion"), [
+    ("hash", "\n", "1+1=2\n#### 2"),
+    ("boxed", "\n", "1+1=2\n\\boxed{2}"),
+    ("think_answer", "\n", "<think>\n1+1=2\n</think>\n<answer>2</answer>"),
+    ("hash", "", "1+1=2#### 2"),
+    ("boxed", "", r"1+1=2\boxed{2}"),
+    ("think_answer", "", "<think>1+1=2</think><answer>2</answer>"),
+])  # fmt: skip
 def test_what_is_written_is_read_back_and_scores_one(answer_format, separator, completion):
     assert _answers.write(answer_format, "1+1=2", "2", separator=separator) == completion
     assert stated(completion, answer_format) == ["2"]
     assert TASKS[answer_format].format_score(completion) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "completion", "score"),
-    [
-        *((("think_answer", *row)) for row in TAGS),
-        ("hash", "so #### 4", 1.0),
-        ("hash", "so #### \n", 0.0),
-        ("hash", r"\boxed{4}", 0.0),
-        ("hash", "4", 0.0),
-        ("boxed", r"so \boxed{4}.", 1.0),
-        ("boxed", r"\boxed{}", 0.0),
-        ("boxed", r"\boxed{4", 0.0),
-        ("boxed", "#### 4", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("answer_format", "completion", "score"), [
+    *((("think_answer", *row)) for row in TAGS),
+    ("hash", "so #### 4", 1.0),
+    ("hash", "so #### \n", 0.0),
+    ("hash", r"\boxed{4}", 0.0),
+    ("hash", "4", 0.0),
+    ("boxed", r"so \boxed{4}.", 1.0),
+    ("boxed", r"\boxed{}", 0.0),
+    ("boxed", r"\boxed{4", 0.0),
+    ("boxed", "#### 4", 0.0),
+])  # fmt: skip
 def test_a_marker_scores_one_with_something_at_it_and_tags_half_for_a_pair(answer_format, completion, score):
     assert TASKS[answer_format].format_score(completion) == score
 

@@ -40,25 +40,22 @@ OFF = {"mismatch_kl": None, "stuck_groups": None, "weights_changed": None, "answ
 WORST = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0, "train/answered": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps", "end", "words"),
-    [
-        ({}, [STUCK, STUCK, {}, STUCK, STUCK], None, ""),  # a gate counts steps in a row only
-        ({}, [STUCK, {}, STUCK, STUCK, STUCK, STUCK], 5,
-         "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5): all completions"),
-        ({}, [{"train/stuck_groups": 0.98}] * 9, None, ""),  # the bound itself is allowed
-        ({}, [{"mismatch/kl": 0.1}], None, ""),
-        ({}, [{}, {"mismatch/kl": 0.35}], 2, "mismatch/kl was above 0.1 for a step (0.35 at step 2)"),
-        ({}, [{"mismatch/kl": float("nan")}], 1, "mismatch/kl was above"),
-        ({}, [{}, FEW_ANSWERS, {"train/answered": 0.2}, FEW_ANSWERS, FEW_ANSWERS], None, ""),
-        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "train/answered was below 0.2 for 3 steps in a row (0.19 at step 4)"),
-        ({}, [{}, *3 * [FEW_ANSWERS]], 4, "(0.8 did at the start) (gates.answered)"),
-        ({}, [{"train/answered": 0.0}] * 9, None, ""),  # it never answered, so there is no collapse
-        ({}, [SAME, SAME, MOVED, SAME, SAME], None, ""),
-        ({}, [SAME, {}, SAME, {}, SAME], 5, "policy/weights_changed"),  # without a gradient a step says nothing
-        (OFF, [{}, *9 * [WORST]], None, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "steps", "end", "words"), [
+    ({}, [STUCK, STUCK, {}, STUCK, STUCK], None, ""),  # a gate counts steps in a row only
+    ({}, [STUCK, {}, STUCK, STUCK, STUCK, STUCK], 5,
+     "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5): all completions"),
+    ({}, [{"train/stuck_groups": 0.98}] * 9, None, ""),  # the bound itself is allowed
+    ({}, [{"mismatch/kl": 0.1}], None, ""),
+    ({}, [{}, {"mismatch/kl": 0.35}], 2, "mismatch/kl was above 0.1 for a step (0.35 at step 2)"),
+    ({}, [{"mismatch/kl": float("nan")}], 1, "mismatch/kl was above"),
+    ({}, [{}, FEW_ANSWERS, {"train/answered": 0.2}, FEW_ANSWERS, FEW_ANSWERS], None, ""),
+    ({}, [{}, *3 * [FEW_ANSWERS]], 4, "train/answered was below 0.2 for 3 steps in a row (0.19 at step 4)"),
+    ({}, [{}, *3 * [FEW_ANSWERS]], 4, "(0.8 did at the start) (gates.answered)"),
+    ({}, [{"train/answered": 0.0}] * 9, None, ""),  # it never answered, so there is no collapse
+    ({}, [SAME, SAME, MOVED, SAME, SAME], None, ""),
+    ({}, [SAME, {}, SAME, {}, SAME], 5, "policy/weights_changed"),  # without a gradient a step says nothing
+    (OFF, [{}, *9 * [WORST]], None, ""),
+])  # fmt: skip
 def test_a_gate_ends_a_run_at_a_step_with_a_reason(settings, steps, end, words, monkeypatch):
     for name in ("stuck_groups", "answered", "weights_changed"):
         monkeypatch.setitem(STEPS, name, 3)
@@ -91,7 +88,7 @@ def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_
     assert shares(GateState(), [[0.0, 0]], [[0.2, -0.2]]) == (0.0, 0.0)  # PPO's advantages come from its critic
 
 
-def test_the_share_of_changed_weights_is_counted():
+def test_the_share_of_changed_weights_is_counted_and_weights_of_every_column_of_a_large_matrix():
     model = torch.nn.Linear(10, 8)  # 80 weights and 8 biases
     before = weight_sample(model)
     with torch.no_grad():
@@ -103,47 +100,35 @@ def test_the_share_of_changed_weights_is_counted():
     assert weights_metric(model, before, gradient_norm=1e-9, rate=1e-4) == {}
     model.weight.requires_grad_(False)
     assert [len(part) for part in weight_sample(model)] == [8]  # frozen weights are not expected to change
-
-
-def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
     model = torch.nn.Linear(64, 4096, bias=False)
     (sample,) = weight_sample(model)  # every 65th of 262144: one column further each time
     assert len(sample) == 4033
     before = [sample]
     with torch.no_grad():
         model.weight[:, 3] += 1.0
-    assert weights_metric(model, before, gradient_norm=1.0, rate=1.0)["policy/weights_changed"] == pytest.approx(
-        1 / 64, rel=0.02
-    )
+    found = weights_metric(model, before, gradient_norm=1.0, rate=1.0)
+    assert found["policy/weights_changed"] == pytest.approx(1 / 64, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("seen", "limit", "words"),
-    [
-        ((0.0, 0.42, 0.04, 0.1), 64, ["96% mark no answer (42% are right if the last number counts)"]),
-        ((0.0, 0.0, 0.1, 0.9), 64, ["90% are cut", "sampling.max_tokens=128", "90% mark no answer"]),
-        ((0.2, 0.2, 0.9, 0.6), None, ["60% are cut", "twice the sampling.max_tokens"]),
-        ((0.0, 0.0, 1.0, 0.0), 64, ["all are wrong: take easier"]),
-        ((1.0, 1.0, 1.0, 0.0), 64, ["all are right: take harder"]),
-        ((0.4, 0.4, 0.8, 0.2), 64, []),
-    ],
-)
+@pytest.mark.parametrize(("seen", "limit", "words"), [
+    ((0.0, 0.42, 0.04, 0.1), 64, ["96% mark no answer (42% are right if the last number counts)"]),
+    ((0.0, 0.0, 0.1, 0.9), 64, ["90% are cut", "sampling.max_tokens=128", "90% mark no answer"]),
+    ((0.2, 0.2, 0.9, 0.6), None, ["60% are cut", "twice the sampling.max_tokens"]),
+    ((0.0, 0.0, 1.0, 0.0), 64, ["all are wrong: take easier"]),
+    ((1.0, 1.0, 1.0, 0.0), 64, ["all are right: take harder"]),
+    ((0.4, 0.4, 0.8, 0.2), 64, []),
+])  # fmt: skip
 def test_a_weak_first_look_names_its_causes_and_their_settings(seen, limit, words):
     causes = first_look(dict(zip(("accuracy", "lenient_accuracy", "answered", "truncated"), seen, strict=True)), limit)
     assert len(causes) <= 2 and bool(causes) == bool(words) and [w for w in words if w not in str(causes)] == []
 
 
-@pytest.mark.parametrize(
-    ("gates", "changes", "state", "warns"),
-    [
-        ({}, {"steps": 2}, "invalid", True),
-        ({"stuck_groups": None}, {}, "complete", True),
-        ({}, {"algorithm": {"name": "grpo", "group_size": 4}, "control": "random"}, "complete", False),
-    ],
-)
-def test_a_short_run_without_a_signal_warns_at_its_first_step_and_is_invalid(
-    gates, changes, state, warns, tmp_path, caplog
-):
+@pytest.mark.parametrize(("gates", "changes", "state", "warns"), [
+    ({}, {"steps": 2}, "invalid", True),
+    ({"stuck_groups": None}, {}, "complete", True),
+    ({}, {"algorithm": {"name": "grpo", "group_size": 4}, "control": "random"}, "complete", False),
+])  # fmt: skip
+def test_a_short_run_without_a_signal_warns_at_once_and_is_invalid(gates, changes, state, warns, tmp_path, caplog):
     result = train(make_spec(gates, **{"steps": 1, **changes}), tmp_path, MemoryLog(), cache=tmp_path)
     told = [record.message for record in caplog.records if "no rewards of the first step differ" in record.message]
     assert (result.state, len(told)) == (state, warns) and all("100% mark no answer" in words for words in told)

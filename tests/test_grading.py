@@ -61,23 +61,18 @@ def group(gold: str, *completions: str, prompt_id: str = "p") -> Group:
 LATEX = "so $x = \\frac{1}{2}$ in the end"
 
 
-@pytest.mark.parametrize(
-    ("task", "gold", "completion", "strict", "lenient"),
-    [
-        (Arithmetic(), "39", "26 + 13 = 39", False, True),
-        (Arithmetic(), "39", "It is 39, and not 40.", False, False),  # the last one counts
-        (Arithmetic(), "39", "39 #### 40", False, False),  # a marked answer is the answer
-        (Arithmetic(), "39", "40 #### 39", True, True),
-        (Arithmetic(), "1200", "That makes $1,200.", False, True),
-        (Arithmetic(), "39", "no number", False, False),
-        (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
-        (Math(path="x"), "12", "$x$ is 12", False, True),
-        (Math(path="x"), "x", "12 is $x$", False, True),
-    ],
-)
-def test_a_lenient_reading_takes_the_last_number_or_expression_where_no_answer_is_marked(
-    task, gold, completion, strict, lenient
-):
+@pytest.mark.parametrize(("task", "gold", "completion", "strict", "lenient"), [
+    (Arithmetic(), "39", "26 + 13 = 39", False, True),
+    (Arithmetic(), "39", "It is 39, and not 40.", False, False),  # the last one counts
+    (Arithmetic(), "39", "39 #### 40", False, False),  # a marked answer is the answer
+    (Arithmetic(), "39", "40 #### 39", True, True),
+    (Arithmetic(), "1200", "That makes $1,200.", False, True),
+    (Arithmetic(), "39", "no number", False, False),
+    (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
+    (Math(path="x"), "12", "$x$ is 12", False, True),
+    (Math(path="x"), "x", "12 is $x$", False, True),
+])  # fmt: skip
+def test_a_lenient_reading_takes_the_last_number_or_expression_if_none_marked(task, gold, completion, strict, lenient):
     (graded,) = grade(task, [group(gold, completion)], 8)
     assert (graded.correct, graded.lenient) == ((strict,), (lenient,))
     assert graded.blind().lenient is None
@@ -101,12 +96,6 @@ def test_answers_fall_into_classes_by_the_equality_of_the_task():
     assert graded.correct == (True, False, False, True, True, False)
 
 
-def test_the_rest_of_a_rollout_is_carried_over():
-    (graded,) = grade(FractionTask(), [group("1", "=1", "=111", "")], 8)
-    assert (graded.prompt_id, graded.completions) == ("p", ("=1", "=111", ""))
-    assert (graded.num_tokens, graded.truncated) == ((3, 5, 1), (False, True, False))
-
-
 def test_each_completion_is_read_once_equal_strings_are_never_compared_and_each_class_once_with_gold():
     grade(FractionTask(), [group("1", "=1", "=1", "=1", "=1")], 8)
     assert (read, asked) == (["=1"] * 4, [])
@@ -115,9 +104,11 @@ def test_each_completion_is_read_once_equal_strings_are_never_compared_and_each_
     assert asked == [("3", "2/1"), ("2", "2/1"), ("6/3", "2/1"), ("2/1", "4"), ("3", "4")]
 
 
-def test_groups_without_any_answer_and_empty_groups_are_graded():
-    nothing, empty = grade(FractionTask(), [group("1", "a", "b"), group("1")], 8)
+def test_groups_without_any_answer_and_empty_groups_are_graded_and_the_rest_of_a_rollout_is_carried_over():
+    nothing, empty = grade(FractionTask(), [group("1", "a", "b123"), group("1")], 8)
     assert (nothing.classes, nothing.correct) == ((None, None), (False, False))
+    assert (nothing.prompt_id, nothing.completions) == ("p", ("a", "b123"))
+    assert (nothing.num_tokens, nothing.truncated) == ((2, 5), (False, True))
     assert (empty.answers, empty.classes, empty.correct) == ((), (), ())
     assert asked == []
 
@@ -143,11 +134,10 @@ def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any(
     assert [(row.completion, row.reward) for row in evaluated] == [(text, None) for text in ("=1", "=5555", "=2", "x")]
 
 
-@pytest.mark.parametrize(
-    ("equal", "format_score", "told"),
-    [(True, 0.0, ""), (False, 1.0, ""), (None, 1.0, "got None"), (2, 1.0, "got 2"), (True, 1.01, "got 1.01"),
-     (True, -0.01, "got -0.01"), (True, float("nan"), "got nan")],
-)  # fmt: skip
+@pytest.mark.parametrize(("equal", "format_score", "told"), [
+    (True, 0.0, ""), (False, 1.0, ""), (None, 1.0, "got None"), (2, 1.0, "got 2"), (True, 1.01, "got 1.01"),
+    (True, -0.01, "got -0.01"), (True, float("nan"), "got nan"),
+])  # fmt: skip
 def test_a_grader_that_gives_no_verdict_or_no_share_is_named_with_its_problem(equal, format_score, told):
     class Odd(FractionTask):
         def equivalent(self, answer, other):
@@ -203,32 +193,27 @@ def test_an_answer_that_restates_the_question_is_wrong_and_has_no_class():
 NEXT = "\n\nQuestion: A jar holds 5 pens and 6 more. How many?\nAnswer:\n5+6=11\n#### 11"
 
 
-@pytest.mark.parametrize(
-    ("form", "gold", "completion", "is_right", "runs_on"),
-    [
-        ("hash", "24", f"3*8=24\n#### 24{NEXT}", True, True),
-        ("hash", "11", f"3*8=24\n#### 24{NEXT}", False, True),
-        ("hash", "11", f"I do not know.{NEXT}", False, True),
-        ("hash", "24", f"#### 24{NEXT}".replace("Q", "**Q").replace("\n", "\r\n"), True, True),
-        ("hash", "24", "<think>Hm.\n\nQuestion: is it 24? Yes.</think>\n#### 24", True, False),
-        ("think_answer", "24", f"<think>3*8</think><answer>24</answer>{NEXT}", True, True),
-        ("hash", "58", "So it is 58.\n#### *58*.", True, False),
-        ("hash", "58", "#### `58`,", True, False),
-        ("hash", "58", "#### 2*58*1", False, False),
-        # A thought answers nothing, whatever its marker; only the text after the last one does.
-        ("boxed", "7", r"<think>It is \boxed{7}? Wait, 3+5", False, False),
-        ("hash", "7", "<think>\n#### 7\nWait", False, False),
-        ("think_answer", "7", "<think>First <answer>7</answer>, no: it", False, False),
-        ("boxed", "7", r"<think>\boxed{7}. No.</think> It is **8**.", False, False),
-        ("boxed", "7", r"\boxed{7}. No.</think> It is **8**.", False, False),
-        ("boxed", "7", r"<think>\boxed{8}. No.</think> It is \boxed{7}.", True, False),
-        ("hash", "7", "It must be 8. No.</think>\n#### 7", True, False),
-        ("boxed", "7", r"<think>3+4</think>\boxed{7} <think>or", False, False),
-    ],
-)
-def test_the_answer_stands_after_the_last_thought_and_before_the_next_question(
-    form, gold, completion, is_right, runs_on
-):
+@pytest.mark.parametrize(("form", "gold", "completion", "is_right", "runs_on"), [
+    ("hash", "24", f"3*8=24\n#### 24{NEXT}", True, True),
+    ("hash", "11", f"3*8=24\n#### 24{NEXT}", False, True),
+    ("hash", "11", f"I do not know.{NEXT}", False, True),
+    ("hash", "24", f"#### 24{NEXT}".replace("Q", "**Q").replace("\n", "\r\n"), True, True),
+    ("hash", "24", "<think>Hm.\n\nQuestion: is it 24? Yes.</think>\n#### 24", True, False),
+    ("think_answer", "24", f"<think>3*8</think><answer>24</answer>{NEXT}", True, True),
+    ("hash", "58", "So it is 58.\n#### *58*.", True, False),
+    ("hash", "58", "#### `58`,", True, False),
+    ("hash", "58", "#### 2*58*1", False, False),
+    # A thought answers nothing, whatever its marker; only the text after the last one does.
+    ("boxed", "7", r"<think>It is \boxed{7}? Wait, 3+5", False, False),
+    ("hash", "7", "<think>\n#### 7\nWait", False, False),
+    ("think_answer", "7", "<think>First <answer>7</answer>, no: it", False, False),
+    ("boxed", "7", r"<think>\boxed{7}. No.</think> It is **8**.", False, False),
+    ("boxed", "7", r"\boxed{7}. No.</think> It is **8**.", False, False),
+    ("boxed", "7", r"<think>\boxed{8}. No.</think> It is \boxed{7}.", True, False),
+    ("hash", "7", "It must be 8. No.</think>\n#### 7", True, False),
+    ("boxed", "7", r"<think>3+4</think>\boxed{7} <think>or", False, False),
+])  # fmt: skip
+def test_the_answer_stands_after_the_last_thought_and_before_a_new_question(form, gold, completion, is_right, runs_on):
     (graded,) = grade(GSM8K(answer_format=form), [group(gold, completion)], 8)
     assert (graded.correct, graded.run_on) == ((is_right,), (runs_on,))
     assert rollout_metrics([graded], [[0.0]])["completion/run_on"] == float(runs_on)
@@ -245,17 +230,14 @@ def test_a_prompt_that_opens_the_thought_itself_is_understood():
     assert as_groups([replace(prompt, text="How many?")], [(1,)], row, codec)[0].prompt.text == "How many?\n<think>"
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "is_right"),
-    [
-        (r"\text{True}", "true", True), ("False", "false", True), (r"\text{True}", "false", False),
-        (r"\text{(A), (C)}", r"\text{A and C}", True), ("1101_2", "1101", True), ("1101_2", "13", False),
-        ("1101", "1101_2", False), ("1,2,\\ldots,n", r"1,2,\dots,n", True), ("1,2,\\ldots,n", "1,2,n", False),
-        (r"9\text{ ft}", "9 in", False),
-        (r"\sqrt{\frac{a}{b}}", r"\frac{\sqrt a}{\sqrt b}", True), (r"\ln(ab)", r"\ln a+\ln b", True),
-        (r"3\text{ hours }20\text{ minutes}", "3 h 20 min", True), (r"\infty", "infinity", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gold", "answer", "is_right"), [
+    (r"\text{True}", "true", True), ("False", "false", True), (r"\text{True}", "false", False),
+    (r"\text{(A), (C)}", r"\text{A and C}", True), ("1101_2", "1101", True), ("1101_2", "13", False),
+    ("1101", "1101_2", False), ("1,2,\\ldots,n", r"1,2,\dots,n", True), ("1,2,\\ldots,n", "1,2,n", False),
+    (r"9\text{ ft}", "9 in", False),
+    (r"\sqrt{\frac{a}{b}}", r"\frac{\sqrt a}{\sqrt b}", True), (r"\ln(ab)", r"\ln a+\ln b", True),
+    (r"3\text{ hours }20\text{ minutes}", "3 h 20 min", True), (r"\infty", "infinity", True),
+])  # fmt: skip
 def test_another_spelling_is_also_an_answer(gold, answer, is_right):
     (graded,) = grade(Math(), [group(gold, rf"\boxed{{{answer}}}")], 8)
     assert graded.correct == (is_right,)
@@ -278,6 +260,10 @@ def test_partial_credit_grades_every_answer_and_a_blind_group_has_none():
     assert graded.correct == (True, True, False, False)
     assert (graded.blind().scores, graded.blind().correct) == (None, None)
     assert grade(FractionTask(), [group("4", *completions)], max_tokens=8)[0].scores is None
+    # paid only where it is asked for
+    assert [Accuracy(partial=own).score(graded) for own in (False, True)] == [[1, 1, 0, 0], [1, 1, 0.5, 0]]
+    with pytest.raises(AssertionError):
+        Accuracy(partial=True).score(graded.blind())
 
 
 def test_metrics_have_the_mean_score_where_there_is_partial_credit():
@@ -290,14 +276,6 @@ def test_metrics_have_the_mean_score_where_there_is_partial_credit():
     assert "score" not in sample_metrics([problem_score(group, group) for group in plain])
     assert "train/score" not in rollout_metrics(plain, [[1.0, 0.0]])
     assert "score" not in metric_names(EvaluationSettings())
-
-
-def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():
-    graded = grade(CreditTask(), [group("4", "=4", "=2", "none")], max_tokens=8)[0]
-    assert Accuracy().score(graded) == [1.0, 0.0, 0.0]
-    assert Accuracy(partial=True).score(graded) == [1.0, 0.5, 0.0]
-    with pytest.raises(AssertionError):
-        Accuracy(partial=True).score(graded.blind())
 
 
 def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_phase_is_timed(tmp_path, monkeypatch):
@@ -353,23 +331,17 @@ class Broken(GRPO):
         return batch.replace(advantages_BT=self.found)
 
 
-@pytest.mark.parametrize(
-    ("found", "got"),
-    [
-        (None, "got none"),
-        (torch.zeros(2), r"got shape \[2\]"),
-        (torch.tensor([[0.0, math.nan], [1.0, 0.0]]), "got numbers that are not finite"),
-    ],
-)
+NOT_FINITE = torch.tensor([[0.0, math.nan], [1.0, 0.0]])
+
+
+@pytest.mark.parametrize(("found", "got"), [
+    (None, "got none"), (torch.zeros(2), r"got shape \[2\]"), (NOT_FINITE, "got numbers that are not finite"),
+])  # fmt: skip
 def test_advantages_of_a_wrong_shape_or_not_finite_are_an_error_that_names_the_class(monkeypatch, found, got):
     monkeypatch.setattr(Broken, "found", found)
-    batch = batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2)
     rule = r"Broken.advantages must fill advantages_BT with finite numbers of shape \[2, 2\], "
     with pytest.raises(ValueError, match=f"{rule}{got}; correct Broken.advantages in .*test_grading.py"):
-        Broken(group_size=2).credited(batch)
-
-
-def test_advantages_of_a_batch_that_is_not_finite_itself_are_the_losss_to_refuse(monkeypatch):
-    batch = batch_of([[1, 1], [1, 1]], [math.nan, 0.0], 2)
-    monkeypatch.setattr(Broken, "found", torch.full((2, 2), math.nan))
-    assert Broken(group_size=2).credited(batch).advantages_BT is Broken.found
+        Broken(group_size=2).credited(batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2))
+    if found is NOT_FINITE:  # where the batch is not finite itself, it is the loss that refuses
+        batch = batch_of([[1, 1], [1, 1]], [math.nan, 0.0], 2)
+        assert Broken(group_size=2).credited(batch).advantages_BT is found

@@ -47,8 +47,8 @@ def test_sixteen_large_powers_are_told_apart_without_algebra(total, counted):
 @pytest.mark.attack("Expressions that read fast and compare slowly")
 def test_an_equation_is_solved_once_and_compared_without_simplification(counted):
     _algebra.hasten()  # what it replaces is put back with the counted functions
-    assert verdicts([f"y={i}x+{i * i}" for i in range(2, 18)]) == {"different"}
-    assert (counted.count("solve"), counted.count("sympy_symbolic_eq")) == (16, 0)
+    assert verdicts([f"y={i}x+{i * i}" for i in range(2, 8)]) == {"different"}
+    assert (counted.count("solve"), counted.count("sympy_symbolic_eq")) == (6, 0)
     assert verdicts(["y=2x+4", "2y-4x-8=0"]) == {"equal"}
 
 
@@ -85,6 +85,7 @@ def test_a_point_tells_expressions_apart_only_if_they_differ():
 @pytest.mark.attack("Expressions that read fast and compare slowly")
 def test_a_text_that_spent_its_processor_time_is_not_tried_again_and_the_other_one_is():
     checker = Checker(cpu_seconds=0.4, wall_seconds=60.0)
+    assert _algebra.num_terms(_algebra._parse(SLOW)) < _algebra.MAX_TERMS
     checker.allow_overruns(2)
     assert [checker.compare(SLOW, other) for other in ("1", "2", "3")] == ["unparsable"] * 3
     assert not checker.is_worked_out(SLOW, "1")
@@ -101,10 +102,6 @@ def test_a_text_that_the_clock_stopped_is_tried_again():
     checker.allow_overruns(9)
     assert [checker.compare(SLOW, other) for other in ("1", "2")] == ["unparsable"] * 2
     assert checker.allow_overruns(None) == 7
-
-
-def test_the_slow_expression_of_the_tests_is_small_by_its_size():
-    assert _algebra.num_terms(_algebra._parse(SLOW)) < _algebra.MAX_TERMS
 
 
 class RationedTask(FractionTask):

@@ -58,11 +58,6 @@ def first_step(folder: Path) -> list[Any]:
     return [e["values"] for e in read_events(folder / "events.jsonl") if e["type"] == "metrics" and e["step"] == 1]
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
 @pytest.mark.timeout(300)
@@ -72,7 +67,7 @@ def test_two_hosts_though_one_is_late_and_then_killed_do_what_one_process_does(t
     port, logs = free_port(), [tmp_path / name for name in ("first.log", "second.log", "third.log")]
     folder = next(iter(study_status("two", runs).trials)).directory
     with host(port, runs, logs[0], 1, **SECRET) as first:
-        until(lambda: listens(port), first)
+        until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, first)
         assert study_status("two", runs).counts() == {"waiting": 1}  # nothing begins without the other
         with host(port, runs, logs[1], **SECRET) as second:
             until(lambda: list(folder.glob("checkpoints/step-*")), first, second)

@@ -136,7 +136,7 @@ def test_a_worker_refuses_a_trial_whose_data_changed_after_the_start(data, runs)
 
 @pytest.mark.slow
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
-def test_a_run_does_not_go_on_from_a_checkpoint_of_other_data(data, tmp_path):
+def test_a_run_neither_goes_on_with_other_data_nor_is_it_shown_as_their_result(data, runs, tmp_path):
     spec, log = a_run(data), MemoryLog()
     assert train(spec, tmp_path / "run", log, cache=tmp_path, should_stop=StopAfter(1)).state == "stopped"
     assert set(log.read) == {f"data {data} (main, train)", f"data {data} (main, test)"}
@@ -145,11 +145,6 @@ def test_a_run_does_not_go_on_from_a_checkpoint_of_other_data(data, tmp_path):
         train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)
     write_rows(data)
     assert train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path).state == "complete"
-
-
-@pytest.mark.slow
-@pytest.mark.attack("Data, model or tokenizer edited after the start")
-def test_a_run_that_has_ended_is_not_shown_as_the_result_of_other_data(data, runs):
     assert train_once(a_run(data, steps=1), runs, "one").state == "complete"
     (run,) = connect(runs).search_runs(["1"])
     assert json.loads(run.data.tags["cohort.inputs"])[f"data {data} (main, test)"] == sha256(data / "test.jsonl")[:16]

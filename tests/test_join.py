@@ -41,18 +41,15 @@ def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_bas
 OTHER_PROBLEMS = with_trials(study("b"), lambda t: {"per_problem": {f"new-{k}": v for k, v in t.per_problem.items()}})
 
 
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ([respecified(study("b"), "task", name="gsm8k")], r"task\.name is arithmetic in 'a', gsm8k in 'b'"),
-        ([respecified(study("b"), "evaluation", num_test_prompts=64)],
-         r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"),
-        ([dataclasses.replace(study("b"), metric="kl/reference")], "'a' has validation/accuracy, 'b' kl/reference"),
-        ([OTHER_PROBLEMS], "'a' has 128, 'b' 128, 0 of them in both"),
-        ([study("a")], "at least two different studies, got a, a"),
-        ([], "got a"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("others", "message"), [
+    ([respecified(study("b"), "task", name="gsm8k")], r"task\.name is arithmetic in 'a', gsm8k in 'b'"),
+    ([respecified(study("b"), "evaluation", num_test_prompts=64)],
+     r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"),
+    ([dataclasses.replace(study("b"), metric="kl/reference")], "'a' has validation/accuracy, 'b' kl/reference"),
+    ([OTHER_PROBLEMS], "'a' has 128, 'b' 128, 0 of them in both"),
+    ([study("a")], "at least two different studies, got a, a"),
+    ([], "got a"),
+])  # fmt: skip
 def test_studies_that_measure_something_else_are_refused_with_the_difference(others, message):
     with pytest.raises(ValueError, match=message):
         join([study("a"), *others])

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import factories
 import pytest
 import torch
 from cohort.harness import plugins
@@ -15,7 +16,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import evaluate
 from cohort.harness.run.evaluate import EndedRows, evaluate_run, kept_problems
 from cohort.harness.run.standalone import evaluate_once
-from cohort.harness.settings.run import RunSpec, parse_run
+from cohort.harness.settings.run import RunSpec
 from fakes import tiny_codec
 
 
@@ -38,8 +39,7 @@ class CountingEngine(ScriptedEngine):
 
 def make_spec(num_prompts: int = 6, **evaluation) -> RunSpec:
     few = {"num_prompts": num_prompts, "num_test_prompts": num_prompts, **evaluation}
-    raw = {"task": "arithmetic", "algorithm": "grpo", "engine": "scripted", "device": "cpu", "evaluation": few}
-    return parse_run({**raw, "sampling": {"max_tokens": 8}}, "test")
+    return factories.make_spec(engine="scripted", device="cpu", evaluation=few, sampling={"max_tokens": 8})
 
 
 @pytest.mark.slow

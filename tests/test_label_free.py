@@ -1,30 +1,28 @@
 """Rewards without gold: their numbers by hand, what the policy's distributions are, that gold cannot leak, collapse."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from cohort.harness import plugins
+from cohort.harness.data import Group, Prompt, Rollout
+from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote, winners
 from cohort.harness.run.build import prepare
+from cohort.harness.run.grading import grade, reward_metrics, score
 from cohort.harness.run.rollout import Rollouts, earned, generate
 from cohort.harness.run.step import train_step
 from cohort.reports.analysis import analysed
 from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
+from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fake_study import fake_study
 from fakes import MemoryLog, graded_group
-from taint import assert_never_sees_gold
 from test_plugins import install
-
-
-def test_a_soft_vote_pays_each_answer_by_its_share_of_the_group():
-    group = graded_group([0, 0, 1, None])
-    # from -0.1 to 1: -0.1 + 1.1 * share
-    assert MajorityVote(soft=True).score(group) == pytest.approx([0.45, 0.45, 0.175, -0.1])
 
 
 def test_a_vote_below_the_least_share_rewards_nobody_and_gives_no_label():
@@ -41,13 +39,14 @@ def test_a_vote_below_the_least_share_rewards_nobody_and_gives_no_label():
     assert reward.metrics(graded_group([0, 0], [True, True]), [])["vote/accepted"] == 1.0
 
 
-def test_in_a_held_out_vote_each_half_is_judged_by_the_other():
+def test_in_a_held_out_vote_each_half_is_judged_by_the_other_and_a_soft_one_pays_shares():
     # halves 0 0 1 and 1 1 0: the second votes for 1, the first for 0
     group = graded_group([0, 0, 1, 1, 1, 0], [True, True, False, False, False, True])
     reward = MajorityVote(held_out=True)
     assert reward.score(group) == [-0.1, -0.1, 1.0, -0.1, -0.1, 1.0]
     assert MajorityVote().score(group) == [1.0] * 6  # a tie of 3 and 3
-    # the shares of the other half: 1/3 for 0 and 2/3 for 1, then 2/3 for 0 and 1/3 for 1
+    assert MajorityVote(soft=True).score(graded_group([0, 0, 1, None])) == pytest.approx([0.45, 0.45, 0.175, -0.1])
+    # from -0.1 to 1: -0.1 + 1.1 * share; shares of the other half: 1/3 for 0, 2/3 for 1, then 2/3 for 0, 1/3 for 1
     soft = MajorityVote(held_out=True, soft=True).score(group)
     assert soft == pytest.approx([-0.1 + 1.1 * share / 3 for share in (1, 1, 2, 1, 1, 2)])
     metrics = reward.metrics(group, [])
@@ -67,14 +66,11 @@ def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_ent
     assert AnswerEntropy(max_entropy=1.0).score(group) == [0.0] * 4
     assert AnswerEntropy(min_entropy=1.0, max_entropy=1.1).score(group) == scores
     assert AnswerEntropy().score(graded_group([0, 0])) == [0.0, 0.0]
-    # the bounds themselves are within: two answers have an entropy of ln 2
-    for bounds in ({"min_entropy": math.log(2)}, {"max_entropy": math.log(2)}):
-        assert AnswerEntropy(**bounds).score(graded_group([0, 1])) == [-math.log(2)] * 2
     unpaid = AnswerEntropy(min_entropy=1.1)  # whose metric is still the entropy
     assert unpaid.metrics(group, unpaid.score(group)) == {"vote/entropy": pytest.approx(1.5 * math.log(2))}
 
 
-@pytest.mark.parametrize("size", [6, 7, 11])
+@pytest.mark.parametrize("size", [2, 6, 7, 11])
 def test_a_bound_of_the_entropy_includes_groups_that_reach_it_exactly(size):
     # all answers differ, H = ln G: rounding puts it below ln 6, above ln 7 and ln 11
     group, paid = graded_group(list(range(size))), [-math.log(size)] * size
@@ -104,8 +100,8 @@ def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_
     run, prompts = confident_run(tmp_path, {"self_certainty": 1, "token_entropy": 1, "majority_vote": 0}, **changes)
     drawn = earned(run, prompts, generate(run, prompts, 0, Rollouts()), 0)
     temperature = run.spec.sampling.temperature
-    for group, graded, score in zip(drawn.groups, drawn.graded, drawn.scores, strict=True):
-        rows = [score.parts[name] for name in ("self_certainty", "token_entropy")]
+    for group, graded, paid in zip(drawn.groups, drawn.graded, drawn.scores, strict=True):
+        rows = [paid.parts[name] for name in ("self_certainty", "token_entropy")]
         for i, rollout in enumerate(group.rollouts):
             tokens = torch.tensor([*group.prompt_token_ids, *rollout.token_ids])
             with torch.no_grad():
@@ -123,6 +119,44 @@ def test_a_run_whose_rewards_ask_for_no_distribution_pays_for_none(tmp_path):
     run.learner.token_means = None  # pyright: ignore
     _, drawn = train_step(run, prompts, 0)
     assert all(group.token_means == {} for group in drawn.graded)
+
+
+TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")
+
+
+def graded_with(gold, problem):
+    """The same four completions of a problem, graded by this gold answer."""
+    rollouts = tuple(Rollout(text, (7, 8), (-0.5, -0.5), "stop") for text in TEXTS)
+    graded = grade(Arithmetic(), [Group(replace(problem, gold=gold), (5,), rollouts)], max_tokens=8)[0]
+    means = {"entropy": (0.1, 0.2, 0.3, 0.4), "uniform_kl": (3.0, 2.0, 1.0, 0.5), "collision": (0.9,) * 4}
+    return replace(graded, token_means=means, scores=tuple(0.5 + c / 2 for c in graded.correct))
+
+
+def assert_never_sees_gold(reward):
+    """Its scores are equal whatever gold is, also after its metrics, which are for the reader, have seen gold; and it
+    reads the gold of no problem."""
+    assert not reward.sees_gold
+    problem = Arithmetic().prompts("train")[0]
+    worlds = [graded_with(gold, problem) for gold in (problem.gold, "4", "5", "12", "-1")]
+    assert all(group.blind() == worlds[0].blind() for group in worlds)
+    assert len({tuple(Accuracy().score(group)) for group in worlds}) == 4  # so that there is something to see
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prompt, "gold", property(lambda _: pytest.fail("it reads the gold answer of a problem")))
+        scored = [reward.score(seen) for group in worlds for seen in (group.blind(), group)]
+        for group in (world for world in worlds for _ in range(2)):
+            found = score({"it": reward}, [group])
+            scored.append(found[0].parts["it"])
+            reward_metrics({"it": reward}, [group], found)
+    assert all(values == scored[0] for values in scored), "its scores move with gold"
+
+
+@pytest.mark.parametrize("name", [name for name in plugins.names("reward") if name != "reward_model"])  # of an extra
+def test_a_reward_never_sees_gold_or_says_that_it_does_and_fails_loudly_without_it(name):
+    reward = plugins.load("reward", name)()
+    if not reward.sees_gold:
+        return assert_never_sees_gold(reward)
+    with pytest.raises(AssertionError):
+        reward.score(graded_group([0, 1, None, 0]))
 
 
 LEAKS = {
@@ -156,16 +190,11 @@ def test_the_contract_of_rewards_finds_those_of_a_package_and_fails_the_ones_tha
 ):
     for name, body in LEAKS.items():
         install(tmp_path, monkeypatch, name, PACKAGE.format(body=body.strip()), "Planted", kind="reward")
-    outcomes = {}
     for name in LEAKS:
         assert name in plugins.names("reward")  # over which the contract tests are parametrised
-        try:
+        with nullcontext() if name == "honest" else pytest.raises((AssertionError, pytest.fail.Exception)):
             assert_never_sees_gold(plugins.load("reward", name)())
-            outcomes[name] = "passed"
-        except AssertionError:
-            outcomes[name] = "failed"
     record_property("tried", len(LEAKS) - 1)
-    assert outcomes == {"honest": "passed", "peeks": "failed", "remembers": "failed", "looks_up": "failed"}
 
 
 def series(*values):

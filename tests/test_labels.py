@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cohort.harness.base.words import in_markdown, quoted
@@ -15,13 +14,13 @@ from cohort.harness.console.progress import Page
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.record.study import StudyRecord, study_document
 from cohort.harness.settings.errors import SpecError
-from cohort.harness.settings.study import StudySpec, arm_label, parse_study
+from cohort.harness.settings.study import arm_label
 from cohort.harness.study.plan import Plan
 from cohort.reports.figures import curves, outcome
 from cohort.reports.figures.style import Drawing, drawn, wrapped
 from cohort.reports.prose.answer import answer
 from cohort.reports.render import analysed, write_report
-from factories import slow_but
+from factories import make_study, slow_but
 from fake_study import HOSTILE_ARM, factor_grid, fake_study, three_algorithms
 from matplotlib.text import Text
 from rich.console import Console
@@ -93,9 +92,8 @@ def test_a_long_title_has_lines_that_fit_and_lines_of_a_label_hold_all_of_it():
     (title,) = (text for text in texts(drawing) if text.get_text())
     assert title.get_window_extent().x1 <= drawing.figure.bbox.width
     assert title.get_text().replace("\n", "") == "W" * 90
-    assert wrapped("a_ b group_size=16, optimizer.learning_rate=1e-05", 14) == [
-        "a_ b", "group_size=16,", "optimizer.", "learning_", "rate=1e-05"
-    ]  # fmt: skip
+    lines = ["a_ b", "group_size=16,", "optimizer.", "learning_", "rate=1e-05"]
+    assert wrapped("a_ b group_size=16, optimizer.learning_rate=1e-05", 14) == lines
 
 
 @pytest.mark.slow
@@ -110,15 +108,21 @@ def test_the_report_names_arms_by_their_labels_and_quotes_them_in_lists(tmp_path
         assert label in page and label in frame and in_markdown(label) in markdown
     assert answer(analysed(record)).startswith(f"Only '{labels[0]}' and '{labels[1]}' end detectably above ")
     assert quoted(["a, b", "c", "d"], most=2) == "'a, b', 'c' and 1 more"
+    assert in_markdown("$x_1$ <b>") == "&#36;x\\_1&#36; &lt;b&gt;"  # no dollar for formulas, no escape MLflow shows
+
+
+@pytest.fixture
+def screen(monkeypatch) -> Console:
+    """A terminal of 80 columns."""
+    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
+    monkeypatch.setattr(terminal, "console", lambda **_: screen)
+    return screen
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
-def test_a_screen_of_80_columns_shows_whole_labels(labels, monkeypatch):
-    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
-    monkeypatch.setattr(terminal, "console", lambda **_: screen)
-    trials = tuple(
-        TrialStatus(arm, 0, "running", None, "train", 120, 400, 0.8125, 100.0, 754.0, Path("/none")) for arm in labels
-    )
+def test_a_screen_of_80_columns_shows_whole_labels(labels, screen):
+    facts = ("running", None, "train", 120, 400, 0.8125, 100.0, 754.0, Path("/none"))
+    trials = tuple(TrialStatus(arm, 0, *facts) for arm in labels)
     rows = [[x.arm, x.seed, x.state, "train", "120/400", "81.2 %", "12 min 34 s", "some reason"] for x in trials]
     terminal.show_table("", ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"], rows)
     screen.print(Page().render(StudyStatus("s", "?", trials)))
@@ -135,14 +139,9 @@ def test_a_screen_of_80_columns_shows_whole_labels(labels, monkeypatch):
             assert short <= {word for line in column for word in line.split()}  # unbroken
 
 
-def a_study(**changes: Any) -> StudySpec:
-    run = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo", "group_size": 4}, "steps": 2}
-    return parse_study({"name": "s", "question": "?", "run": run, **changes}, "s.yaml")
-
-
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
 def test_mlflow_groups_names_and_colours_runs_by_the_same_labels(labels, tmp_path):
-    study = a_study(arms={label: {"steps": 3 + i} for i, label in enumerate(labels)}, seeds=[0])
+    study = make_study(arms={label: {"steps": 3 + i} for i, label in enumerate(labels)}, seeds=[0])
     plan = Plan(study, tmp_path)
     assert study.arm_labels() == labels
     assert [plan.tags(key)["cohort.arm"] for key in plan.keys] == labels
@@ -153,31 +152,22 @@ def test_mlflow_groups_names_and_colours_runs_by_the_same_labels(labels, tmp_pat
 def test_an_unknown_arm_is_answered_with_the_labels_in_quotes():
     factors = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.04]}
     with pytest.raises(SpecError, match=r"arms: 'group_size=2, kl_beta=0', .* and 'group_size=4, kl_beta=0.04'"):
-        a_study(factors=factors, baseline="group_size=8")
+        make_study(factors=factors, baseline="group_size=8")
 
 
-@pytest.mark.parametrize(
-    ("levels", "label"),
-    [
-        ({"arm": "plain", "algorithm.kl_beta": 0.04}, "plain, kl_beta=0.04"),
-        ({"algorithm.name": "ppo", "task.name": "gsm8k", "steps": 3}, "ppo, gsm8k, steps=3"),
-        ({"algorithm.kl_beta": 0.1234567}, "kl_beta=0.1234567"),  # six digits would not tell it from the next
-        ({"algorithm.kl_beta": 0.1234568}, "kl_beta=0.1234568"),
-        ({"prompt.system": "one\ntwo\u202e"}, "prompt.system=one\\ntwo\\u202e"),
-    ],
-)
+@pytest.mark.parametrize(("levels", "label"), [
+    ({"arm": "plain", "algorithm.kl_beta": 0.04}, "plain, kl_beta=0.04"),
+    ({"algorithm.name": "ppo", "task.name": "gsm8k", "steps": 3}, "ppo, gsm8k, steps=3"),
+    ({"algorithm.kl_beta": 0.1234567}, "kl_beta=0.1234567"),  # six digits would not tell it from the next
+    ({"algorithm.kl_beta": 0.1234568}, "kl_beta=0.1234568"),
+    ({"prompt.system": "one\ntwo\u202e"}, "prompt.system=one\\ntwo\\u202e"),
+])  # fmt: skip
 def test_a_label_names_each_level_in_one_line_and_numbers_by_the_digits_that_tell_them_apart(levels, label):
     assert arm_label(levels) == label
     assert arm_label({"optimizer.learning_rate": 0.00012345}, digits=3) == "learning_rate=0.000123"
 
 
-def test_text_in_markdown_has_no_dollar_for_formulas_and_no_escape_that_mlflow_shows():
-    assert in_markdown("$x_1$ <b>") == "&#36;x\\_1&#36; &lt;b&gt;"
-
-
-def test_two_long_columns_share_the_room_of_a_table(monkeypatch):
-    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
-    monkeypatch.setattr(terminal, "console", lambda **_: screen)
+def test_two_long_columns_share_the_room_of_a_table(screen):
     table = terminal.table_of(["prompt", "completion", "gold"], [["a few words " * 20, "some more words " * 20, "12"]])
     widths = [column.width for column in table.columns]
     assert sum(widths) == 80 - 4 and abs(widths[0] - widths[1]) <= 5 and widths[2] == len("gold")

@@ -20,7 +20,6 @@ from queues import gone
 
 LOOK = 5.0  # seconds between two looks of a watcher
 
-
 pytestmark = pytest.mark.usefixtures("plugins")
 
 

@@ -66,9 +66,8 @@ def test_a_damaged_store_is_said_to_be_and_left_alone_and_so_are_the_records_bes
 
 def test_the_schema_of_the_installed_mlflow_is_the_one_that_it_gives_a_new_store(store):
     with closing(sqlite3.connect(store)) as database:
-        assert database.execute("SELECT version_num FROM alembic_version").fetchall() == [
-            (mlflow_store._schema_version(),)
-        ]
+        (found,) = database.execute("SELECT version_num FROM alembic_version").fetchall()
+    assert found == (mlflow_store._schema_version(),)
 
 
 @pytest.mark.attack("Writer of the MLflow store killed in a transaction")

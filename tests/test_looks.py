@@ -30,6 +30,12 @@ def test_the_shares_of_all_numbers_of_seeds_add_up_to_one():
     shares = [statistics.any_time_share(seeds) for seeds in range(1001)]
     assert shares[:6] == pytest.approx([0, 0, 0, 1 / 3, 1 / 6, 1 / 10])
     assert math.fsum(shares) == pytest.approx(1 - 2 / 1000)
+    variance = statistics.CrossedVariance(1e-4, 0.0, 0.0)  # so more seeds are needed, and three at least
+    fixed, *free = (
+        statistics.seeds_needed(apart, variance, 1, share=of)
+        for apart, of in ((0.02, lambda _: 1.0), (0.02, statistics.any_time_share), (9.0, statistics.any_time_share))
+    )
+    assert fixed is not None and free[0] is not None and free[0] > fixed and free[1] == 3
 
 
 def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share():
@@ -43,31 +49,20 @@ def test_a_statement_with_a_share_has_the_quantile_and_the_p_of_that_share():
     assert statistics.any_time_width(4) == pytest.approx(ratio)
 
 
-def test_seeds_needed_at_any_time_are_more_than_for_a_fixed_number_and_three_at_least():
-    variance = statistics.CrossedVariance(1e-4, 0.0, 0.0)
-    fixed = statistics.seeds_needed(0.02, variance, 1)
-    any_time = statistics.seeds_needed(0.02, variance, 1, share=statistics.any_time_share)
-    assert fixed is not None and any_time is not None and any_time > fixed
-    assert statistics.seeds_needed(9.0, variance, 1, share=statistics.any_time_share) == 3
-
-
 STATES: dict[tuple[str, int], Any] = {("arm 1", 4): None}
 PLANNED = fake_study(arms(0.6, 0.6), range(5), num_steps=10)
 
 
-@pytest.mark.parametrize(
-    ("record", "seeds", "share"),
-    [
-        (PLANNED, range(5), 1.0),
-        (dataclasses.replace(PLANNED, any_time=True), range(5), 1 / 10),
-        (dataclasses.replace(PLANNED, added=[3, 4]), range(5), 1 / 10),
-        (dataclasses.replace(PLANNED, added=[3, 4]), range(3), 1.0),  # over the seeds that were planned
-        (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(4), 1 / 6),
-        (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(5), 1.0),  # of another arm
-        (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "invalid"}, num_steps=10), range(4), 1.0),
-        (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "failed"}, num_steps=10), range(4), 1 / 6),
-    ],
-)
+@pytest.mark.parametrize(("record", "seeds", "share"), [
+    (PLANNED, range(5), 1.0),
+    (dataclasses.replace(PLANNED, any_time=True), range(5), 1 / 10),
+    (dataclasses.replace(PLANNED, added=[3, 4]), range(5), 1 / 10),
+    (dataclasses.replace(PLANNED, added=[3, 4]), range(3), 1.0),  # over the seeds that were planned
+    (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(4), 1 / 6),
+    (fake_study(arms(0.6, 0.6), range(5), states=STATES, num_steps=10), range(5), 1.0),  # of another arm
+    (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "invalid"}, num_steps=10), range(4), 1.0),
+    (fake_study(arms(0.6, 0.6), range(5), states={("arm 1", 4): "failed"}, num_steps=10), range(4), 1 / 6),
+])  # fmt: skip
 def test_all_of_alpha_is_for_planned_seeds_that_have_ended(record, seeds, share):
     assert share_of_alpha(record, seeds) == pytest.approx(share)
 
@@ -81,6 +76,9 @@ def test_every_p_and_interval_of_a_page_pays_for_added_seeds():
         assert other.detectable > one.detectable
     for one, other in zip(plain.arms, wide.arms, strict=True):
         assert one.interval is not None and other.interval is not None and other.interval.low < one.interval.low
+    record = fake_study(factor_grid({"algorithm.group_size": [2, 4, 8]}), range(5), num_steps=10)
+    plain, paid = analysed(record).grid, analysed(dataclasses.replace(record, added=[4])).grid
+    assert [one.p for one in paid.effects] == pytest.approx([min(10 * one.p, 1) for one in plain.effects])
 
 
 def test_nothing_is_tested_before_the_planned_seeds_have_ended_and_no_other_arm_gains_from_that():
@@ -125,12 +123,6 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
     assert (over := statistics.t_interval(wide.values, wide.share)) is not None and over.low < -1
 
 
-def test_an_effect_of_a_grid_pays_for_added_seeds_too():
-    record = fake_study(factor_grid({"algorithm.group_size": [2, 4, 8]}), range(5), num_steps=10)
-    plain, paid = analysed(record).grid, analysed(dataclasses.replace(record, added=[4])).grid
-    assert [one.p for one in paid.effects] == pytest.approx([min(10 * one.p, 1) for one in plain.effects])
-
-
 def note(analysis: Analysis, start: str) -> str:
     return next(text for topic, text in notes(analysis) if topic.startswith(start))
 
@@ -142,9 +134,8 @@ def test_the_page_says_why_and_what_it_costs():
     # t of 4 degrees of freedom: 5.597568 at 0.25 %, 2.776445 at 2.5 %; the ratio is 2.016
     assert "With 5 seeds an interval is 2.0 times as wide" in added and "up to 10 % of studies" in added
     assert "at any time" in note(analysed(dataclasses.replace(record, any_time=True)), "Read at any time")
-    assert "planned" in note(
-        analysed(fake_study(arms(0.5, 0.6), range(5), states=STATES, num_steps=10)), "Seeds are still"
-    )
+    waiting = fake_study(arms(0.5, 0.6), range(5), states=STATES, num_steps=10)
+    assert "planned" in note(analysed(waiting), "Seeds are still")
     assert not any("eeds" in topic or "Read" in topic for topic, _ in notes(analysed(record)))
 
 
@@ -154,7 +145,8 @@ def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path):
         keep_document(tmp_path, study_document(a_study(seeds=list(seeds)), "", known=None))
         return dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=seeds, num_steps=10).trials)
 
-    first = started(0, 1, 2)
+    keep_look(tmp_path, dataclasses.replace(started(0), trials=fake_study(seeds=[0], num_steps=10).trials))
+    first = started(0, 1, 2)  # a report without two complete seeds was no look
     assert (list(first.added), list(first.looks)) == ([], [])
     keep_look(tmp_path, first)
     kept = (tmp_path / LOOKS).read_bytes()
@@ -168,6 +160,8 @@ def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path):
     assert (list(most.added), list(most.looks)) == ([3, 4, 5], [3, 5])
     fewer = started(0, 1)  # the two best, perhaps
     assert (sorted(fewer.seeds), list(fewer.added)) == ([0, 1, 2, 3, 4], [3, 4])
+    study = a_study(any_time=True)  # which is decided when a study starts
+    assert study.digest() != a_study().digest() and parse_study(study.model_dump(mode="json"), "test").any_time
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
@@ -180,21 +174,6 @@ def test_a_look_is_kept_before_its_report_is_written(names, tmp_path, plugins):
     with pytest.raises(OSError):
         report(*names, runs=tmp_path)
     assert all((tmp_path / "studies" / name / LOOKS).is_file() for name in names)
-
-
-@pytest.mark.usefixtures("plugins")
-def test_a_report_without_two_complete_seeds_is_no_look(tmp_path):
-    keep_document(tmp_path, study_document(a_study(seeds=[0, 1]), "", known=None))
-    keep_look(tmp_path, dataclasses.replace(read_folder(tmp_path), trials=fake_study(seeds=[0], num_steps=10).trials))
-    keep_document(tmp_path, study_document(a_study(seeds=[0, 1, 2]), "", known=None))
-    assert list(read_folder(tmp_path).added) == []
-
-
-@pytest.mark.usefixtures("plugins")
-def test_any_time_is_decided_when_a_study_starts():
-    study = a_study(any_time=True)
-    assert study.digest() != a_study().digest()
-    assert parse_study(study.model_dump(mode="json"), "test").any_time
 
 
 @pytest.mark.slow

@@ -105,15 +105,12 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_a_source_with_a_test_split_alone_serves_evaluation():
+def test_a_source_with_a_test_split_alone_serves_evaluation_and_levels_filter_every_split():
     answers = task(FIXTURES / "math_answers")
     assert len(answers.prompts("test")) == 3
     for call in (lambda: answers.prompts("train"), lambda: answers.prompts("validation"), answers.demonstrations):
         with pytest.raises(ValueError, match=r"math_answers: there is no train split .*evaluation"):
             call()
-
-
-def test_levels_filter_every_split():
     assert {p.gold for p in task(levels=[1]).prompts("test")} == {"12"}
     assert {p.gold for p in task(levels=[2, 3]).prompts("test")} == {r"\sqrt{5}", "5", "42"}
     with pytest.raises(ValueError, match="the test split has no usable problem among 4 rows; loosen its filters"):
@@ -138,40 +135,11 @@ def test_a_bad_row_names_its_field(row, fields, message):
         Math(**fields).parse_row(row)
 
 
-def test_a_row_of_unknown_level_is_no_bad_row(tmp_path):
+def test_tags_are_level_and_subject_in_both_schemas_and_an_unknown_level_is_no_bad_row(tmp_path):
     row = {"problem": "Why?", "answer": "4", "level": "Level ?"}
     file = write(tmp_path / "test.jsonl", row, {**row, "problem": "How?", "level": "Level 3"})
     assert len(task(file).prompts("test")) == 2
     assert len(task(file, levels=[3]).prompts("test")) == 1
-
-
-def test_train_comes_from_the_training_path_without_the_questions_of_the_test():
-    assert {p.gold for p in task500().prompts("test")} == {"0.75", "101_4", r"\sqrt{11}", "(x-5)(x+4)"}
-    train = [*task500().prompts("train"), *task500().prompts("validation")]
-    # 12 training rows, and one of them is a test question.
-    assert len(train) == 11
-    assert not any("Factor $x^2-x-20$" in p.text for p in train)
-
-
-def test_an_evaluation_never_touches_the_training_path(tmp_path):
-    alone = task500(train_path=str(tmp_path / "nowhere"))
-    assert len(alone.prompts("test")) == 4
-    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
-        alone.prompts("train")
-    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
-        task500(train_path=str(tmp_path / "nowhere"), shots=2).prompts("test")
-
-
-def test_a_train_split_beside_the_test_is_left_alone(tmp_path):
-    row = {"problem": "What is $1$?", "answer": "1"}
-    for name in ("train", "test"):
-        write(tmp_path / f"{name}.jsonl", {**row, "problem": f"{name}: what is $1$?"})
-    both = task500(path=str(tmp_path))
-    assert len(both.prompts("test")) == 1
-    assert len(both.prompts("train")) + len(both.prompts("validation")) == 12
-
-
-def test_tags_are_level_and_subject_in_both_schemas():
     assert {p.tags for p in task500().prompts("test")} == {
         (("level", "1"), ("subject", "prealgebra")),
         (("level", "2"), ("subject", "number theory")),
@@ -180,6 +148,25 @@ def test_tags_are_level_and_subject_in_both_schemas():
     row = {"problem": "Why?", "answer": "4"}
     assert Math500().parse_row(row).tags == Math500().parse_row({**row, "level": "Level ?"}).tags == ()
     assert Math500().parse_row({**row, "type": "Algebra"}).tags == (("subject", "algebra"),)
+
+
+def test_train_comes_from_the_training_path_alone_which_an_evaluation_never_touches(tmp_path):
+    assert {p.gold for p in task500().prompts("test")} == {"0.75", "101_4", r"\sqrt{11}", "(x-5)(x+4)"}
+    train = [*task500().prompts("train"), *task500().prompts("validation")]
+    # 12 training rows, and one of them is a test question.
+    assert len(train) == 11
+    assert not any("Factor $x^2-x-20$" in p.text for p in train)
+    for name in ("train", "test"):  # a train split beside the test is left alone
+        write(tmp_path / f"{name}.jsonl", {"problem": f"{name}: what is $1$?", "answer": "1"})
+    both = task500(path=str(tmp_path))
+    assert len(both.prompts("test")) == 1
+    assert len(both.prompts("train")) + len(both.prompts("validation")) == 12
+    alone = task500(train_path=str(tmp_path / "nowhere"))
+    assert len(alone.prompts("test")) == 4
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        alone.prompts("train")
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        task500(train_path=str(tmp_path / "nowhere"), shots=2).prompts("test")
 
 
 SOLVED = {"problem": "Add $1/2$ and $1/4$.", "solution": r"It is $\boxed{\frac{3}{4}}$."}

@@ -19,7 +19,7 @@ from cohort.harness.mirror.others import _Copy
 from cohort.harness.mirror.studies import forget_study
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.run import RunLog, read_result
-from cohort.harness.settings.run import parse_run
+from factories import make_spec
 from fake_mirrors import kept
 from queues import wait_for
 
@@ -37,8 +37,7 @@ def runs(tmp_path) -> Path:
 
 
 def open_log(runs: Path, seed: int = 0, directory: str = "train/run", **tags: str) -> RunLog:
-    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", "seed": seed}, "test")
-    named = {f"cohort.{key}": value for key, value in tags.items()}
+    spec, named = make_spec(seed=seed), {f"cohort.{key}": value for key, value in tags.items()}
     return RunLog(runs, runs / directory, spec, experiment="train", run_name=f"seed {seed}", tags=named)
 
 
@@ -119,19 +118,21 @@ def test_a_run_that_a_mirror_refuses_costs_no_other_run(runs, monkeypatch, caplo
     assert "1: OSError: no room for seed 1" in caplog.text
 
 
-def test_a_whole_copy_is_not_made_again_and_one_that_was_cut_off_begins_anew(runs):
-    log = open_log(runs)
+def test_a_whole_copy_is_not_made_again_and_one_of_a_rewritten_file_or_that_was_cut_off_begins_anew(runs):
+    log, killed = open_log(runs), a_copy(runs)
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5})
-    a_copy(runs).copy()  # and its process is killed
+    killed.copy()
     first = kept(place_of(runs))
     assert len(first) == 1 + 3
     log.close()
     again = open_log(runs)
     again.resume(0)
+    again.metrics(1, {COLUMN: 0.75})
+    killed.copy()  # before its process is
+    assert kept(place_of(runs))[1:] == read_events(log.directory / EVENTS)
     one = a_copy(runs)
     one.copy()
-    again.metrics(1, {COLUMN: 0.75})
     again.finish("complete", None, {})
     one.copy()
     found = kept(place_of(runs))
@@ -141,19 +142,6 @@ def test_a_whole_copy_is_not_made_again_and_one_that_was_cut_off_begins_anew(run
     written = (place_of(runs) / fake_mirrors.KEPT).stat().st_mtime_ns
     a_copy(runs).copy()
     assert (place_of(runs) / fake_mirrors.KEPT).stat().st_mtime_ns == written
-
-
-def test_an_attempt_that_rewrites_its_file_is_shown_from_the_beginning(runs):
-    one, log = a_copy(runs), open_log(runs)
-    log.metrics(0, {COLUMN: 0.25})
-    log.metrics(1, {COLUMN: 0.5})
-    one.copy()
-    log.close()
-    again = open_log(runs)
-    again.resume(0)
-    again.metrics(1, {COLUMN: 0.5})
-    one.copy()
-    assert kept(place_of(runs))[1:] == read_events(log.directory / EVENTS)
 
 
 def test_one_process_at_a_time_copies_a_record(runs, monkeypatch):
@@ -193,19 +181,21 @@ with mirrored(runs, runs / "train/run"):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("keep", "did you mean 'keeps'"),
-        ("mlflow,", "unknown mirror ''"),
-        ("mlflow,none", "unknown mirror 'none'"),
+        ("keep", "did you mean 'keeps'"), ("mlflow,", "unknown mirror ''"), ("mlflow,none", "unknown mirror 'none'"),
         ("missing", "mirror missing needs no_such_package; pip install"),
     ],
-)
+)  # fmt: skip
 def test_a_mirror_that_cannot_be_used_is_refused(given, words, monkeypatch):
     monkeypatch.setenv(MIRROR, given)
     with pytest.raises(ValueError, match=words):
         mirrors()
 
 
-def test_the_option_names_mirrors_and_the_server_of_mlflow():
+def test_the_option_names_mirrors_and_the_server_of_mlflow_which_is_the_default(monkeypatch):
+    assert mirrors() == ["mlflow"]
+    for given, found in (("none", []), ("keeps, mlflow,keeps", ["keeps", "mlflow"])):
+        monkeypatch.setenv(MIRROR, given)
+        assert mirrors() == found
     options._use_mirrors("keeps, mlflow=http://here:5000/")
     assert (mirrors(), remote_uri()) == (["keeps", "mlflow"], "http://here:5000")
     options._use_mirrors("mlflow=http://me:se,cret@here,keeps")
@@ -215,14 +205,6 @@ def test_the_option_names_mirrors_and_the_server_of_mlflow():
     assert "cret" not in str(refused.value)
     with pytest.raises(typer.BadParameter, match=r"only mlflow takes an address \(.*\), got one for 'keeps'"):
         options._use_mirrors("keeps=http://here")
-
-
-def test_mirroring_are_mlflow_by_default_and_may_be_none(monkeypatch):
-    assert mirrors() == ["mlflow"]
-    monkeypatch.setenv(MIRROR, "none")
-    assert mirrors() == []
-    monkeypatch.setenv(MIRROR, "keeps, mlflow,keeps")
-    assert mirrors() == ["keeps", "mlflow"]
 
 
 def test_a_deleted_study_takes_the_files_of_its_mirrors_with_it(runs):

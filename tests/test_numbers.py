@@ -65,38 +65,24 @@ NOT_BARE = [
 # fmt: on
 
 
-@pytest.mark.parametrize("text", PROSE)
-def test_prose_states_the_number(text):
-    assert canonical(text) == PROSE[text]
+@pytest.mark.parametrize(("prose", "text"), [*((True, text) for text in PROSE), *((False, text) for text in BARE)])
+def test_prose_states_the_number_and_a_plain_one_is_read_without(prose, text):
+    assert canonical(text, prose=prose) == (PROSE if prose else BARE)[text]
 
 
-@pytest.mark.parametrize("text", NO_NUMBER)
-def test_no_number_several_or_one_beyond_the_bounds_state_none(text):
-    assert number(text) is None
-
-
-@pytest.mark.parametrize("text", BARE)
-def test_a_plain_number_is_read_without_prose(text):
-    assert canonical(text, prose=False) == BARE[text]
-
-
-@pytest.mark.parametrize("text", NOT_BARE)
-def test_mathematics_and_words_are_no_plain_number(text):
-    assert number(text, prose=False) is None
+@pytest.mark.parametrize(("prose", "text"), [*((True, t) for t in NO_NUMBER), *((False, t) for t in NOT_BARE)])
+def test_no_number_several_or_one_beyond_the_bounds_state_none_nor_mathematics_without_prose(prose, text):
+    assert number(text, prose=prose) is None
 
 
 @pytest.mark.parametrize(
     ("value", "spelling"),
     # 1/8 = 0.125; 10^-12 is the shortest decimal step that is written as one, 10^-13 is a fraction.
     [
-        (Fraction(1, 8), "0.125"),
-        (Fraction(-5, 2), "-2.5"),
-        (Fraction(-1, 3), "-1/3"),
-        (Fraction(1, 10**12), "0.000000000001"),
-        (Fraction(1, 10**13), "1/10000000000000"),
-        (Fraction(-7), "-7"),
+        (Fraction(1, 8), "0.125"), (Fraction(-5, 2), "-2.5"), (Fraction(-1, 3), "-1/3"),
+        (Fraction(1, 10**12), "0.000000000001"), (Fraction(1, 10**13), "1/10000000000000"), (Fraction(-7), "-7"),
     ],
-)
+)  # fmt: skip
 def test_a_value_has_one_spelling_and_it_reads_back(value, spelling):
     assert _numbers.spell(value) == spelling
     assert number(spelling) == value
@@ -105,40 +91,18 @@ def test_a_value_has_one_spelling_and_it_reads_back(value, spelling):
 @pytest.mark.parametrize(
     ("completion", "content"),
     [
-        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{5} and \boxed{6", "5"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{a\\{b}}", r"a\\{b}"),
-        (r"\boxed {7}", "7"),
-        (r"$\boxed 7$ is it", "7"),
-        (r"\fbox{7}", "7"),
-        (r"} { \boxed{7} {", "7"),
-        (r"\boxed{}", ""),
-        (r"\boxed", None),
-        ("no box {7}", None),
-        (r"\boxed{7", None),
-    ],
-)
-def test_the_last_balanced_box_counts(completion, content):
-    assert last_boxed(completion) == content
-
-
-@pytest.mark.parametrize(
-    ("completion", "content"),
-    [
-        (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"),
-        (r"\boxed{5} or \boxed{7}", "5, 7"),
-        (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1, 2, 3"),
-        (r"\[\boxed{x=1}\quad\text{or}\quad\boxed{x=2}\]", "x=1, x=2"),
-        (r"\(\boxed{1}\);\,\(\fbox{2}\)", "1, 2"),
-        ("$\\boxed{5}$\n$\\boxed{7}$", "5, 7"),
-        (r"\boxed 5 or \boxed 7", "5 or, 7"),
-        (r"\boxed{\boxed{5} or \boxed{7}}", "5, 7"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5} and \boxed{6", "5"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{a\\{b}}", r"a\\{b}"),
+        (r"\boxed {7}", "7"), (r"$\boxed 7$ is it", "7"), (r"\fbox{7}", "7"), (r"} { \boxed{7} {", "7"),
+        (r"\boxed{}", ""), (r"\boxed", None), ("no box {7}", None), (r"\boxed{7", None),
+        # Boxes that stand together are one list.
+        (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"), (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1, 2, 3"),
+        (r"\[\boxed{x=1}\quad\text{or}\quad\boxed{x=2}\]", "x=1, x=2"), (r"\(\boxed{1}\);\,\(\fbox{2}\)", "1, 2"),
+        (r"\boxed{5} or \boxed{7}", "5, 7"), ("$\\boxed{5}$\n$\\boxed{7}$", "5, 7"),
+        (r"\boxed 5 or \boxed 7", "5 or, 7"), (r"\boxed{\boxed{5} or \boxed{7}}", "5, 7"),
         (r"\boxed{\boxed{5}} or \boxed{7}", "5, 7"),
         # The same text twice is one answer.
-        (r"\boxed{5}, \boxed{5}", "5"),
-        (r"\boxed{5} \boxed{7} \boxed{5}", "5, 7"),
+        (r"\boxed{5}, \boxed{5}", "5"), (r"\boxed{5} \boxed{7} \boxed{5}", "5, 7"),
         # Another word, an end of a sentence or a blank line ends a statement.
         (r"\boxed{5}. \boxed{7}", "7"),
         ("\\boxed{5}\n\n\\boxed{7}", "7"),
@@ -150,8 +114,8 @@ def test_the_last_balanced_box_counts(completion, content):
         (r"\boxed{} and \boxed{5}", "5"),
         (r"\boxed{5} and \boxed{}", ""),
     ],
-)
-def test_boxes_that_stand_together_are_one_list(completion, content):
+)  # fmt: skip
+def test_the_last_balanced_box_counts_and_boxes_that_stand_together_are_one_list(completion, content):
     assert last_boxed(completion) == content
 
 
@@ -165,15 +129,12 @@ def test_boxes_that_stand_together_are_one_list(completion, content):
         ("-0.0833333333333333", Fraction(-1, 12)),
         ("0.00100100100100100100", Fraction(1, 999)),
         # One wrong digit, 14 digits, 11 places, or the digits of no small fraction: as written.
-        ("0.333333333333334", Fraction(333333333333334, 10**15)),
-        ("0.33333333333333", Fraction(33333333333333, 10**14)),
-        ("33333.33333333333", Fraction(3333333333333333, 10**11)),
-        ("0.123456789012345", Fraction(123456789012345, 10**15)),
-        ("3.14159265358979323846", Fraction(314159265358979323846, 10**20)),
-        ("6.9999999999999999", Fraction(69999999999999999, 10**16)),
-        ("0.1250000000000001", Fraction(1250000000000001, 10**16)),
-        ("0.000999000999000999000999", Fraction(999000999000999000999, 10**24)),  # 1/1001
+        *((text, Fraction(text)) for text in (
+            "0.333333333333334", "0.33333333333333", "33333.33333333333", "0.123456789012345",
+            "3.14159265358979323846", "6.9999999999999999", "0.1250000000000001",
+            "0.000999000999000999000999",  # 1/1001
+        )),
     ],
-)
+)  # fmt: skip
 def test_a_long_decimal_is_the_fraction_whose_digits_it_writes_out(text, value):
     assert number(text) == number(text, prose=False) == value

@@ -123,13 +123,10 @@ def numbers(algorithm, given):
         return tensor[batch.completion_mask_BT].tolist()
 
     found = {
-        "advantages": on_completions(batch.advantages_BT),
-        "policy_loss": [metrics["policy/loss"].item()],
-        "gradient": on_completions(logprobs.grad),
-        "clip_fraction": [metrics["policy/clip_fraction"].item()],
-        "entropy": [metrics["policy/entropy"].item()],
-        "kl_old": [metrics["kl/old"].item()],
-    }
+        "advantages": on_completions(batch.advantages_BT), "policy_loss": [metrics["policy/loss"].item()],
+        "gradient": on_completions(logprobs.grad), "clip_fraction": [metrics["policy/clip_fraction"].item()],
+        "entropy": [metrics["policy/entropy"].item()], "kl_old": [metrics["kl/old"].item()],
+    }  # fmt: skip
     if values is not None:
         found |= {
             "returns": on_completions(batch.returns_BT),

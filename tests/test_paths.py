@@ -32,16 +32,8 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def contents(folder: Path) -> dict[bytes, bytes | None]:
-    """Every file and folder below, with the content of the files."""
     found = sorted(folder.rglob("*"))
     return {os.fsencode(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
-
-
-def fetched(address: str, run_id: str | None, name: str) -> bytes:
-    """An artifact as the MLflow pages show it."""
-    place = f"{address}/get-artifact?run_uuid={run_id}&path={name}"
-    with urllib.request.urlopen(urllib.request.Request(place, headers={"Authorization": "Bearer secret"})) as answer:
-        return answer.read()
 
 
 @pytest.mark.slow
@@ -109,7 +101,9 @@ def test_a_copied_folder_is_read_and_its_pages_show_its_own_files(tmp_path, new_
             (log.directory.relative_to(original), "config.yaml", b"seed: 0\n"),
             (folder.relative_to(original), "report/index.html", b"<p>yes"),
         ):
-            assert content in fetched(address, MirrorState.load(copy / place).run_id, name)
+            asked = f"{address}/get-artifact?run_uuid={MirrorState.load(copy / place).run_id}&path={name}"
+            with urllib.request.urlopen(urllib.request.Request(asked, headers={"Authorization": "Bearer secret"})) as a:
+                assert content in a.read()  # as the MLflow pages show it
     hidden.rename(original / "mlartifacts")
     assert contents(original) == before
 

@@ -10,7 +10,7 @@ import cohort.algorithms
 import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Algorithm, Reward, Task
-from cohort.harness.settings.load import load_run
+from cohort.harness.settings.load import load_run, load_study
 from entry_points import declare
 from queues import python
 
@@ -40,7 +40,6 @@ def install(
 
 
 def printed(page: str, language: str, number: int = 0) -> str:
-    """A block of code of a page."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)[number]
 
 
@@ -98,24 +97,18 @@ def test_the_algorithm_of_the_docs_works_as_printed(tmp_path, monkeypatch):
     assert torch.allclose(advantages[:, 0], torch.tensor([0.70701, -0.35350]), atol=1e-5)
 
 
-def test_the_reward_of_the_docs_works_as_printed(tmp_path, monkeypatch):
+def test_the_reward_of_the_docs_works_as_printed_and_the_study_of_the_tutorial_is_valid(tmp_path, monkeypatch):
     from fakes import graded_group
 
+    file = tmp_path / "my_study.yaml"
+    file.write_text(printed("docs/tutorial.md", "yaml"))
+    assert [arm.label for arm in load_study(str(file)).design_arms()] == ["group_size=4", "group_size=16"]
     source = printed("docs/extending.md", "python", 3)
     install(tmp_path, monkeypatch, "states_once", source, "StatesOnce", kind="reward")
     spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.states_once=0.5"])
     assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "states_once": 0.5}
     group = graded_group([0, 1], completions=("#### 1", "#### 1 #### 2"))
     assert spec.rewards["states_once"].score(group) == [1.0, 0.0]
-
-
-def test_the_study_of_the_tutorial_is_valid(tmp_path):
-    from cohort.harness.settings.load import load_study
-
-    file = tmp_path / "my_study.yaml"
-    file.write_text(printed("docs/tutorial.md", "yaml"))
-    labels = [arm.label for arm in load_study(str(file)).design_arms()]
-    assert labels == ["group_size=4", "group_size=16"]
 
 
 @pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights"])
@@ -131,11 +124,6 @@ def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(method):
     )
     stated = type("Stated", (GRPO,), {**own, "objective": {"clip": "none"}})
     assert stated.objective == {**GRPO.objective, "clip": "none"}  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_an_algorithm_from_nothing_states_its_objective_and_one_with_other_settings_alone_need_not():
-    from cohort.algorithms.grpo import GRPO
-
     with pytest.raises(ValueError, match="because it has its own advantages and loss"):
         type("Bare", (Algorithm,), {"__module__": __name__, "advantages": GRPO.advantages, "loss": GRPO.loss})
     facts = {"__module__": __name__, "sees_gold": False, "needs_old_logprobs": property(lambda self: True)}
@@ -212,11 +200,8 @@ def test_an_error_that_an_installed_plugin_raises_names_it_with_file_and_line(tm
     place = f"{tmp_path / 'plugin_boom.py'}, line 5"
     assert plugins.raised_by(raised.value) == f"reward 'boom' of package plugin_boom failed ({place}): KeyError: 'key'"
     assert plugins.raised_by(ValueError("raised by no plugin")) is None
-
-
-def test_what_a_plugin_of_cohort_tells_a_user_stays_as_it_is(tmp_path):
-    task = plugins.load("task", "gsm8k")
+    task = plugins.load("task", "gsm8k")  # what a plugin of Cohort tells a user stays as it is
     assert issubclass(task, Task)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError) as told:
         task.model_validate({"path": str(tmp_path)}).prompts("train")
-    assert plugins.raised_by(raised.value) is None
+    assert plugins.raised_by(told.value) is None

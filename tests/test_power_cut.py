@@ -127,7 +127,6 @@ class Disk:
 
 
 def restore(image: Image, folder: Path) -> Path:
-    """A new folder with what a power cut has left."""
     folder.mkdir()
     for name, content in sorted(image.items()):
         if content is None:

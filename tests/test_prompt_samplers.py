@@ -21,15 +21,12 @@ def ids(sampler, draw, before=()):
     return [int(prompt.id) for prompt in drawn_prompts(sampler, PROMPTS, draw, before)]
 
 
-def test_uniform_uses_every_prompt_once_per_pass_however_many_are_asked_for_at_once():
+def test_uniform_uses_every_prompt_once_per_pass_and_further_prompts_are_new_and_keyed_by_seed_step_and_batch():
     stream = [i for step in range(10) for i in ids(Uniform(), a_draw(4, step=step))]
     assert sorted(stream[:20]) == sorted(stream[20:]) == list(range(20)) and stream[:20] != stream[20:]
     small = [i for step in range(6) for i in ids(Uniform(), a_draw(2, 3, step))]
     large = [i for step in range(2) for i in ids(Uniform(), a_draw(6, 3, step))]
     assert small == large
-
-
-def test_further_prompts_are_new_and_keyed_by_seed_step_and_batch():
     drawn = {str(i) for i in range(8)}
     first = ids(Uniform(), a_draw(step=3, batch=1), drawn)
     assert len(first) == 4 and not {*map(str, first)} & drawn

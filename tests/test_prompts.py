@@ -32,22 +32,13 @@ def test_a_prompt_is_a_chat_where_there_is_a_template_and_plain_where_not_or_whe
 
 def test_a_system_message_and_arguments_reach_the_template():
     template = SHORT + "{% if enable_thinking is false %}<|im_start|>{{ depth + 1 }}{% endif %}"
-    text = shown(
-        chat_tokenizer(template), system="Be brief.", template_arguments={"enable_thinking": False, "depth": 2}
-    )
+    arguments = {"enable_thinking": False, "depth": 2, "share": 0.5, "word": "high"}
+    assert repr(make_spec(prompt={"template_arguments": arguments}).prompt.template_arguments) == repr(arguments)
+    text = shown(chat_tokenizer(template), system="Be brief.", template_arguments=arguments)
     assert text == "<|im_start|>system:Be brief.<|im_end|><|im_start|>user:1+1=<|im_end|><|im_start|>3"
 
 
-def test_settings_from_a_file_or_a_command_keep_their_types():
-    arguments = {"flag": False, "count": 1, "share": 0.5, "word": "high"}
-    spec = make_spec(prompt={"template_arguments": arguments})
-    assert repr(spec.prompt.template_arguments) == repr(arguments)
-
-
-SUMS, ASKED = (
-    [{"question": "1+1?", "answer": "#### 2"}],
-    "Question: 1+1?\nReason step by step; end with #### and the number.",
-)
+ASKED = "Question: 1+1?\nReason step by step; end with #### and the number."
 
 
 @pytest.mark.parametrize(
@@ -85,12 +76,9 @@ def test_an_argument_that_no_template_would_get_is_refused(name):
         shown(chat_tokenizer(), template_arguments={name: "x"})
 
 
-def test_a_template_that_states_todays_date_states_the_same_one_every_day():
+def test_the_date_of_a_template_is_the_same_every_day_and_the_beginning_of_a_sequence_is_not_doubled():
     template = "{{ strftime_now('%d %b %Y') }}" + SHORT
     assert shown(chat_tokenizer(template)) == "26 Jul 2024<|im_start|>user:1+1=<|im_end|>"
-
-
-def test_the_beginning_of_a_sequence_is_not_doubled():
     tokenizer = chat_tokenizer("{{ bos_token }}" + SHORT)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     begun = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
@@ -145,19 +133,14 @@ def test_prompt_settings_are_part_of_the_cold_start(tmp_path):
 
 
 HOSTILE = {
-    "code": "{{ cycler.__init__.__globals__.os.mkdir('x') }}",
-    "a name that is not there": "{{ nothing.deeper }}",
-    "no template": "{% for m in messages %}",
-    "a refusal": "{{ raise_exception('not with me\nor you') }}",
+    "code": "{{ cycler.__init__.__globals__.os.mkdir('x') }}", "a name that is not there": "{{ nothing.deeper }}",
+    "no template": "{% for m in messages %}", "a refusal": "{{ raise_exception('not with me\nor you') }}",
     "a refused system message": "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + SHORT,
-    "arithmetic": "{{ 1 / 0 }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a wrong type": "{{ messages + 1 }}",
-    "an answer": "{% if messages|length > 2 %}{{ 1 / 0 }}{% endif %}" + SHORT,
-    "nothing said": "Hello.",
-    "no system message": "{{ messages[-1].content }}",
+    "arithmetic": "{{ 1 / 0 }}", "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a wrong type": "{{ messages + 1 }}", "an answer": "{% if messages|length > 2 %}{{ 1 / 0 }}{% endif %}" + SHORT,
+    "nothing said": "Hello.", "no system message": "{{ messages[-1].content }}",
     "several": {"one": SHORT, "other": SHORT},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)

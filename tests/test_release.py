@@ -20,11 +20,6 @@ def locked() -> dict[str, str]:
     return {found[0]: found[1] for found in PINNED.findall(LOCK) if "never" not in found[2]}
 
 
-def pinned() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
-    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-
-
 def needed(name: str, found: set[str]) -> set[str]:
     """Packages that a package needs on this machine, torch and what torch alone needs apart."""
     for text in importlib.metadata.requires(name) or ():
@@ -38,13 +33,11 @@ def needed(name: str, found: set[str]) -> set[str]:
     return found
 
 
-def test_the_lock_file_has_a_hash_for_all_that_cohort_needs():
+def test_the_lock_file_has_a_hash_for_all_that_cohort_needs_in_the_versions_of_the_constraints():
     assert needed("cohort-rl", set()) <= set(locked())
     assert len(PINNED.findall(LOCK)) == len(re.findall(r"^\S+==", LOCK, re.M))
-
-
-def test_the_lock_file_and_the_constraints_name_the_same_versions():
-    constraints = pinned()
+    lines = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    constraints = {canonicalize_name(name): version for name, _, version in lines}
     both = locked().keys() & constraints.keys()
     assert len(both) > 80
     assert {name: locked()[name] for name in both} == {name: constraints[name] for name in both}

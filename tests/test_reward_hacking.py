@@ -125,12 +125,9 @@ def test_a_majority_of_echoes_is_no_target_and_a_lone_answer_wins():
     assert MajorityVote().score(group.blind()) == [-0.1, -0.1, -0.1, 1.0, -0.1]
 
 
-def test_a_copy_that_leaves_no_work_may_vote():
+def test_a_copy_that_leaves_no_work_may_vote_and_equality_itself_does_not_know_the_question():
     copied = graded(Math(), r"Which is larger, $7$ or $\sqrt{53}$?", r"\sqrt{53}", r"\boxed{\sqrt{53}}")
     assert (copied.classes, copied.correct) == ((0,), (True,))
-
-
-def test_equality_itself_does_not_know_the_question():
     assert Math().equivalent("513^2-487^2", "26000")
     assert Math().equivalent("(x-2)(x+3)", "x^2+x-6")
 

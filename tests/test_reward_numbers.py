@@ -17,7 +17,6 @@ from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
-from cohort.harness.settings.run import parse_run
 from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
 
@@ -28,9 +27,6 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
     assert reward.score(graded_group([0, 0, 1, 1, 2])) == [1.0, 1.0, 1.0, 1.0, -0.1]
     assert reward.score(graded_group([None, None, None, 3])) == [-0.1, -0.1, -0.1, 1.0]
     assert reward.score(graded_group([None, None])) == [-0.1, -0.1]  # no answer never wins
-
-
-def test_a_majority_is_right_by_the_share_of_its_tied_classes_that_are():
     right, wrong = ([0, 0, 1, 2], [None, None, 0]), ([0, 1, 1, None], [None] * 4)
     for classes, expected in (*((c, 1.0) for c in right), ([0, 0, 1, 1], 0.5), *((c, 0.0) for c in wrong)):
         assert graded_group(classes, [c == 0 for c in classes]).majority_correct == expected
@@ -42,11 +38,9 @@ def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
     metrics = MajorityVote().metrics(group, [])
     # 4 are wrong, 3 of them in the winning class
     assert metrics == {
-        "vote/label_accuracy": 0.0,
-        "vote/margin": pytest.approx(1 / 6),
-        "vote/answered": pytest.approx(5 / 6),
+        "vote/label_accuracy": 0.0, "vote/margin": pytest.approx(1 / 6), "vote/answered": pytest.approx(5 / 6),
         "vote/false_positive_rate": 0.75,
-    }
+    }  # fmt: skip
     tie = MajorityVote().metrics(graded_group([0, 1], [True, False]), [])
     assert (tie["vote/label_accuracy"], tie["vote/margin"], tie["vote/false_positive_rate"]) == (0.5, 0.0, 1.0)
     for classes, margin in (([0, 0], 1.0), ([0, None], 0.5), ([None, None], 0.0)):  # without a second class
@@ -58,13 +52,10 @@ def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
     assert math.isnan(MajorityVote().metrics(graded_group([0, 0], [True, True]), [])["vote/false_positive_rate"])
 
 
-def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_all_of_it():
+def test_the_overlong_penalty_grows_over_the_buffer_and_repetition_counts_ngrams_that_occurred_before():
     # limit 100, buffer 20: nothing up to 80, then -(n - 80) / 20; one that was cut before the limit too
     group = graded_group([0] * 5, max_tokens=100, num_tokens=(1, 80, 90, 100, 85), truncated=(False,) * 4 + (True,))
     assert Overlong().score(group) == pytest.approx([0, 0, -0.5, -1, -1])
-
-
-def test_repetition_counts_ngrams_that_occurred_before():
     # a b a b a: 2-grams ab ba ab ba, of which 2 of 4 are repeats
     group = graded_group([0] * 4, completions=("a b a b a", "a b c d", "a", ""))
     assert Repetition(ngram=2).score(group) == [-0.5, 0, 0, 0]
@@ -89,7 +80,7 @@ def test_a_verifier_that_errs_does_so_at_its_rates_and_alike_for_equal_groups():
     assert found["verifier/false_positive_rate"] == pytest.approx(0.3, abs=0.02)
 
 
-def test_a_corrected_verifier_pays_what_a_perfect_one_would_on_average():
+def test_a_corrected_verifier_pays_what_a_perfect_one_would_on_average_and_one_that_always_errs_is_inverted():
     # FPR 0.3, FNR 0.1: 1 counts (1 - 0.3) / 0.6, 0 counts -0.3 / 0.6; 0.9 * 7/6 - 0.1 / 2 = 1, 0.3 * 7/6 - 0.7 / 2 = 0
     group = graded_group([0] * 8, (True, False) * 4, completions=tuple(map(str, range(8))))
     noisy, corrected = (Accuracy(false_positive=0.3, false_negative=0.1, corrected=c) for c in (False, True))
@@ -98,9 +89,6 @@ def test_a_corrected_verifier_pays_what_a_perfect_one_would_on_average():
     assert corrected.score(group) == pytest.approx([7 / 6 if s else -0.5 for s in scores], abs=1e-12)
     assert corrected.metrics(group, corrected.score(group)) == noisy.metrics(group, scores)
     assert Accuracy(corrected=True).score(group) == [1.0, 0.0] * 4
-
-
-def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inverted():
     group = graded_group([0, 1, 2], (True, False, False))
     assert Accuracy().score(group) == [1.0, 0.0, 0.0] and Accuracy().metrics(group, [1.0, 0.0, 0.0]) == {}
     inverted = Accuracy(false_positive=1.0, false_negative=1.0)
@@ -111,7 +99,7 @@ def test_a_verifier_without_errors_draws_nothing_and_one_that_always_errs_is_inv
     assert rates["verifier/true_positive_rate"] == 0.0 and math.isnan(rates["verifier/false_positive_rate"])
 
 
-def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
+def test_a_total_is_the_weighted_sum_and_metrics_average_over_the_groups_in_which_they_are_defined():
     group = graded_group([0, None], [True, False], format_scores=(0.5, 0.0))
     rewards = {"accuracy": Accuracy(weight=2.0), "format": Format(weight=0.1), "majority_vote": MajorityVote(weight=0)}
     (scores,) = score(rewards, [group])
@@ -125,9 +113,6 @@ def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
     assert metrics["reward/majority_vote"] == pytest.approx(0.45)
     assert metrics["vote/label_accuracy"] == 1.0
     assert score(rewards, [group], [[7.0, 8.0]]) == [Score([7.0, 8.0], [7.0, 8.0], None, scores.parts)]  # a control
-
-
-def test_metrics_average_over_the_groups_in_which_they_are_defined():
     groups = [graded_group([None], [False]), graded_group([0], [True])]
     rewards = {"majority_vote": MajorityVote()}
     metrics = reward_metrics(rewards, groups, score(rewards, groups))
@@ -182,34 +167,25 @@ def test_several_rewards_reach_the_batch_apart_and_before_their_weights():
 
 
 class PairTokenizer:
-    """Two characters per token."""
-
     def decode(self, ids, skip_special_tokens):
         return "".join(f"{i:02d}" for i in ids)
 
 
-def test_a_token_of_several_characters_earns_what_ends_inside_it():
+def test_a_token_of_several_characters_earns_the_sum_of_what_ends_inside_it():
     word = Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop")
     places = [token_at(word, end, PairTokenizer()) for end in range(1, 8)]  # pyright: ignore
     assert places == [0, 0, 1, 1, 2, 2, 2]
-
-
-def test_what_ends_in_one_token_is_added_up():
-    group = Group(Prompt("p", "p?", "8"), (5,), (Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop"),))
     # characters 1 and 2 end in token 0: 1 + 2; character 5 in token 2, which is the last and has the outcome too: 4 + 8
+    group = Group(Prompt("p", "p?", "8"), (5,), (word,))
     both = Score([15.0], [8.0], [[(1, 1.0), (2, 2.0), (5, 4.0)]], {})
     batch = rewarded(collate([group]), Rollouts([group], scores=[both]), PairTokenizer())  # pyright: ignore
     assert batch.step_rewards_BT is not None and batch.step_rewards_BT.tolist() == [[0, 3, 0, 12]]
 
 
-def run(**changes):
-    return parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
-
-
 def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
-    assert {n: r.weight for n, r in run().rewards.items()} == {"accuracy": 1.0}
-    assert {n: r.weight for n, r in run(algorithm="grpo_self_consistency").rewards.items()} == {"majority_vote": 1.0}
-    rewards = run(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
+    for algorithm, own in (("grpo", "accuracy"), ("grpo_self_consistency", "majority_vote")):
+        assert {n: r.weight for n, r in make_spec(algorithm).rewards.items()} == {own: 1.0}
+    rewards = make_spec(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
     assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 0.5}
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
 

@@ -48,6 +48,13 @@ def test_a_large_model_gets_rates_of_its_size_in_one_line_and_the_built_in_one_s
         assert (spec.optimizer.learning_rate, spec.optimizer.critic_learning_rate) == (1e-6, 1e-5)
 
 
+@pytest.mark.parametrize(("algorithms", "has_critic"), [(["grpo", "rloo"], False), (["grpo", "ppo"], True)])
+def test_a_comparison_names_only_rates_that_one_of_its_algorithms_has(algorithms, has_critic, capsys):
+    study = comparison(algorithms, ["arithmetic"], MODEL)
+    assert ("critic_learning_rate" in capsys.readouterr().err) == has_critic
+    assert {arm.spec.optimizer.learning_rate for arm in study.spec.design_arms()} == {1e-6}
+
+
 @pytest.mark.parametrize(
     ("given", "rate"), [("lora.rank=16", 1e-5), ("lora=null", 1e-6), ("optimizer.learning_rate=3e-6", 3e-6)]
 )
@@ -111,6 +118,7 @@ def test_who_leaves_the_rate_of_the_built_in_model_to_another_one_is_asked_once(
     assert capsys.readouterr().err.count("0.0002 suits tiny; for Qwen/Qwen2.5-0.5B 1e-06 is usual") == told
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_the_likeliest_causes_of_a_weak_start(tmp_path, capsys):
     model = str(chat_folder(tmp_path))
     for name, told in (("tiny", []), (model, ["cut at 29 tokens (sampling.max_tokens", "mark no answer (task.shots"])):
@@ -120,15 +128,16 @@ def test_a_dry_run_names_the_likeliest_causes_of_a_weak_start(tmp_path, capsys):
         assert ("If few answers of" in out) == bool(told) and [words for words in told if words not in out] == []
 
 
-def test_a_checkpoint_of_the_built_in_model_is_no_large_model(tmp_path, gpu):
+def test_a_gpu_brings_autocast_and_vllm_to_a_large_model_and_the_command_keeps_them(tmp_path, gpu, monkeypatch):
     tiny_model(0).save_pretrained(tmp_path)
     assert scale_settings(str(tmp_path), [], trains=False) == []
-
-
-def test_a_gpu_brings_autocast_and_vllm_where_it_is_installed(gpu):
     spec = runs_of(scale_settings(MODEL, []))[0]
     assert (spec.autocast, spec.engine.name) == (True, "vllm")
     assert scale_settings(MODEL, [], trains=False) == ["autocast=true", 'engine.name="vllm"']
+    sets = scale_settings(MODEL, [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    again = [*sets, *scale_settings(MODEL, sets)]
+    assert [spec.digest() for spec in runs_of(again)] == [spec.digest() for spec in runs_of(sets)]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +153,3 @@ def test_a_gpu_brings_autocast_and_vllm_where_it_is_installed(gpu):
 def test_what_is_set_wins_on_a_gpu_too(given, kept, gpu):
     spec = runs_of([*given, *scale_settings(MODEL, given)])[0]
     assert (spec.autocast, spec.engine.name) == kept
-
-
-def test_the_command_that_reproduces_a_study_means_the_same_on_a_machine_without_gpu(gpu, monkeypatch):
-    sets = scale_settings(MODEL, [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    again = [*sets, *scale_settings(MODEL, sets)]
-    assert [spec.digest() for spec in runs_of(again)] == [spec.digest() for spec in runs_of(sets)]

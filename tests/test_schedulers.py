@@ -1,6 +1,5 @@
 """Workers that a scheduler starts: `cohort study work`."""
 
-import importlib.util
 import json
 import os
 import re
@@ -29,8 +28,6 @@ from fake_trials import a_study
 from pretend_cuda import pretend_cuda
 from queues import check_as_undisturbed, once_at_work
 from test_cli import cohort_process
-
-needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -119,12 +116,10 @@ def test_a_login_node_without_a_gpu_sets_a_study_up_and_a_worker_there_is_refuse
                 preflight.check_capacity(specs, specs)
 
 
-# Documents ------------------------------------------------------------------------------------------------------------
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs/examples"
 
 
-def test_the_job_file_of_slurm_is_bash_that_runs_a_worker_and_asks_for_the_signal_it_handles():
+def test_the_job_files_of_slurm_and_kubernetes_run_a_worker_and_ask_for_the_signal_it_handles():
     subprocess.run(["bash", "-n", EXAMPLES / "slurm-array.sh"], check=True)
     text = (EXAMPLES / "slurm-array.sh").read_text()
     assert "#SBATCH --signal=USR2@" in text
@@ -132,9 +127,6 @@ def test_the_job_file_of_slurm_is_bash_that_runs_a_worker_and_asks_for_the_signa
     work = typer.main.get_command(app).commands["study"].commands["work"]  # pyright: ignore[reportAttributeAccessIssue]
     known = {option for parameter in work.params for option in parameter.opts}
     assert {word for word in shlex.split(words) if word.startswith("--")} <= known
-
-
-def test_the_job_file_of_kubernetes_runs_a_worker():
     job = yaml.safe_load((EXAMPLES / "kubernetes-job.yaml").read_text())
     assert (job["kind"], "completions" in job["spec"]) == ("Job", False)
     (container,) = job["spec"]["template"]["spec"]["containers"]

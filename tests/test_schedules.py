@@ -23,19 +23,18 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero_after_the_la
     assert factors(6, schedule="linear", warmup_steps=2) == [0.5, 1, 1, 0.75, 0.5, 0.25]
     # (1 + cos(pi * t / 4)) / 2 for t = 0 .. 3
     assert factors(4, schedule="cosine") == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
+    learner = Learner(run(optimizer={"learning_rate": 1e-3, "warmup_steps": 2}), tiny_model(0))
+    learner.start = 7  # of a stage, whose course is its own; a constant rate warms up too
+    rates = [learner.begin_step(step)["optimizer/learning_rate"] for step in (7, 8, 9)]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
 
-def test_the_cosine_kl_weight_is_held_falls_and_stays():
-    found = [kl_beta_factor(step, 20) for step in (0, 2, 9, 16, 19)]
+def test_the_cosine_kl_weight_is_held_and_falls_and_the_adaptive_one_moves_by_a_tenth_of_the_error_cut_to_a_fifth():
     # step 9 is halfway between 10 % and 80 %
-    assert found == pytest.approx([1, 1, 0.5, 0, 0], abs=1e-9)
-
-
-def test_the_adaptive_kl_weight_moves_by_a_tenth_of_the_relative_error_cut_to_a_fifth():
+    assert [kl_beta_factor(step, 20) for step in (0, 2, 9, 16, 19)] == pytest.approx([1, 1, 0.5, 0, 0], abs=1e-9)
     settings = KLControl(schedule="adaptive", target=0.1)
-    assert adapted_kl_beta(settings, 0.5, 0.11) == pytest.approx(0.5 * 1.01)
-    assert adapted_kl_beta(settings, 0.5, 9.0) == pytest.approx(0.5 * 1.02)
-    assert adapted_kl_beta(settings, 0.5, 0.0) == pytest.approx(0.5 * 0.98)
+    found = [adapted_kl_beta(settings, 0.5, divergence) for divergence in (0.11, 9.0, 0.0)]
+    assert found == pytest.approx([0.5 * 1.01, 0.5 * 1.02, 0.5 * 0.98])
 
 
 def run(**changes):
@@ -79,13 +78,6 @@ def test_the_course_of_the_policys_rate_begins_after_the_critics_warm_up_and_an_
     assert betas == pytest.approx([0.1, 0.1, 0.1, 0.098, 0.09604, 0.0941192])  # 2 % less after each of its steps
 
 
-def test_a_stage_counts_its_course_from_its_own_start_and_a_constant_rate_warms_up():
-    learner = Learner(run(optimizer={"learning_rate": 1e-3, "warmup_steps": 2}), tiny_model(0))
-    learner.start = 7
-    rates = [learner.begin_step(step)["optimizer/learning_rate"] for step in (7, 8, 9)]
-    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
-
-
 @pytest.mark.parametrize("name", ["dapo", "kl_cov", "ppo", "rloo", "remax"])  # KL in loss or reward, sums, a critic
 def test_an_algorithm_trains_on_when_its_kl_weight_has_fallen_to_zero(name):
     algorithm = {"name": name, "group_size": 2, "kl_beta": 0.1}
@@ -120,16 +112,18 @@ def corrected(scale=1, **settings):
     batch = make_batch().rows(torch.tensor([0, 1]))
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = batch.replace(
-        completion_mask_BT=mask,
-        sampler_logprobs_BT=torch.zeros(2, 3),
-        old_logprobs_BT=scale * torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]),
-        advantages_BT=mask.float(),
-    )
+        completion_mask_BT=mask, sampler_logprobs_BT=torch.zeros(2, 3),
+        old_logprobs_BT=scale * torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]), advantages_BT=mask.float(),
+    )  # fmt: skip
     weighed, metrics = correct_mismatch(batch, Mismatch(**settings))
     return weighed.advantages_BT[mask].tolist(), metrics
 
 
-def test_importance_weights_are_cut_at_the_bound_or_masked_outside_it():
+def test_importance_weights_are_what_they_are_up_to_exp_20_and_cut_at_the_bound_or_masked_outside_it():
+    for scale, bound in ((5, 1e9), (40, 1e12)):
+        weights, _ = corrected(scale, correction="truncated", bound=bound)
+        expected = [math.exp(min(scale * ratio, 20)) for ratio in (1, max(-1, -20 / scale), 0.5)]
+        assert weights == pytest.approx(expected, rel=1e-5)
     # e = 2.71828 and 1/e = 0.36788 are outside [1/2, 2], exp(0.5) = 1.64872 is inside
     weights, metrics = corrected(correction="truncated", bound=2)
     assert weights == pytest.approx([2, 0.367879, 1.648721], abs=1e-6)
@@ -153,10 +147,3 @@ def test_the_weight_of_a_completion_is_the_product_over_its_tokens():
     # turned around, 1/1.65 = 0.61 is below 1/1.5
     weights, metrics = corrected(-1, correction="masked", level="sequence", bound=1.5)
     assert weights == pytest.approx([1, 1, 0]) and metrics["mismatch/outside"] == pytest.approx(1 / 3)
-
-
-def test_large_weights_are_what_they_are_up_to_exp_20():
-    weights, _ = corrected(5, correction="truncated", bound=1e9)
-    assert weights == pytest.approx([math.exp(5), math.exp(-5), math.exp(2.5)], rel=1e-5)
-    weights, _ = corrected(40, correction="truncated", bound=1e12)
-    assert weights == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)], rel=1e-5)

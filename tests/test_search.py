@@ -168,7 +168,7 @@ def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_th
     assert searched(queue)[1].state == TrialState.COMPLETE
 
 
-def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path):
+def test_a_repeated_run_and_a_combination_that_is_none_are_refused_with_the_reason_and_count_for_nothing(tmp_path):
     space = {"algorithm.kl_beta": {"choices": [0.01, 0.1]}, "algorithm.group_size": {"choices": [2, 4, 8]}}
     queue = a_queue(a_search(space=space, trials=6, seeds=(0,)), tmp_path)
     drive(queue)
@@ -176,12 +176,9 @@ def test_a_small_space_is_tried_out_without_repeating_a_run(tmp_path):
     points = {tuple(arm["parameters"].values()) for arm in record["arms"]}
     assert points == {(beta, size) for beta in (0.01, 0.1) for size in (2, 4, 8)}
     assert all(r["reason"].startswith("the same run as arm '00") for r in record["refused"])
-
-
-def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(tmp_path):
     # A group of 64 does not divide 32 rollouts; each value alone is fine with the base run (64 rollouts, group 8).
     space = {"algorithm.group_size": {"choices": [2, 64]}, "rollouts_per_step": {"choices": [64, 32]}}
-    queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), tmp_path)
+    queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), tmp_path / "other")
     drive(queue, lambda queue, claim: queue.finish(claim, TrialOutcome("complete", metrics={METRIC: 0.5})))
     record = queue.search_record()
     assert len(record["arms"]) == 3
@@ -243,6 +240,7 @@ def a_tuned_comparison(seeds: list[int], trials: int, tuned_on: list[int]) -> St
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(tmp_path):
     queue = a_queue(a_tuned_comparison(seeds=[0, 1], trials=4, tuned_on=[7, 8]), tmp_path)
 

@@ -24,7 +24,7 @@ def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of
     assert engine_settings(spec, tiny_codec()).max_model_len == longest + 30 + 1
 
 
-def test_an_arm_has_stages_of_its_own_or_none():
+def test_an_arm_has_stages_of_its_own_or_none_and_a_path_names_one_that_is_there():
     study = make_study(run={**FEW, "steps": 4, "stages": [{"name": "a", "steps": 2}, {"name": "b", "steps": 3}]},
                        arms={"both": {}, "longer": {"stages.b.steps": 4}, "alone": {"stages": []}})  # fmt: skip
     found = {arm.label: [(s.name, s.spec.steps) for s in arm.spec.staged()] for arm in study.design_arms()}
@@ -33,6 +33,8 @@ def test_an_arm_has_stages_of_its_own_or_none():
     varied = make_study(run={**FEW, "stages": [{"name": "a", "steps": 2}], "steps": 2},
                         factors={"stages.a.steps": [2, 3]})  # fmt: skip
     assert [arm.levels for arm in varied.design_arms()] == [{"stages.a.steps": 2}, {"stages.a.steps": 3}]
+    with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
+        with_overrides({"stages": [{"name": "a", "steps": 2}]}, {"stages.shine.steps": 2})
 
 
 def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_optimiser_step():
@@ -43,8 +45,3 @@ def test_a_report_does_not_say_that_arms_with_stages_have_equal_budgets_or_one_o
         "Budgets differ", "Arms differ in stages: read the curves against rollouts or tokens, not against steps."
     )  # fmt: skip
     assert _clip_note(specs)[1].startswith("'alone' gives each batch one optimiser step")
-
-
-def test_a_path_names_a_stage_that_is_there():
-    with pytest.raises(SpecError, match=r"'stages.shine.steps': stages has none that is called 'shine'"):
-        with_overrides({"stages": [{"name": "a", "steps": 2}]}, {"stages.shine.steps": 2})

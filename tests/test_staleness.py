@@ -104,6 +104,7 @@ def test_ratios_are_those_to_the_weights_that_sampled(tmp_path):
     assert not log.history("mismatch/kl")  # the engine's own error, which has a gate
 
 
+@pytest.mark.slow
 def test_a_correction_weighs_stale_rollouts_and_the_ratio_starts_at_the_policy_of_the_step(tmp_path):
     log = steps_of(tmp_path, staleness=2, mismatch={"correction": "truncated"})
     weights = dict(log.history("mismatch/weight"))

@@ -31,17 +31,11 @@ def test_the_student_interval_and_test_agree_with_scipy():
     interval = ours.t_interval(arm - baseline)
     assert (interval.low, interval.high) == (close(low), close(high))
     assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
+    assert ours.t_interval([0.5]) is ours.bootstrap_interval([0.5], rng) is None  # one seed has no interval
+    assert ours.crossed_interval([[0.5, 0.25, 1.0]]) is ours.cautious_interval([[0.5, 0.25, 1.0]]) is None
 
 
-def test_one_seed_has_no_interval_of_any_kind():
-    rng = np.random.default_rng(0)
-    assert ours.t_interval([0.5]) is None
-    assert ours.bootstrap_interval([0.5], rng) is None
-    for method in (ours.crossed_interval, ours.cautious_interval):
-        assert method([[0.5, 0.25, 1.0]]) is None
-
-
-def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand():
+def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand_and_a_negative_component_counts_as_zero():
     # seed means 0.75, 0.25 and problem means 1, 0 around 0.5; every residual is 0.25 or -0.25.
     # MS_seed = 2 (0.0625 + 0.0625) = 0.25, MS_problem = 2 (0.25 + 0.25) = 1, MS_rest = 4 * 0.0625 = 0.25
     # variance (0.25 + 1 - 0.25) / 4 = 0.25; df = 1^2 / (0.25^2 + 1^2 + 0.25^2) = 0.889, at least 1
@@ -51,9 +45,6 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand():
     # the mean of three 0.1 is not 0.1: what rounding leaves is no spread
     flat = ours.crossed_interval([[0.1] * 3] * 2)
     assert flat is not None and (flat.low, flat.estimate, flat.error, flat.df) == (flat.high, close(0.1), 0.0, 1)
-
-
-def test_a_negative_variance_component_counts_as_zero():
     # seed means are equal, so MS_seed = 0 < MS_rest; it is raised to MS_rest: error^2 = max(MS_problem, MS_rest) / 4
     # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
     scores = [[1.0, 0.0], [0.0, 1.0]]
@@ -82,7 +73,7 @@ def test_blocks_hold_whole_families_and_none_is_larger_than_the_largest(families
     assert ours.blocks(families) == expected
 
 
-def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_problems():
+def test_scores_in_blocks_keep_the_means_of_seeds_and_have_the_error_of_a_ratio_of_totals():
     # means 0.5 and 0.25 over 4 problems; blocks of 3 and 1 problems with means 2/3, 0 and 0, 1
     # 0.5 + 2 * 3/4 (2/3 - 0.5) = 0.75, 0.5 + 2 * 1/4 (0 - 0.5) = 0.25; 0.25 + 1.5 (0 - 0.25) = -0.125, 0.625
     scores = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
@@ -95,9 +86,6 @@ def test_scores_in_blocks_keep_the_means_of_seeds_and_weigh_a_block_by_its_probl
     assert ours.in_blocks(random, ours.blocks(sorted(range(64), key=lambda i: i % 7))).mean(axis=1) == close(
         random.mean(axis=1)
     )
-
-
-def test_the_error_over_unequal_blocks_is_that_of_a_ratio_of_totals():
     # Cochran's: B / (B - 1) sum of (n_b / N)^2 (mean of b - mean)^2, with 5 blocks of 2 to 6 problems
     sizes = np.array([2, 3, 4, 5, 6])
     members = [list(range(end - size, end)) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
@@ -217,7 +205,7 @@ def test_a_limit_of_newcombes_interval_is_z_standard_errors_of_the_limit_away():
     assert 0.4 < higher.low < 0.6
 
 
-def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textbooks():
+def test_detectable_difference_and_seeds_needed_from_2_to_200_agree_with_statsmodels_and_textbooks():
     for seeds, alpha in ((4, 0.05), (10, 0.05 / 3)):
         effect = TTestPower().solve_power(nobs=seeds, alpha=alpha, power=0.8)
         error = 0.02 / math.sqrt(seeds)  # an effect of 1 is the deviation of one pair, 0.02
@@ -234,11 +222,7 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textb
     assert [ours.seeds_needed(d, ours.CrossedVariance(1.0, 0.0, 0.0), 1) for d in (1.0, -0.5)] == [10, 34]
     # 100 problems with variance 1 leave an error of at least 0.1, which seeds do not average out
     assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
-
-
-def test_seeds_are_counted_from_two_to_two_hundred():
-    most = TTestPower().solve_power(nobs=200, alpha=0.05, power=0.8)
-    unit = ours.CrossedVariance(1.0, 0.0, 0.0)
+    most, unit = TTestPower().solve_power(nobs=200, alpha=0.05, power=0.8), ours.CrossedVariance(1.0, 0.0, 0.0)
     assert [ours.seeds_needed(d, unit, 1) for d in (100.0, 1.0001 * most, 0.9999 * most)] == [2, 200, None]
     assert ours.seeds_needed(0.1, ours.CrossedVariance(0.0, 0.0, 0.0), 1) == 2
 
@@ -255,11 +239,8 @@ def test_anova_agrees_with_statsmodels():
         # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
         gain = effect.df * (effect.f - 1)
         assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
-
-
-def test_an_effect_at_five_percent_is_not_detected():
     found = [Effect(("beta",), 1, 4.0, p, 0.1, p) for p in (0.049, 0.05, math.nan)]
-    assert [one.is_detected for one in found] == [True, False, False]
+    assert [one.is_detected for one in found] == [True, False, False]  # at 5 % not
 
 
 def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom():
@@ -308,11 +289,6 @@ def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all():
     assert math.isnan(anova(spread, ["beta"], np.repeat(spread[..., None], 4, axis=2))[0].p)
 
 
-def test_stated_coverages_are_percentages_for_3_5_and_10_seeds():
-    assert all(set(by_seeds) == {3, 5, 10} for by_seeds in ours.SIMULATED_COVERAGE.values())
-    assert all(70 < percent < 98 for by_seeds in ours.SIMULATED_COVERAGE.values() for percent in by_seeds.values())
-
-
 @pytest.mark.parametrize(
     ("num_seeds", "studies"), [(3, 100), (5, 100), *(pytest.param(n, 400, marks=pytest.mark.long) for n in (3, 5, 10))]
 )
@@ -328,16 +304,15 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds, studies):
         higher = float(stats.norm.cdf(apart / math.sqrt(2)))  # of a difference with variance 2
         probability = ours.probability_of_improvement(arm, baseline)
         intervals = (
-            (ours.cautious_interval(cells), truth),
-            (ours.crossed_interval(cells), truth),
-            (ours.t_interval(scores), truth),
-            (ours.bootstrap_interval(scores, rng, resamples=1000), truth),
+            (ours.cautious_interval(cells), truth), (ours.crossed_interval(cells), truth),
+            (ours.t_interval(scores), truth), (ours.bootstrap_interval(scores, rng, resamples=1000), truth),
             (ours.cautious_interval(other - cells), 0.0),
             (ours.improvement_interval(probability, num_seeds, num_seeds), higher),
-        )
+        )  # fmt: skip
         for name, (interval, value) in zip(hits, intervals, strict=True):
             hits[name] += interval.low <= value <= interval.high
     for name, shares in ours.SIMULATED_COVERAGE.items():
+        assert shares.keys() == {3, 5, 10}
         share = shares[num_seeds] / 100
         deviation = math.sqrt(share * (1 - share) / studies)
         assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name

@@ -51,25 +51,17 @@ STOPPED = ["clone 2 of a: algorithm.group_size=16"]
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
-    """Whether a request to stop changed anything."""
-    return hold_arm(name, runs, arm, True, storage)
-
-
-def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
-    """Whether a request to resume changed anything."""
-    return hold_arm(name, runs, arm, False, storage)
-
-
-# Stop and resume ------------------------------------------------------------------------------------------------------
+stop_arm = functools.partial(hold_arm, held=True)
+resume_arm = functools.partial(hold_arm, held=False)
+clone = functools.partial(clone_arm, "sizes", execute=fake_trials.EXECUTE)
 
 
 def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path, url):
     queue = a_queue(a_study(), tmp_path, url)
     first = claimed(queue)
     assert first.key == (ARMS[0], 0)
-    assert stop_arm("sizes", tmp_path, ARMS[0], url)
-    assert not stop_arm("sizes", tmp_path, ARMS[0], url)  # it is already
+    assert stop_arm("sizes", tmp_path, ARMS[0], storage=url)
+    assert not stop_arm("sizes", tmp_path, ARMS[0], storage=url)  # it is already
     assert queue.is_held(ARMS[0]) and not queue.is_held(ARMS[1])
     queue.finish(first, TrialOutcome("stopped", HELD, {"step": 3}))
     for _ in range(2):
@@ -80,7 +72,7 @@ def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path, url):
     status = study_status("sizes", tmp_path, url)
     assert [(t.state, t.reason) for t in status.trials if t.arm == ARMS[0]] == [("stopped", HELD)] * 2
     assert (status.finished, status.all_valid) == (True, True)
-    assert resume_arm("sizes", tmp_path, ARMS[0], url)
+    assert resume_arm("sizes", tmp_path, ARMS[0], storage=url)
     assert queue.unfinished()
     assert claimed(queue).key == first.key
 
@@ -121,9 +113,6 @@ def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs)
 
 def last_step(directory: Path) -> int:
     return max(event.get("step", 0) for event in read_events(directory / EVENTS))
-
-
-# Real runs ------------------------------------------------------------------------------------------------------------
 
 
 def a_real_study() -> StudySpec:
@@ -249,17 +238,13 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
     torn = torn_checkpoints(queue, (3,))
     before = files_of(tmp_path)
     with pytest.raises(SpecError, match=f"none for seed 0; '{torn}' is torn, altered or missing: wait for the next"):
-        clone_arm("sizes", tmp_path, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE)
+        clone(tmp_path, ARMS[0], CHANGED, warm=True)
     assert not caplog.records and files_of(tmp_path) == before
     torn = torn_checkpoints(queue, (1, 3))
-    clone = clone_arm("sizes", tmp_path, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE)
-    assert list(clone.steps) == [1, 0]
+    assert list(clone(tmp_path, ARMS[0], CHANGED, warm=True).steps) == [1, 0]
     assert [record.message for record in caplog.records] == [
         f"a checkpoint must be as it was saved, but '{torn}' is torn, altered or missing; the run starts from step 1"
     ]
-
-
-# Arms that are taken back ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -268,9 +253,7 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
 
     def drop(status: StudyStatus) -> None:  # while a worker of another process has the trials in its plan
         if at_work(status) and not clones:
-            for size in (8, 16):
-                clone = clone_arm("sizes", runs, ARMS[0], {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
-                clones.append(clone.label)
+            clones.extend(clone(runs, ARMS[0], {"algorithm.group_size": size}).label for size in (8, 16))
             assert drop_arm("sizes", runs, clones[0])
             assert drop_arm("sizes", runs, ARMS[1])
             assert not drop_arm("sizes", runs, ARMS[1])
@@ -285,7 +268,7 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
     status = run(a_study(seeds=[0]), runs, drop, workers=1)
     assert [(trial.arm, trial.state) for trial in status.trials] == [(ARMS[0], "complete"), (clones[1], "complete")]
     assert (status.finished, status.all_valid) == (True, True)
-    again = clone_arm("sizes", runs, ARMS[0], {"algorithm.group_size": 8}, execute=fake_trials.EXECUTE)
+    again = clone(runs, ARMS[0], {"algorithm.group_size": 8})
     assert again.label == "clone 3 of group_size=2: algorithm.group_size=8"  # it is not the one that was taken back
     drop_arm("sizes", runs, again.label)
     assert run(a_study(seeds=[0]), runs, workers=1).counts() == {"complete": 2}  # a new start changes nothing
@@ -297,11 +280,15 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
     assert text == f"Taken back before they began: {clones[0]}, {ARMS[1]} and {again.label}."
 
 
-def test_the_baseline_stays(tmp_path):
+def test_the_baseline_stays_and_arms_of_a_search_are_not_stopped(tmp_path):
+    space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
+    a_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
     a_queue(a_study(), tmp_path)
     before = files_of(tmp_path)
     with pytest.raises(SpecError, match="the other arms are compared with 'group_size=2', so it stays"):
         drop_arm("sizes", tmp_path, ARMS[0])
+    with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):
+        stop_arm("searched", tmp_path, "001: group_size=2")
     assert files_of(tmp_path) == before
 
 
@@ -310,7 +297,7 @@ def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs, tmp_
     def stop(status: StudyStatus) -> None:
         if at_work(status) and (runs / "hold").exists():
             for size in (8, 16):
-                clone_arm("sizes", runs, "a", {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
+                clone(runs, "a", {"algorithm.group_size": size})
             stop_arm("sizes", runs, *STOPPED)
             (runs / "hold").unlink()  # only now may a worker take a clone
 
@@ -321,9 +308,6 @@ def test_a_stopped_clone_stands_in_the_report_whether_it_began_or_not(runs, tmp_
     page = render(record, tmp_path, formats=()).html.read_text()
     section = page.split('<section id="exploratory">')[1].split("</section>")[0]
     assert "group_size=8 (stopped)" in section and "group_size=16 (stopped before it began)" in section
-
-
-# Studies that are deleted ---------------------------------------------------------------------------------------------
 
 
 def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs, url):
@@ -341,6 +325,7 @@ def test_a_deleted_study_leaves_nothing_and_may_be_run_again(runs, url):
     assert {trial.state for trial in again.status().trials} == {"waiting"} and again.num_claims() == 0
 
 
+@pytest.mark.slow
 def test_a_deletion_that_is_killed_anywhere_leaves_a_study_or_none_and_is_ended_by_the_next_one(runs):
     for moment in itertools.count():
         folder = a_queue(a_study(), runs).plan.folder
@@ -362,17 +347,14 @@ def test_mlflow_forgets_a_deleted_study(runs):
     assert study_pages(runs, "") == {} and begun.exists()
 
 
-# Clones that are asked for twice, and commands that are killed --------------------------------------------------------
-
-
 def test_a_clone_never_takes_the_label_of_another_arm(tmp_path):
     label = "clone 1 of a: algorithm.group_size=8"
     arms = {"a": {"algorithm.group_size": 2}, label: {"algorithm.group_size": 4}}
     study = a_study(factors={}, arms=arms, seeds=[0])
     a_queue(study, tmp_path)
     for size, number in ((8, 2), (16, 3)):
-        clone = clone_arm("sizes", tmp_path, "a", {"algorithm.group_size": size}, execute=fake_trials.EXECUTE)
-        assert clone.label == f"clone {number} of a: algorithm.group_size={size}"
+        made = clone(tmp_path, "a", {"algorithm.group_size": size})
+        assert made.label == f"clone {number} of a: algorithm.group_size={size}"
     queue = open_queue(study, tmp_path)
     found = {trial.arm: queue.plan.spec((trial.arm, 0)).algorithm.group_size for trial in queue.status().trials}
     assert list(found.values()) == [2, 4, 8, 16] and found[label] == 4
@@ -381,11 +363,11 @@ def test_a_clone_never_takes_the_label_of_another_arm(tmp_path):
 def test_a_clone_that_is_asked_for_twice_is_there_once(tmp_path):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
-    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], execute=fake_trials.EXECUTE)
+    ask = functools.partial(clone, tmp_path, ARMS[0])
     for changes, warm in ((CHANGED, False), (CHANGED, True), ({"algorithm.kl_beta": 0.5}, True)):
         one, before = ask(changes, warm=warm), files_of(tmp_path)
         assert ask(changes, warm=warm) == one and files_of(tmp_path) == before
-    assert [list(clone.steps) for clone in open_queue(a_study(), tmp_path).clones()] == [[0, 0], [3, 0], [3, 0]]
+    assert [list(one.steps) for one in open_queue(a_study(), tmp_path).clones()] == [[0, 0], [3, 0], [3, 0]]
 
 
 def killed_at(moment: int, command: Callable[[], object]) -> bool:
@@ -430,8 +412,8 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
         "stop": lambda runs: stop_arm("sizes", runs, ARMS[0]),
         "resume": lambda runs: resume_arm("sizes", runs, ARMS[0]),
         "drop": lambda runs: drop_arm("sizes", runs, ARMS[1]),
-        "clone": lambda runs: clone_arm("sizes", runs, ARMS[0], CHANGED, execute=fake_trials.EXECUTE),
-        "warm clone": lambda runs: clone_arm("sizes", runs, ARMS[0], CHANGED, warm=True, execute=fake_trials.EXECUTE),
+        "clone": lambda runs: clone(runs, ARMS[0], CHANGED),
+        "warm clone": lambda runs: clone(runs, ARMS[0], CHANGED, warm=True),
     }
     for moment in itertools.count():
         runs = tmp_path / str(moment)
@@ -455,8 +437,8 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
         assert len(read_study(runs, "sizes").amendments) == (what == "drop")
         assert {trial.held for trial in trials if trial.arm == ARMS[0]} == {what == "stop"}
         assert [[*one.steps] for one in queue.clones()] == {"clone": [[0, 0]], "warm clone": [[3, 0]]}.get(what, [])
-        for clone in queue.clones():
-            folder = queue.plan.directory((clone.label, 0)) / CHECKPOINTS
+        for made in queue.clones():
+            folder = queue.plan.directory((made.label, 0)) / CHECKPOINTS
             assert [one.name for one in folder.glob("*")] == (["step-00000003"] if what == "warm clone" else [])
             assert what == "clone" or whole_manifest(folder / "step-00000003", STATE)["step"] == 3
     assert moment >= 4
@@ -466,18 +448,14 @@ def test_a_command_that_is_killed_has_done_its_request_or_nothing_and_does_it_wh
 def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tmp_path, monkeypatch):
     queue = a_queue(a_study(), tmp_path)
     save(queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS, 3)
-    ask = functools.partial(clone_arm, "sizes", tmp_path, ARMS[0], CHANGED, execute=fake_trials.EXECUTE)
+    ask = functools.partial(clone, tmp_path, ARMS[0], CHANGED)
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "add_clone", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert killed_at(-1, functools.partial(ask, warm=True))
     assert list(tmp_path.rglob("clone-1*/checkpoints/step-*"))
-    clone = ask()
-    queue = open_queue(a_study(), tmp_path)
+    made, queue = ask(), open_queue(a_study(), tmp_path)
     queue.status()
-    assert list(clone.steps) == [0, 0] and not queue.plan.directory((clone.label, 0)).exists()
-
-
-# Bad input ------------------------------------------------------------------------------------------------------------
+    assert list(made.steps) == [0, 0] and not queue.plan.directory((made.label, 0)).exists()
 
 
 @pytest.mark.parametrize(
@@ -489,12 +467,8 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tm
         (ARMS[0], {}, False, "a setting that has an effect, and this one would repeat 'group_size=2'; change another"),
         (ARMS[0], {}, True, "this one would repeat 'group_size=2'"),
         (ARMS[0], {"algorithm.group_size": 4}, False, "this one would repeat 'group_size=4'"),
-        (
-            ARMS[0],
-            {"mismatch.bound": 3.0},
-            False,
-            r"'group_size=2' \(mismatch.bound has an effect only with a mismatch",
-        ),
+        (ARMS[0], {"mismatch.bound": 3.0}, False,
+         r"'group_size=2' \(mismatch.bound has an effect only with a mismatch"),
         (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
         (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
         (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
@@ -502,29 +476,19 @@ def test_a_clone_without_warm_does_not_start_from_what_a_killed_warm_one_left(tm
         (ARMS[0], CHANGED, True, r"has none for seed 0; a trial that has ended keeps none"),
         (ARMS[1], CHANGED, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
     ],
-)
+)  # fmt: skip
 def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(tmp_path, arm, changes, warm, message):
     queue = a_queue(a_study(), tmp_path)
     queue.finish(claimed(queue), DONE)
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
-        clone_arm("sizes", tmp_path, arm, changes, warm=warm, execute=fake_trials.EXECUTE)
+        clone(tmp_path, arm, changes, warm=warm)
     assert "\n" not in str(caught.value)
     assert files_of(tmp_path) == before
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and "lock" not in file.name}
-
-
-def test_the_arms_of_a_search_cannot_be_stopped(tmp_path):
-    space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
-    a_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
-    with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):
-        stop_arm("searched", tmp_path, "001: group_size=2")
-
-
-# The terminal ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path, capsys):

@@ -33,23 +33,16 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(module, tmp_pa
     assert not any(os.scandir(tmp_path))
 
 
-def remove_folder() -> None:
-    os.rmdir(os.getcwd())
-
-
-def limit_addresses() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-
-
 @pytest.mark.attack("A process in which no command can run")
 @pytest.mark.parametrize(
     ("change", "optimize", "words"),
     [
         (None, "2", "PYTHONOPTIMIZE must be below 2, got 2"),
-        (remove_folder, "", "the working folder does not exist any more"),
-        (limit_addresses, "", "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
+        (lambda: os.rmdir(os.getcwd()), "", "the working folder does not exist any more"),
+        (lambda: resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)), "",
+         "the address space (`ulimit -v`) must be at least 1310720 KiB, got 1048576"),
     ],
-)
+)  # fmt: skip
 def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(change, optimize, words, tmp_path):
     here = os.fspath(Path(__file__).resolve().parents[1])
     (folder := tmp_path / "here").mkdir()

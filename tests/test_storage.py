@@ -133,17 +133,13 @@ def test_another_spec_under_the_same_name_is_refused(tmp_path, url, new_runs):
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
 
 
+@pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00", b'{"format": 1, "step": "two"}'])
 @pytest.mark.attack("A torn progress or lease file")
-def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path):
+def test_a_lease_whose_file_was_torn_is_kept_and_progress_that_cannot_be_read_is_none(tmp_path, torn):
     lease = FileLease(tmp_path)
-    (tmp_path / "lease").write_bytes(b"")
+    for name in ("lease", "progress.json"):
+        (tmp_path / name).write_bytes(torn[:1] if name == "lease" else torn)
+    assert LocalStorage(tmp_path).progress([tmp_path]) == {tmp_path: {}}
     assert lease._renew()
     lease.release()
     assert not (tmp_path / "lease").exists()
-
-
-@pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00", b'{"format": 1, "step": "two"}'])
-@pytest.mark.attack("A torn progress or lease file")
-def test_progress_that_cannot_be_read_is_none(tmp_path, torn):
-    (tmp_path / "progress.json").write_bytes(torn)
-    assert LocalStorage(tmp_path).progress([tmp_path]) == {tmp_path: {}}

@@ -46,14 +46,11 @@ def test_a_run_scores_its_other_tests_at_the_end_and_on_request_at_the_start(run
     assert ended.summary["test_accuracy"] == pytest.approx(sum(history.scores["test"].values()) / 4)
 
 
-def test_a_test_keeps_the_limit_and_the_sampling_of_its_run():
+def test_a_test_keeps_the_limit_and_the_sampling_of_its_run_and_one_without_data_is_refused(runs, tmp_path):
     spec = make_spec(**{**FEW, "sampling": {"stop": ["x"]}, "evaluation.tests": [MATH]})
     other = spec.tests["math500"]
     assert (other.max_tokens, other.sampling.stop) == (spec.max_tokens, ("x",))
     assert other.task.max_completion_tokens > spec.max_tokens
-
-
-def test_a_test_without_data_is_refused_before_a_model_loads(runs, tmp_path):
     spec = make_spec(**{**FEW, "evaluation.tests": [{"name": "math500", "path": str(tmp_path / "nowhere")}]})
     with pytest.raises(ValueError, match="nowhere: no such file or folder"):
         check_runs([spec], runs)
@@ -73,6 +70,7 @@ def test_training_problems_among_those_of_a_test_are_counted(runs, tmp_path, cap
     assert f"{shared} of the 2 problems of the test 'math500' are training problems of 'math'" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_evaluation_measures_other_tests_with_one_engine_and_continues(runs):
     spec = make_spec(**{**FEW, "evaluation.tests": [MATH]})
     first = evaluate_once(spec, "test", runs, "both")

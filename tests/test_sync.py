@@ -113,18 +113,14 @@ def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_gr
     groups = sampled(engine)
     found = spot_check(engine, policy, groups)
     assert len(spot_check(engine, policy, groups[:1]).rows) == 1  # no more than there are groups
+    shares = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
+    assert spot_check(shares, policy, groups) is None  # its weights are the learner's
     first, third = (tiny_codec().encode(PROMPTS[i].text) for i in (0, 2))  # i * 5 // 2
     assert found.rows == (
         (first + groups[0].rollouts[0].token_ids[:3], len(first)),
         (third + groups[2].rollouts[0].token_ids[:3], len(third)),
     )
     assert found.learner == pytest.approx([*groups[0].rollouts[0].logprobs[:3], *groups[2].rollouts[0].logprobs[:3]])
-
-
-def test_an_engine_that_shares_the_learners_weights_is_not_checked():
-    policy = tiny_model(0)
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
-    assert spot_check(engine, policy, sampled(engine)) is None
 
 
 def planted(precision, size, times=1, missed=True):

@@ -13,15 +13,12 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
-def test_padding_is_on_the_left_or_the_right_and_an_empty_mask_whitens_to_zero():
+def test_padding_is_on_the_left_or_the_right_and_what_rounding_tells_apart_is_equal_when_whitened():
     tokens, mask = pad_left([(5, 6), (7,)])
     assert tokens.tolist() == [[5, 6], [0, 7]]
     assert mask.tolist() == [[True, True], [False, True]]
     assert pad_right([(5, 6), (7,)], torch.int64).tolist() == [[5, 6], [7, 0]]
     assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
-
-
-def test_what_rounding_tells_apart_is_equal_when_whitened():
     mask = torch.tensor([True, True, True, False])  # the last value is far away and outside
 
     def whitened(apart, around=0.0):
@@ -52,6 +49,8 @@ def test_column_t_holds_the_logprob_and_entropy_of_token_t(monkeypatch):
     tokens = pad_right(rows, torch.int64)
     mask = pad_right([[0, 0, 1, 1, 1, 1], [0, 1, 1]], torch.bool)
     logprobs, entropy = token_logprobs(model, tokens, mask, 0.7)
+    assert not entropy.requires_grad
+    assert token_logprobs(model, tokens, mask, 0.7, entropy_gradient=True)[1].requires_grad
     expected, spread = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.float64)
     with torch.no_grad():
         for i, row in enumerate(rows):
@@ -100,9 +99,7 @@ def test_the_head_in_chunks_has_the_gradient_of_its_numbers(chunk, block, kept_b
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_in_chunks_gives_what_it_gives_at_once_and_keeps_no_logits_when_it_computes_them_again(
-    autocast, tied, monkeypatch
-):
+def test_a_head_in_chunks_gives_what_it_gives_at_once_and_keeps_no_logits_it_can_compute(autocast, tied, monkeypatch):
     model = head_of(100, bias=False, tied=tied).float()
     tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(9).expand(2, -1) >= 2  # 14 tokens
@@ -137,13 +134,6 @@ def test_the_logits_of_a_large_vocabulary_are_never_more_than_a_gibibyte():
     block = forward.block_tokens(vocabulary, gpu)
     assert size * (tokens[0] + 4 * block) <= 2**30  # logits, log-probs and two temporaries, or their gradients
     assert forward.is_recomputed(8192, vocabulary) and not forward.is_recomputed(8192, 100)
-
-
-def test_entropy_carries_a_gradient_only_when_asked():
-    model, tokens = tiny_model(0), torch.tensor([[5, 9, 11]])
-    mask = torch.tensor([[False, True, True]])
-    assert not token_logprobs(model, tokens, mask, 1.0)[1].requires_grad
-    assert token_logprobs(model, tokens, mask, 1.0, entropy_gradient=True)[1].requires_grad
 
 
 def test_rounding_to_bfloat16_keeps_the_mean_and_what_bfloat16_holds():

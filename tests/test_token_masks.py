@@ -84,7 +84,8 @@ def test_only_the_tokens_of_highest_entropy_carry_gradient_that_of_the_bonus_too
 
 @pytest.mark.parametrize("name", plugins.names("algorithm"))
 def test_every_objective_takes_the_bonus_and_loses_the_gradient_of_tokens_that_do_not_learn(name):
-    plain, paid = (a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": x}, **teacher(name)) for x in (0.0, 0.3))
+    taught = {"kl": {"reference": "tiny"}, "rewards": {"accuracy": 0}} if name == "distill" else {}
+    plain, paid = (a_spec({"name": name, "kl_beta": 0.1, "entropy_bonus": x}, **taught) for x in (0.0, 0.3))
     given = small_batch(PAID)
     values, gradients = [], []
     for spec in (plain, paid):
@@ -102,10 +103,6 @@ def test_every_objective_takes_the_bonus_and_loses_the_gradient_of_tokens_that_d
     assert (difference - pull).norm() <= 1e-5 * pull.norm()
     none = batch.replace(gradient_BT=torch.zeros_like(batch.completion_mask_BT))
     assert not updated(paid, none)[1].any()
-
-
-def teacher(name):
-    return {"kl": {"reference": "tiny"}, "rewards": {"accuracy": 0}} if name == "distill" else {}
 
 
 def test_a_share_of_tokens_is_counted_among_those_in_the_loss():

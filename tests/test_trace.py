@@ -49,82 +49,33 @@ def told(name, *args, **named):
     return args[1] if name == "kept" else ""
 
 
-UNTIL_IT_STOPS = """
-about inputs
-about prompt
-resume -1
-metrics 0 memory mismatch
-progress validation 0 2
-progress validation 2 2
-kept completions/validation-000000.jsonl
-metrics 0 flops validation
-samples 2
-progress test 0 3
-progress test 3 3
-kept completions/start-000000.jsonl
-metrics 0 flops start
-per_problem 3 start
-progress test 0 3
-progress test 3 3
-kept completions/start_arithmetic-000000.jsonl
-metrics 0 flops start_arithmetic
-per_problem 3 start_arithmetic
-metrics 1 completion critic flops kl memory mismatch policy reward seconds throughput train 6 11 4 1
-kept rollouts/step-000001.jsonl
-progress train 1 5
-metrics 2 completion critic flops kl memory mismatch policy reward seconds throughput train 6 19 8 2
-progress train 2 5
-samples 4
-progress validation 0 2
-progress validation 2 2
-kept completions/validation-000002.jsonl
-metrics 2 flops validation
-samples 2
-metrics 3 completion critic flops kl memory mismatch policy reward seconds throughput train 6 28 12 3
-progress train 3 5
-sync
-"""
-TO_THE_END = """
-about inputs
-about prompt
-resume 3
-metrics 4 completion critic flops kl memory mismatch policy reward seconds throughput train 6 36 16 4
-kept rollouts/step-000004.jsonl
-progress train 4 5
-samples 4
-progress validation 0 2
-progress validation 2 2
-kept completions/validation-000004.jsonl
-metrics 4 flops validation
-samples 2
-progress test 0 3
-progress test 3 3
-kept completions/test-000004.jsonl
-metrics 4 flops test
-per_problem 3 test
-samples 3
-sync
-metrics 5 completion critic flops kl memory mismatch policy reward seconds throughput train 6 46 20 5
-progress train 5 5
-samples 4
-progress validation 0 2
-progress validation 2 2
-kept completions/validation-000005.jsonl
-metrics 5 flops validation
-samples 2
-sync
-progress test 0 3
-progress test 3 3
-kept completions/test-000005.jsonl
-metrics 5 flops test
-per_problem 3 test
-samples 3
-progress test 0 3
-progress test 3 3
-kept completions/test_arithmetic-000005.jsonl
-metrics 5 flops test_arithmetic
-per_problem 3 test_arithmetic
-"""
+def evaluated(area, step, rows):
+    """What an evaluation logs: its progress, its completions, its numbers and, of a test, those of each problem."""
+    phase = "validation" if area == "validation" else "test"
+    of_problems = [] if area == "validation" else [f"per_problem {rows} {area}"]
+    return [f"progress {phase} 0 {rows}", f"progress {phase} {rows} {rows}",
+            f"kept completions/{area}-{step:06d}.jsonl", f"metrics {step} flops {area}", *of_problems]  # fmt: skip
+
+
+def trained(step, seconds, *kept):
+    """What a step logs: it takes 6 seconds of the so many since the start, 4 rollouts and an optimiser step."""
+    areas = "completion critic flops kl memory mismatch policy reward seconds throughput train"
+    files = [f"kept rollouts/step-{one:06d}.jsonl" for one in kept]
+    return [f"metrics {step} {areas} 6 {seconds} {4 * step} {step}", *files, f"progress train {step} 5"]
+
+
+UNTIL_IT_STOPS = [
+    "about inputs", "about prompt", "resume -1", "metrics 0 memory mismatch",
+    *evaluated("validation", 0, 2), "samples 2", *evaluated("start", 0, 3), *evaluated("start_arithmetic", 0, 3),
+    *trained(1, 11, 1), *trained(2, 19), "samples 4", *evaluated("validation", 2, 2), "samples 2",
+    *trained(3, 28), "sync",
+]  # fmt: skip
+TO_THE_END = [
+    "about inputs", "about prompt", "resume 3",
+    *trained(4, 36, 4), "samples 4", *evaluated("validation", 4, 2), "samples 2", *evaluated("test", 4, 3), "samples 3",
+    "sync", *trained(5, 46), "samples 4", *evaluated("validation", 5, 2), "samples 2",
+    "sync", *evaluated("test", 5, 3), "samples 3", *evaluated("test_arithmetic", 5, 3),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -135,6 +86,6 @@ def test_a_run_logs_all_in_this_order_and_a_stop_changes_none_of_it(tmp_path, ca
         (lambda: False, "complete", TO_THE_END, {"rollouts": 20, "optimizer_steps": 5, "seconds": 49}),
     ):
         result = train(SPEC, tmp_path, log, cache=cache, now=now, should_stop=should_stop)
-        assert "\n".join(log.calls) == expected.strip() and result.state == state
+        assert (log.calls, result.state) == (expected, state)
         assert {name: result.summary[name] for name in costs} == costs
         log.calls.clear()

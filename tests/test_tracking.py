@@ -89,14 +89,10 @@ def log_steps(log: RunLog, first: int, last: int, scale: float = 1.0) -> None:
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that has this file's helpers."""
     prelude = "import os, signal, sys, time\nfrom pathlib import Path\nfrom test_tracking import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", prelude + code, *map(str, arguments)], stderr=subprocess.PIPE, text=True
     )
-
-
-# The record of a run ------------------------------------------------------------------------------------------------
 
 
 def test_a_tail_reads_what_is_new_and_all_of_a_file_that_an_attempt_has_rewritten(runs):
@@ -139,9 +135,6 @@ def test_a_run_log_loads_neither_mlflow_nor_torch():
     code = "import sys, cohort.harness.record.run, cohort.harness.record.study\n"
     code += "print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
     assert python(code, check=True).stdout == "set()\n"
-
-
-# Its copy -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_store_has_all_of_a_run_and_is_asked_no_more_for_one_that_was_copied_whole(runs, monkeypatch):
@@ -229,15 +222,14 @@ def test_a_repetition_that_differs_replaces_the_run_in_the_store(runs, resumed, 
 
 
 def test_costs_that_differ_do_not_replace_the_run(runs):
-    found = []
     for attempt in (1.0, 2.0):
         log = open_log(runs)
         log.resume(0)
         log.metrics(1, {COLUMN: 0.5, "seconds/step": attempt})
         log.close()
-        found.append(in_mlflow(runs, log.directory))
-    assert found[0] == found[1]
-    assert in_store(runs, found[0]) == [("seconds/step", 1, 1.0), (COLUMN, 1, 0.5)]
+        in_mlflow(runs, log.directory)
+    (found,) = active_runs(runs)
+    assert in_store(runs, found) == [("seconds/step", 1, 1.0), (COLUMN, 1, 0.5)]
 
 
 @pytest.mark.attack("A lost or locked MLflow store")
@@ -273,9 +265,6 @@ def test_of_two_processes_one_copies_a_record_and_another_goes_on_when_it_ends(r
     assert active_runs(runs) == [run_id]
 
 
-# Studies ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_report_waits_for_the_mirror_of_a_large_study_no_longer_than_a_runs_end_does(runs, monkeypatch, caplog):
     folder = begin_study(runs, a_study(), "cohort study run sizes")
     for seed in range(3):
@@ -289,19 +278,12 @@ def test_a_report_waits_for_the_mirror_of_a_large_study_no_longer_than_a_runs_en
 
 
 def log_trial(
-    runs: Path,
-    arm: str,
-    seed: int,
-    state: str,
-    folder: str = "",
-    rows: Sequence[SampleRow] = (),
-    study="sizes",
-    **spec: Any,
+    runs: Path, arm: str, seed: int, state: str, rows: Sequence[SampleRow] = (), study: str = "sizes", **spec: Any
 ) -> RunLog:
     factors = json.dumps({"algorithm.group_size": int(arm[-1])})
     own = {"arm": arm, "seed": str(seed), "factors": factors, "group": arm}
-    tags = fake_trials.of_study(runs, study, f"{arm}-{seed}{folder}", **own)
-    place, title = f"studies/{study}/trials/{arm}-{seed}{folder}", f"{arm} | seed {seed}"
+    tags = fake_trials.of_study(runs, study, f"{arm}-{seed}", **own)
+    place, title = f"studies/{study}/trials/{arm}-{seed}", f"{arm} | seed {seed}"
     log = open_log(runs, place, a_spec(seed=seed, **spec), experiment=study, run_name=title, tags=tags)
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
@@ -345,7 +327,7 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path, monkeypa
     assert {"python", "git_commit", "mlflow", "torch"} <= set(record.versions)
     invalid, complete = record.trials  # in the study's order of arms
     assert (complete.arm, complete.seed, complete.trial) == ("group_size=4", 0, "group_size=4-0")
-    assert complete.threads == ["1", "2"]
+    assert complete.threads == ["1", "2"] and complete.versions["processor"]
     assert complete.spec == a_spec(seed=0).model_dump(mode="json")
     assert complete.factors == {"algorithm.group_size": 4}
     assert complete.history[COLUMN] == [(0, 0.25), (1, 0.5)]
@@ -367,11 +349,10 @@ def test_a_study_is_read_from_its_folder_alone_wherever_it_is(tmp_path, monkeypa
 @pytest.mark.attack("A lost or locked MLflow store")
 def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(runs, new_runs):
     folder = begin_study(runs, a_study())
-    copy = lambda: RecordMirror(runs, folder).copy()  # noqa: E731
-    copy()
-    log_trial(runs, "group_size=2", 0, "complete")
-    copy()
-    log_trial(runs, "group_size=4", 0, "complete")
+    copy = RecordMirror(runs, folder).copy
+    for arm in ("group_size=2", "group_size=4"):
+        copy()
+        log_trial(runs, arm, 0, "complete")
     failed = {"trial": "lost", "arm": "group_size=4", "seed": 1, "factors": {}, "reason": "its workers died"}
     write_json(folder / STATUS, {"state": "complete", "stopped": [], "failed": [failed]})
     copy()
@@ -516,9 +497,6 @@ def test_a_run_is_named_by_its_arm_and_seed_and_coloured_as_its_arm(tmp_path):
     assert {label for label, color in many.items() if color != GREY} == {"kl_beta=0.02"}  # more arms than colours
 
 
-# Traces -------------------------------------------------------------------------------------------------------------
-
-
 def traces_of(runs: Path, run_id: str) -> list[Trace]:
     client = MlflowClient(tracking_uri(runs))
     wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
@@ -583,9 +561,6 @@ def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs, monkey
     monkeypatch.setenv("COHORT_TRACES", "-1")
     with pytest.raises(ValueError, match=r"COHORT_TRACES must be a whole number .* got '-1'"):
         check_runs_folder(runs)
-
-
-# Bad runs folders ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")

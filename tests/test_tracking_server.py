@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import fake_trials
 import pytest
@@ -111,40 +112,24 @@ def test_a_study_is_written_and_read_through_a_server_alone(server, tmp_path, ca
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
 
 
-def tags(**changed: str) -> Callable[[MlflowClient, str], None]:
-    """Sets tags of a run, named without their prefix; deletes those that are to be empty."""
-
-    def act(client: MlflowClient, run_id: str) -> None:
-        for key, value in changed.items():
-            client.set_tag(run_id, f"cohort.{key}", value) if value else client.delete_tag(run_id, f"cohort.{key}")
-
-    return act
-
-
-def put(name: str, change: Callable[[str], str]) -> Callable[[MlflowClient, str], None]:
-    """Changes a file of the record in a run."""
-
-    def act(client: MlflowClient, run_id: str) -> None:
-        text = Path(client.download_artifacts(run_id, f"record/{name}")).read_text()
-        client.log_text(run_id, change(text), f"record/{name}")
-
-    return act
+def act(client: MlflowClient, run_id: str, change: dict[str, str] | tuple[str, Callable[[str], str]]) -> None:
+    """Sets tags of a run, named without their prefix, or deletes those that are to be empty; or changes a file."""
+    if isinstance(change, tuple):
+        text = Path(client.download_artifacts(run_id, f"record/{change[0]}")).read_text()
+        client.log_text(run_id, change[1](text), f"record/{change[0]}")
+    for key, value in change.items() if isinstance(change, dict) else ():
+        client.set_tag(run_id, f"cohort.{key}", value) if value else client.delete_tag(run_id, f"cohort.{key}")
 
 
 OURS = "group_size=4-1"  # in progress on this host, and ended in MLflow
-FOREIGN: dict[str, Callable[[MlflowClient, str], None]] = {
-    **{f"the trial {name!r}": tags(trial=name) for name in ("", ".", "..", "../../..", "a/b", ".hidden", "\\", "\n")},
-    "a trial of another name": tags(trial="group_size=4-9"),
-    "another trial's name": tags(trial="group_size=2-0"),
-    "no arm": tags(arm=""),
-    "no seed": tags(seed=""),
-    "a seed that is none": tags(seed="../1"),
-    "another seed": tags(seed="3"),
-    "another study": put("run.json", lambda text: text.replace("foreign", "other")),
-    "a changed number": put(EVENTS, lambda text: text.replace("0.25", "0.35")),
-    "no events": put(EVENTS, lambda _: ""),
-    "no JSON": put("result.json", lambda _: "{"),
-}
+FOREIGN: dict[str, Any] = {
+    **{f"the trial {name!r}": {"trial": name} for name in ("", ".", "..", "../../..", "a/b", ".hidden", "\\", "\n")},
+    "a trial of another name": {"trial": "group_size=4-9"}, "another trial's name": {"trial": "group_size=2-0"},
+    "no arm": {"arm": ""}, "no seed": {"seed": ""}, "a seed that is none": {"seed": "../1"},
+    "another seed": {"seed": "3"}, "another study": ("run.json", lambda text: text.replace("foreign", "other")),
+    "a changed number": (EVENTS, lambda text: text.replace("0.25", "0.35")),
+    "no events": (EVENTS, lambda _: ""), "no JSON": ("result.json", lambda _: "{"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -165,12 +150,12 @@ def test_no_run_on_a_shared_server_costs_a_file_of_this_host(server, tmp_path, c
     def files() -> dict[str, bytes]:
         return {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
-    for words, act in FOREIGN.items():
+    for words, change in FOREIGN.items():
         known = client.get_run(run_id).data.tags
         kept = {one: Path(client.download_artifacts(run_id, f"record/{one}")).read_text()
                 for one in ("run.json", EVENTS, "result.json")}  # fmt: skip
         before = files()
-        act(client, run_id)
+        act(client, run_id, change)
         caplog.clear()
         fetch_study(runs, name)
         assert files() == before, words

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cohort.harness.base.tensors import pad_left
 from cohort.harness.data import Prompt, Sampling
+from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder, _draw, uniforms
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
@@ -90,30 +91,47 @@ def test_a_decoder_writes_keys_in_place_and_reads_shared_ones_without_repeating_
             assert torch.allclose(found, model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5)
 
 
-def test_draws_follow_the_tempered_distribution():
+def test_the_beginning_that_all_prompts_share_is_read_once(monkeypatch):
+    """Equal samples, whether prompts are read whole or after their common beginning; one is a beginning of another."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=40)).eval()
+    engine = TransformersEngine(TransformersEngine.Settings(), model, tiny_codec())
+    prompts = [Prompt(f"p{i}", "1+2=3" * 8 + text, "0") for i, text in enumerate(["4", "4+5", "4+5+6=", "7-"])]
+    read, found = [], []
+    model.register_forward_pre_hook(lambda _, args, named: read.append(named["input_ids"].numel()), with_kwargs=True)
+    for least in (121, 120):
+        monkeypatch.setattr(_decoding, "SAVED", least)
+        found.append(engine.generate(prompts, 3, Sampling(max_tokens=8), seed=0, step=0))
+    first = read.index(40)
+    assert read[0] == 4 * 46 and read[first + 1] == 4 * 6
+    rows, others = ([r for g in groups for r in g.rollouts] for groups in found)
+    assert [r.token_ids for r in rows] == [r.token_ids for r in others]
+    for row, other in zip(rows, others, strict=True):
+        assert row.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+    engine.generate([prompts[0]] * 4, 1, Sampling(max_tokens=1), seed=0, step=0)
+    assert read[-2:] == [40, 4 * 1]  # of equal prompts all but the last token
+
+
+def test_draws_follow_the_tempered_distribution_and_keep_to_tokens_that_can_be_drawn():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
     noise = torch.from_numpy(np.random.default_rng(0).random(20000))
     chosen, _ = _draw(logits.expand(20000, 3), Sampling(temperature=0.5), noise)
     expected = np.array([0.25, 0.09, 0.04]) / 0.38  # p^(1/T), normalised
     # three standard errors of a proportion of 20000 draws are at most 0.0106
     assert np.bincount(chosen, minlength=3) / 20000 == pytest.approx(expected, abs=0.0106)
-
-
-def test_top_p_keeps_the_most_likely_tokens_only():
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.15, 0.25]])).expand(1000, 4)
-    noise = torch.from_numpy(np.random.default_rng(0).random(1000))
-    assert set(_draw(logits, Sampling(top_p=0.6), noise)[0].tolist()) == {1, 3}  # 0.5 alone is below 0.6
-    assert set(_draw(logits, Sampling(top_p=0.4), noise)[0].tolist()) == {1}
-
-
-def test_a_token_without_probability_is_never_drawn_and_greedy_takes_the_most_likely_one():
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    assert set(_draw(logits, Sampling(top_p=0.6), noise[:1000])[0].tolist()) == {1, 3}  # 0.5 alone is below 0.6
+    assert set(_draw(logits, Sampling(top_p=0.4), noise[:1000])[0].tolist()) == {1}
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])  # without probability
     for value in (0.0, 0.5, 1 - 2**-53):
         assert _draw(logits, Sampling(), torch.tensor([value], dtype=torch.float64))[0].item() == 1
     assert _draw(torch.tensor([[0.0, 2.0, 1.0]]), Sampling(temperature=0), torch.tensor([0.99]))[0].item() == 1
 
 
-def test_noise_is_uniform_and_every_part_of_the_key_matters():
+def test_noise_is_uniform_and_every_part_of_its_key_matters_and_nothing_else():
+    wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
+    assert (wide[4:6, :10] == narrow).all()  # whatever the other rows and the length that is asked for
     base = uniforms(0, 0, ["a", "b"], 4, 50)
     assert base.shape == (8, 50)
     values = uniforms(0, 0, [str(i) for i in range(100)], 8, 25).ravel()
@@ -125,11 +143,6 @@ def test_noise_is_uniform_and_every_part_of_the_key_matters():
         assert not (base == uniforms(*key, 4, 50)).any()
     assert len(np.unique(base)) == base.size
     assert not (uniforms(1, 0, ["a"], 4, 50) == uniforms(0, 1, ["a"], 4, 50)).any()  # seed and step do not add up
-
-
-def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked_for():
-    wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
-    assert (wide[4:6, :10] == narrow).all()
 
 
 def test_a_stop_text_ends_a_completion_and_stays_in_it():

@@ -68,10 +68,6 @@ def learner_logprobs(policy, rows, temperature=1.0):
     return values
 
 
-def flat(scores):
-    return [value for row in scores for value in row]
-
-
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 def test_without_vllm_the_error_says_what_to_install():
     with pytest.raises(ValueError, match=r"pip install 'cohort-rl\[vllm\]'.*engine=transformers"):
@@ -124,7 +120,7 @@ def test_scores_are_the_learners_logprobs_whatever_prefixes_are_cached(engine):
     rows += [(shared, 1), (shared, 280), ((*shared, 20, 21), 200)]
     expected = learner_logprobs(tiny_model(0), rows)
     for _ in range(2):
-        assert flat(engine.score(rows)) == pytest.approx(expected, abs=2e-5)
+        assert [value for row in engine.score(rows) for value in row] == pytest.approx(expected, abs=2e-5)
 
 
 @needs_vllm

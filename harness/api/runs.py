@@ -16,7 +16,7 @@ from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
-from ..settings.raw import read_yaml
+from ..settings.raw import parse_overrides, read_yaml
 from ..settings.run import RunSpec
 from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings, suited_rate
 
@@ -50,7 +50,8 @@ def train(
     folder, texts = runs_folder(runs), as_texts(settings)
     run = load_run(None if spec is None else str(spec), texts)
     file = None if spec is None else read_yaml(Path(spec))
-    texts += scale_settings(run.model, texts, trains=run.steps > 0, file=file)
+    has_critic = any(stage.spec.algorithm.needs_critic for stage in run.staged())
+    texts += scale_settings(run.model, texts, trains=run.steps > 0, has_critic=has_critic, file=file)
     texts += suited_rate(run.model, texts, file=file) if run.steps else []
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
@@ -104,8 +105,9 @@ def evaluate(
     counts = {"num_samples": samples, "num_test_prompts" if part == "test" else "num_prompts": limit}
     texts = as_texts(settings) + [f"evaluation.{key}={count}" for key, count in counts.items() if count is not None]
     texts += [f"evaluation.tests=[{', '.join(tests)}]"] if tests else []
+    parse_overrides(texts)  # which may fail, before imports that take seconds
     compute_as_a_worker()
-    with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
+    with phase_bar(f"{model} on {task}") as show:
         from ..run.standalone import evaluate_once
         from .result import Evaluation
 

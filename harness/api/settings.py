@@ -61,15 +61,21 @@ def as_texts(settings: Settings) -> list[str]:
 
 
 def scale_settings(
-    model: str, sets: Sequence[str], *, trains: bool = True, file: Mapping[str, Any] | None = None
+    model: str,
+    sets: Sequence[str],
+    *,
+    trains: bool = True,
+    has_critic: bool = True,
+    file: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Settings as `path=value` for a command on a model that is not built in, except those in `sets` or a run's `file`;
     prints them in one line on stderr. The study and the command that reproduces it name them and mean the same on every
     machine.
 
     Learning rates (only if it `trains`): 1e-6 is usual for full RL fine-tuning of such models (arXiv:2402.03300,
-    section 4.2), ten times that for an adapter, and 1e-5 for a critic on a trained model. On a GPU, forward passes run
-    in bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast leaves few float32 products.
+    section 4.2), ten times that for an adapter, and 1e-5 for a critic (if it `has_critic`) on a trained model. On a
+    GPU, forward passes run in bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast
+    leaves few float32 products.
     """
     import torch
 
@@ -79,7 +85,7 @@ def scale_settings(
     wanted: dict[str, Any] = {}
     if trains:
         rate = 1e-5 if given.get("lora") is not None else 1e-6
-        wanted = {"optimizer.learning_rate": rate, "optimizer.critic_learning_rate": 1e-5}
+        wanted = {"optimizer.learning_rate": rate} | ({"optimizer.critic_learning_rate": 1e-5} if has_critic else {})
     if given.get("device") != "cpu" and torch.cuda.is_available():
         if "dtype" not in given and torch.cuda.is_bf16_supported():
             wanted["autocast"] = True

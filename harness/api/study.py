@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import extras
+from .. import extras, plugins
 from ..base.files import read_json
 from ..console import progress, terminal
 from ..record.status import StudyStatus
@@ -114,7 +114,9 @@ def comparison(
         if len(set(names)) != len(names) or not all(names) or not (names or what == "controls"):
             raise SpecError(f"`{what}` must be distinct names, got '{','.join(names)}'")
     texts = as_texts(settings)
-    texts += scale_settings(model, texts)
+    known = [name for name in algorithms if name in plugins.names("algorithm")]  # others are refused below
+    critics = [name for name in known if getattr(plugins.load("algorithm", name), "needs_critic", False)]
+    texts += scale_settings(model, texts, has_critic=bool(critics))
     run: dict[str, Any] = {"model": model} | ({"cold_start": {"steps": TINY_COLD_START}} if model == "tiny" else {})
     raw: dict[str, Any] = {
         "name": name or f"compare-{'-'.join(tasks)}",

@@ -15,15 +15,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base.machine import SHARED_GPU, usable_gpus
-from ..data import Prompt
+from ..data import Prompt, Split
 from ..devices import group
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
-from ..policy.forward import block_tokens, chunk_tokens, is_recomputed, microbatch_tokens
+from ..policy.forward import block_tokens, can_share_prompts, chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, codec_of
 from ..settings.errors import SpecError
@@ -230,6 +231,22 @@ def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
         around = around or len(codec.encode(" "))
         found = max(found, len(codec.encode(text)))
     return found
+
+
+def run_sizes(spec: RunSpec) -> dict[str, float]:
+    """What estimates of time count with: the mean `prompt_tokens` of the last prompts, how many are its own and not
+    what all begin with (`own_tokens`), whether rows of a prompt learn from it once (`shares_prompts`), and on a CPU the
+    weights of the model (`cpu_weights`); empty if they cannot be read."""
+    split: Split = "train" if spec.steps else "validation"
+    with suppress(Exception):  # as in the estimate of memory
+        model, codec = empty_model(model_config(spec.model)), codec_of(spec)
+        prompts = [codec.encode(prompt.text) for prompt in spec.task.prompts(split)[-64:]]
+        mean = sum(map(len, prompts)) / len(prompts)
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
+        sizes = {"prompt_tokens": mean, "own_tokens": mean - shared, "shares_prompts": float(can_share_prompts(model))}
+        on_cpu = resolve_device(spec.device).type == "cpu"
+        return sizes | ({"cpu_weights": float(model.num_parameters())} if on_cpu else {})
+    return {}
 
 
 def read_prompts(spec: RunSpec) -> list[Prompt]:

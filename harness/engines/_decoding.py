@@ -6,6 +6,7 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 
 import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..base.tensors import pad_left
 from ..data import Group, Prompt, Sampling
-from ..policy.forward import hidden_states, keeps_keys_and_values, output_logits
+from ..policy.forward import can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
 from ..policy.library import decoding_cache, grouped_attention
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
+SAVED = 64  # fewest prompt tokens not read again that are worth a pass of their own
 BLOCK = 256  # tokens of a vocabulary whose probabilities are summed first
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -52,10 +54,11 @@ def sample_batch(
     lengths = torch.full((rows,), limit, device=device)
     stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
     kind = LibraryDecoder if keeps_keys_and_values(policy) else RereadingDecoder
     kind = LeanDecoder if recognised(policy) else kind  # not under autocast
-    decoder: Any = kind(policy, prompt_tokens.shape[1] + limit)
+    decoder: Any = kind(policy, max(map(len, encoded)) + limit)
+    start = decoder.begin(encoded) if kind is LibraryDecoder else 0
+    prompt_tokens, mask = (x.to(device) for x in pad_left([ids[start:] for ids in encoded]))
     logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
     decoder.expand(repeats)
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
@@ -108,12 +111,27 @@ class LibraryDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-        self.model, self.cache = model, decoding_cache(model, capacity)
+        self.model, self.cache, self.padded = model, decoding_cache(model, capacity), False
+        self.mask = torch.ones(0, 0, dtype=torch.bool, device=next(model.parameters()).device)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> int:
+        """The number of first tokens that are now read once for all prompts, which share them; 0 if it saves little."""
+        alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
+        shared = min(sum(takewhile(bool, alike)), min(map(len, prompts)) - 1)
+        if (len(prompts) - 1) * shared < SAVED or not can_share_prompts(self.model):
+            return 0
+        ids = torch.tensor([prompts[0][:shared]], device=self.mask.device)
+        self._forward(ids, torch.arange(shared, device=ids.device)[None])
+        self.cache.batch_repeat_interleave(len(prompts))  # pyright: ignore
+        self.mask = self.mask.new_ones(len(prompts), shared)
+        return shared
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
-        self.mask, self.padded = mask, not bool(mask.all())
-        return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
+        """[P, V] logits after the left-padded prompts, or what follows their beginning, [P, T] with a mask that is
+        False for padding."""
+        before, self.padded = self.mask.shape[1], not bool(mask.all())
+        self.mask = torch.cat([mask.new_ones(len(mask), before), mask], dim=1)
+        return self._forward(tokens, before + (mask.cumsum(-1) - 1).clamp(min=0))
 
     def expand(self, repeats: int) -> None:
         """Replace every row by that many copies."""

@@ -1,9 +1,10 @@
 """Samples with any `AutoModelForCausalLM`, in the learner's own process and on its own weights.
 
-A prompt is prefilled once and its key-value cache expanded to the group; finished rows leave the decode batch. A
-token is drawn by inverting the cumulative distribution at a uniform that is a hash of the token's place, so a row
-depends on the batch that it is in only through floating-point rounding, a resumed run repeats itself, and arms of a
-study that share a seed share their noise (common random numbers).
+A prompt is prefilled once and its key-value cache expanded to the group, and a long beginning that all prompts of a
+batch share (worked examples, a system prompt) is read once for all; finished rows leave the decode batch. A token is
+drawn by inverting the cumulative distribution at a uniform that is a hash of the token's place, so a row depends on
+the batch that it is in only through floating-point rounding, a resumed run repeats itself, and arms of a study that
+share a seed share their noise (common random numbers).
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class RunInfo:
     experiment  the study, or `train`, `evaluate` or `probe`
     tags        of a trial: `cohort.arm`, `cohort.seed`, `cohort.factors` (JSON), `cohort.phase` and others
     prompt      the first one, as the policy reads it
+    sizes       what `study.estimates.passes` counts with: see `checks.memory.run_sizes`
     """
 
     experiment: str
@@ -54,6 +55,7 @@ class RunInfo:
     spec: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
+    sizes: dict[str, float] = field(default_factory=dict)
     objective: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -26,15 +26,13 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..interfaces import RolloutEngine, Task
 from ..policy.flops import lengths
-from ..settings.run import EvaluationSettings, RunSpec
+from ..settings.run import PART_WEIGHTS, PROMPTS_AT_ONCE, EvaluationSettings, RunSpec
 from .grading import begin_grading, completion_row, grade, groups_of, sample_rows
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
-PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
 SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
 ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
 ROWS = ".rows"  # ending of the file of an unfinished part's rows
-PART_WEIGHTS = 5e11  # weights read for all tokens of a part, at most, where `weights` are given: tens of seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..base.files import sha256
 from ..base.inputs import expecting
 from ..base.words import without_signal
+from ..checks.memory import run_sizes
 from ..checks.preflight import check_length, check_tokens, run_inputs
 from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
@@ -59,7 +60,7 @@ def train(
             check_length(stage.spec)
             if stage.spec.kl.reference is not None:
                 check_tokens(spec.model, stage.spec.kl.reference)
-        log.about(prompt=first_prompt(spec, "train" if spec.steps else "validation"))
+        log.about(prompt=first_prompt(spec, "train" if spec.steps else "validation"), sizes=run_sizes(spec))
         prompts = spec.task.prompts("train") if spec.steps else []
         if spec.control == "shuffled_gold" and len(prompts) == 1:
             raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")

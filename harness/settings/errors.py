@@ -42,6 +42,8 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
         elif is_run and isinstance(item["input"], list) and item["type"].endswith(("_type", "literal_error")):
             fix = f"to vary it, list them under factors, '{path}: {_short(item['input'])}'"
             message, value = f"{message}; one run has one value: {fix}", ""
+        elif item["type"] == "string_type" and isinstance(item["input"], dict):
+            message = f"{message}; text that begins with a brace needs quotes, '{path}=\"{{...}}\"'"
         elif item["type"] == "value_error":
             value = ""  # our own messages name the value
         named = f"{path}: " if path and not message.startswith(path) else ""

@@ -34,7 +34,8 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         try:
             result[path.strip()] = _Loader(value).get_single_data()
         except yaml.YAMLError as error:
-            raise SpecError(f"{path.strip()}: the value is not valid YAML: {_words(error)}") from None
+            fix = f"quote a text, as in '{path.strip()}=\"...\"'"
+            raise SpecError(f"{path.strip()}: the value is not valid YAML: {_words(error)}; {fix}") from None
     return result
 
 

@@ -20,16 +20,19 @@ from typing import Any, NamedTuple
 from ..base.inputs import digest
 from ..base.machine import default_workers, usable_cores
 from ..policy.sources import is_here
+from ..record.run import INFO
 from ..record.status import StudyStatus
-from ..settings.run import RunSpec, parse_run
+from ..settings.run import PART_WEIGHTS, PROMPTS_AT_ONCE, RunSpec, parse_run
 from ..settings.stages import Stage
 from ..settings.study import Arm, StudySpec
 from .plan import Plan
 
 # Start and report of a study take as long as so many passes of `tiny`, which a crowded machine slows as it slows them,
 # and a trial loads and checks its models for as long as so many of its own; at least and at most so many seconds.
-START, REPORT, LOAD = (9e5, 6.0, 20.0), (5e5, 6.0, 12.0), (1200.0, 1.0, math.inf)
-EFFICIENCY = 0.35  # of passes through a model, relative to one product of large matrices: see docs/bounds.md
+START, REPORT, LOAD = (9e5, 6.0, 20.0), (5e5, 6.0, 12.0), (2700.0, 1.0, math.inf)
+# A step of decoding and an optimiser step take as long as so many passes of a token besides; in a model of NARROW
+# outputs a layer's other operations take as long as its products. See docs/bounds.md.
+DECODE, MOVE, NARROW = 40, 240, 120
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
@@ -56,33 +59,50 @@ def cost(status: StudyStatus) -> dict[str, float]:
     }
 
 
-def passes(spec: RunSpec, step: int | None = None) -> float:
+def passes(spec: RunSpec, step: int | None = None, sizes: Mapping[str, float] = {}) -> float:
     """Tokens that pass through the model until a training step is logged, by default until the run's end.
 
-    One that is read counts 1, sampled 2 (one at a time is slow), learnt from 3 in each pass over the batch. Every
-    completion counts with its full limit, prompts do not count.
+    One that is read or sampled counts 1, learnt from 3 in each pass over the batch; a step of decoding counts DECODE
+    more whatever its rows, an optimiser step MOVE. Completions have their full limit, and prompts, which rows
+    share, the means of the run's `sizes` (`checks.memory.run_sizes`).
     """
     evaluation, done = spec.evaluation, spec.steps if step is None else step
-    work = sum(_passes(stage, min(done, stage.end) - stage.start) for stage in spec.staged() if done > stage.start)
-    validation = 2 * evaluation.num_prompts * (1 + evaluation.num_samples)
-    test = 2 * evaluation.num_test_prompts * (1 + evaluation.samples_of("test")) * (1 + len(evaluation.tests))
+    begun = [stage for stage in spec.staged() if done > stage.start]
+    work = sum(_passes(stage, min(done, stage.end) - stage.start, sizes) for stage in begun)
+    validation = _evaluated(spec, evaluation.num_prompts, evaluation.num_samples, sizes)
+    test = _evaluated(spec, evaluation.num_test_prompts, evaluation.samples_of("test"), sizes)
     validations = 1 + (math.ceil(done / evaluation.every) if step is None else max(0, done - 1) // evaluation.every)
     tests = (evaluation.test_at_start and spec.steps > 0) + (step is None) * evaluation.test_last
-    return float(spec.max_tokens * (work + validations * validation + tests * test))
+    return float(work + validations * validation + tests * test * (1 + len(evaluation.tests)))
 
 
-def _passes(stage: Stage, done: int) -> float:
-    """Completions that pass through the model in so many steps of a stage, counted in the same way."""
-    spec, algorithm = stage.spec, stage.spec.algorithm
+def _evaluated(spec: RunSpec, problems: int, samples: int, sizes: Mapping[str, float]) -> float:
+    """Passes for so many problems, sampled greedily and at random, each time part by part as `run.evaluate` does."""
+    tokens = (1 + samples) * spec.max_tokens
+    part = max(1, min(PROMPTS_AT_ONCE, PART_WEIGHTS / (sizes.get("cpu_weights", 1.0) * tokens)))
+    each = tokens + 2 * sizes.get("own_tokens", 0.0)
+    return problems * each + 2 * math.ceil(problems / part) * DECODE * spec.max_tokens
+
+
+def _passes(stage: Stage, done: int, sizes: Mapping[str, float]) -> float:
+    """Passes in so many steps of a stage."""
+    spec, algorithm, limit = stage.spec, stage.spec.algorithm, stage.spec.max_tokens
     if stage.does is not None:
-        return stage.does.passes(stage, done)
+        return limit * stage.does.passes(stage, done)
+    rows, prompts, optimizer = spec.rollouts_per_step, spec.prompts_per_step, spec.optimizer
     own_critic = algorithm.needs_critic and not algorithm.shares_trunk
     read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
     read += algorithm.needs_collision + sum(bool(reward.scorer) for reward in spec.rewards.values())
     read += len({reward.distribution for reward in spec.rewards.values()} - {None})
-    learnt = 3 * spec.optimizer.num_inner_epochs * (2 if own_critic else 1)
-    each = spec.rollouts_per_step * (1 + spec.dynamic_sampling + read + learnt)  # half of the batches that it may draw
-    each += 2 * spec.prompts_per_step if algorithm.needs_greedy else 0
+    learnt = optimizer.num_inner_epochs * (2 if own_critic else 1)
+    prompt, own = sizes.get("prompt_tokens", 0.0), sizes.get("own_tokens", 0.0)
+    met = min(rows, prompts * optimizer.num_minibatches) if sizes.get("shares_prompts", 1) else rows
+    each = (
+        rows * limit + prompts * own + DECODE * limit * math.ceil(rows / getattr(spec.engine, "max_batch_rows", rows))
+    )
+    each *= (1 + spec.dynamic_sampling) / 2  # half of the batches that it may draw
+    each += (read + 3 * learnt) * (rows * limit + met * prompt) + learnt * optimizer.num_minibatches * MOVE
+    each += prompts * (limit + own) + DECODE * limit if algorithm.needs_greedy else 0
     return done * each
 
 
@@ -91,10 +111,14 @@ class TrialTimes:
 
     def __init__(self, plan: Plan, status: StudyStatus, workers: int) -> None:
         found: dict[str, list[Timed]] = defaultdict(list)
+        self._sizes = dict(plan.sizes)
+        for trial in status.trials:
+            with suppress(OSError, ValueError, KeyError):  # not begun
+                self._sizes.setdefault(trial.arm, json.loads((trial.directory / INFO).read_text())["sizes"])
         for trial in status.trials:
             step = None if trial.state == "complete" else trial.step
             if trial.seconds and step != 0:
-                found[trial.arm].append(Timed(trial.seconds, passes(plan.arms[trial.arm].spec, step)))
+                found[trial.arm].append(Timed(trial.seconds, self._passes(plan.arms[trial.arm], step)))
         self._paces = {arm: _pace(ones) for arm, ones in found.items()}
         here = [one for ones in found.values() for one in ones]
         self._here = _pace(here) if here else None
@@ -117,10 +141,17 @@ class TrialTimes:
     def left(self, arm: Arm, step: int = 0) -> float:
         """Seconds from a logged step, or from the load of the models before the first, until the trial's end."""
         if step:
-            return self.pace(arm) * (passes(arm.spec) - passes(arm.spec, step))
+            return self.pace(arm) * (self._passes(arm) - self._passes(arm, step))
         kind, pace = _kind(arm.spec), self.pace(arm)
         known = (one.besides for one in self.past if one.kind == kind and one.besides < math.inf)
-        return pace * passes(arm.spec) + min(known, default=_bounded(LOAD, pace))
+        return pace * self._passes(arm) + min(known, default=_bounded(LOAD, pace))
+
+    def _passes(self, arm: Arm, step: int | None = None) -> float:
+        return passes(arm.spec, step, self.sizes(arm))
+
+    def sizes(self, arm: Arm) -> Mapping[str, float]:
+        """The sizes of the arm's runs, or else of an arm that has begun."""
+        return self._sizes.get(arm.label) or next(iter(self._sizes.values()), {})
 
 
 def with_time_left(
@@ -159,7 +190,8 @@ def _cold_starts(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, in
     for arm in (*(plan.arms[label] for label in {t.arm for t in status.trials if t.is_open}), *(a for a, _ in coming)):
         spec, start = arm.spec, _start(arm.spec)
         if spec.cold_start.steps and start not in trained:
-            work = 4 * spec.max_tokens * spec.cold_start.steps * spec.cold_start.batch_size  # prompts too
+            row = spec.max_tokens + times.sizes(arm).get("prompt_tokens", 0.0)
+            work = spec.cold_start.steps * (3 * row * spec.cold_start.batch_size + MOVE)
             found[start] = min(found.get(start, math.inf), (1 - shares.get(arm.label, 0.0)) * work * times.pace(arm))
     return sum(found.values())
 
@@ -197,16 +229,17 @@ def _past_run(file: Path, ended: float, starts: Sequence[float]) -> Timed | None
     with suppress(OSError, ValueError, KeyError, TypeError):
         result, info = json.loads(file.read_text()), file.with_name("run.json")
         if result["state"] == "complete" and (seconds := result["summary"]["seconds"]) > 0:
-            spec, begun = parse_run(json.loads(info.read_text())["spec"], str(info)), info.stat().st_mtime
+            run, begun = json.loads(info.read_text()), info.stat().st_mtime
+            spec = parse_run(run["spec"], str(info))
             besides = math.inf if any(begun < start < ended for start in starts) else max(0.0, ended - begun - seconds)
-            return Timed(seconds, passes(spec), _kind(spec), _start(spec), besides)
+            return Timed(seconds, passes(spec, sizes=run.get("sizes", {})), _kind(spec), _start(spec), besides)
     return None
 
 
 @cache
 def _by_arithmetic(model: str, device: str, dtype: str, threads: int) -> float:
     """Seconds for a pass of one token through a model that was never timed here: 2 operations per weight, at the
-    measured speed of a product; NaN for a model or device that is not here."""
+    measured speed of a product, and the operations that are no products; NaN for a model or device that is not here."""
     from ..policy.model import empty_model, model_config
 
     if not is_here(model):
@@ -214,7 +247,8 @@ def _by_arithmetic(model: str, device: str, dtype: str, threads: int) -> float:
     try:
         config = model_config(model)
         weights = sum(p.numel() for p in empty_model(config).parameters())
-        return 2 * weights * _operation_seconds(config.hidden_size, device, dtype, threads) / EFFICIENCY
+        width = config.hidden_size
+        return 2 * weights * _operation_seconds(width, device, dtype, threads) * (1 + NARROW / width)
     except Exception:  # as in the memory estimate
         return math.nan
 

@@ -43,6 +43,7 @@ class Plan:
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.clones: dict[str, Clone] = {}
+        self.sizes: dict[str, Mapping[str, float]] = {}  # of arms' runs, as far as a process has read them
         self.dropped: Collection[str] = ()  # labels of arms that were taken back
         self._keys: dict[Key, None] = dict.fromkeys((label, seed) for seed in study.seeds for label in self.arms)
 

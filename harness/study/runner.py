@@ -128,7 +128,7 @@ def dry_run(
     model or data that are not here yet); `limits`, the tokens of a completion by model that is not built in. SpecError
     for a study that no machine can run.
     """
-    from ..checks.memory import judge
+    from ..checks.memory import judge, run_sizes
     from .estimates import budget
 
     queue = _reachable_queue(study, runs, storage)
@@ -144,6 +144,7 @@ def dry_run(
             if known:
                 run_inputs(list(specs.values()), runs / "cache")
             if execute == EXECUTE:
+                queue.plan.sizes = {arm: run_sizes(spec) for arm, spec in specs.items()}
                 memory = {arm: judge(spec) for arm, spec in specs.items() if spec.steps}
                 disk = check_room(queue, workers)
     elif not any(words.startswith("data") for words in not_checked):

@@ -27,14 +27,11 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
 
     task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
     raw = {
-        "model": str(folder),
-        "task": task,
+        "model": str(folder), "task": task, "device": "cpu", "checkpoints": {"rollouts_every": 0},
         "algorithm": {"name": "grpo", "group_size": GROUP_SIZE, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
         "optimizer": {"learning_rate": LEARNING_RATE, "num_inner_epochs": setting.num_inner_epochs},
-        "checkpoints": {"rollouts_every": 0},
         "rollouts_per_step": setting.rollouts,
-        "device": "cpu",
-    }
+    }  # fmt: skip
     spec = parse_run(raw, "benchmark")
     directory = Path(tempfile.mkdtemp(dir=folder.parent))
     run, _ = prepare(spec, directory, MagicMock(), directory, lambda: False)  # a log that keeps nothing
@@ -71,41 +68,22 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
         return [float(digit_sum(text) % 2 == 0) for text in completions]
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=folder.parent),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        output_dir=tempfile.mkdtemp(dir=folder.parent), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         model_init_kwargs={"attn_implementation": job["attention"], "dtype": "float32"},
-        cache_implementation=job["cache"],
-        per_device_train_batch_size=job["micro_batch"],
-        gradient_accumulation_steps=setting.rollouts // job["micro_batch"],
-        num_generations=GROUP_SIZE,
-        max_completion_length=setting.max_tokens,
-        max_steps=num_steps * setting.num_inner_epochs,
-        num_iterations=setting.num_inner_epochs,
-        beta=setting.kl_beta,
+        cache_implementation=job["cache"], per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=setting.rollouts // job["micro_batch"], num_generations=GROUP_SIZE,
+        max_completion_length=setting.max_tokens, max_steps=num_steps * setting.num_inner_epochs,
+        num_iterations=setting.num_inner_epochs, beta=setting.kl_beta, epsilon=0.2, loss_type="grpo", temperature=1.0,
         use_bias_correction_kl=False,  # TRL multiplies the KL by the ratio by default; ours is the k3 estimate as it is
-        epsilon=0.2,
-        loss_type="grpo",
-        temperature=1.0,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
         optim="adamw_torch_fused",
-    )
+    )  # fmt: skip
     trainer = GRPOTrainer(
-        model=str(folder),
-        reward_funcs=reward,
-        args=config,
+        model=str(folder), reward_funcs=reward, args=config,
         train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(setting.prompt_tokens)]),
         callbacks=[Watch()],
-    )
+    )  # fmt: skip
     sample: Any = trainer._generate_single_turn
 
     def counted(*args: Any, **kwargs: Any) -> Any:

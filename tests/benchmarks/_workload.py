@@ -105,15 +105,10 @@ def write_model(setting: Setting, folder: Path) -> None:
     if setting.shape == "3.4M":
         config.update(
             {
-                "hidden_size": 256,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 64,
-                "intermediate_size": 768,
-                "initializer_range": 0.02,
+                "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+                "head_dim": 64, "intermediate_size": 768, "initializer_range": 0.02,
             }
-        )
+        )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():

@@ -45,35 +45,26 @@ def compare(setting: Setting, options: argparse.Namespace, workplace: Path) -> d
             runs[side].append(_run(job | {"side": side}, workplace))
     ours, trl = (_summary(setting, found) for found in runs.values())
     return {
-        "name": setting.name,
-        "ours": ours,
-        "trl": trl | {"settings": FASTEST[setting.shape]},
+        "name": setting.name, "ours": ours, "trl": trl | {"settings": FASTEST[setting.shape]},
         "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
         "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
         "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
-    }
+    }  # fmt: skip
 
 
 def _run(job: dict[str, Any], workplace: Path) -> dict[str, Any]:
     job_file, result_file = workplace / "job.json", workplace / "result.json"
     job_file.write_text(json.dumps(job))
     environment = {
-        "OMP_NUM_THREADS": str(job["threads"]),
-        "MKL_NUM_THREADS": str(job["threads"]),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
+        "OMP_NUM_THREADS": str(job["threads"]), "MKL_NUM_THREADS": str(job["threads"]), "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
+        "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
+    }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)], env={**os.environ, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{job['side']} failed in setting '{job['setting']['name']}':\n{done.stdout[-4000:]}")
     return json.loads(result_file.read_text())
@@ -85,14 +76,11 @@ def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = statistics.mean(step["tokens"] for step in steps)
     return {
-        "seconds_per_step": seconds,
-        "samples_per_second": setting.rollouts / seconds,
-        "tokens_per_second": tokens / seconds,
-        "completion_length": tokens / setting.rollouts,
+        "seconds_per_step": seconds, "samples_per_second": setting.rollouts / seconds,
+        "tokens_per_second": tokens / seconds, "completion_length": tokens / setting.rollouts,
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
-        "step_seconds": [round(step["seconds"], 4) for step in steps],
-        "load": max(run["load"] for run in runs),
-    }
+        "step_seconds": [round(step["seconds"], 4) for step in steps], "load": max(run["load"] for run in runs),
+    }  # fmt: skip
 
 
 def _print(pair: dict[str, Any]) -> None:

@@ -7,11 +7,15 @@ import torch
 from architectures import REREAD, SETTINGS, WHOLE, build_model, differences
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
+from factories import slow_but
 
 NATS = 1e-4
+# One of each kind of head, mask, position and cache; the slow tests have the others.
+QUICK = ("llama/tied", "llama/dynamic", "phi3/longrope", "phimoe", "granite", "cohere", "minicpm3", "gpt2", "bloom",
+         "gemma2", "gpt_oss", "gpt_neo", "mamba2", "jamba", "recurrent_gemma", "rwkv")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but(QUICK, SETTINGS))
 def test_engine_learner_and_shared_prompts_give_the_log_probs_of_the_models_own_forward_pass(name):
     engine, learner, shared = differences(build_model(name))
     assert engine < NATS
@@ -21,9 +25,10 @@ def test_engine_learner_and_shared_prompts_give_the_log_probs_of_the_models_own_
 
 
 @pytest.mark.parametrize("head", ["linear", "any"])
-@pytest.mark.parametrize(
-    "name", ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1", "minicpm3", "gptj", "nanochat"]
-)
+@pytest.mark.parametrize("name", slow_but(
+    ("granite", "gemma2", "phimoe", "minicpm3"),
+    ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1", "minicpm3", "gptj", "nanochat"],
+))  # fmt: skip
 def test_the_gradient_is_that_of_the_models_own_forward_pass(name, head, monkeypatch):
     monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": 4 * 4 * 100})
     monkeypatch.setattr(forward, "LOGITS_BYTES", {"cpu": 5 * 4 * 100})

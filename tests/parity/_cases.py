@@ -81,20 +81,14 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
     old = -noise(1.0).abs() - 0.1 * mask
     style = torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     batch = Batch(
-        tokens_BT=torch.zeros(rows, width, dtype=torch.int64),
-        completion_mask_BT=mask,
-        lengths_B=PROMPT + lengths,
-        sampler_logprobs_BT=old,
-        rewards_B=rewards.double(),
-        group_size=size,
+        tokens_BT=torch.zeros(rows, width, dtype=torch.int64), completion_mask_BT=mask, lengths_B=PROMPT + lengths,
+        sampler_logprobs_BT=old, rewards_B=rewards.double(), group_size=size,
         reward_parts_BK=torch.stack([rewards, style], dim=1).double(),
         reward_weights_BK=torch.tensor([PART_WEIGHTS] * rows, dtype=torch.float64),
-        greedy_rewards_B=rewards.double().view(-1, size)[:, :1].expand(-1, size).flatten(),
-        old_logprobs_BT=old,
-        ref_logprobs_BT=old + noise(0.5),
-        values_BT=noise(0.5),
+        greedy_rewards_B=rewards.double().view(-1, size)[:, :1].expand(-1, size).flatten(), old_logprobs_BT=old,
+        ref_logprobs_BT=old + noise(0.5), values_BT=noise(0.5),
         collision_BT=((2 * old).exp() + style.double()[:, None] * (1 - old.exp()) ** 2) * mask,
-    )
+    )  # fmt: skip
     return Case(batch, old + noise(moved), batch.values_BT + noise(0.4))
 
 
@@ -109,18 +103,10 @@ def our_advantages(algorithm: Algorithm, case: Case) -> Numbers:
     return Numbers(case.completion(prepared(algorithm, case).advantages_BT))
 
 
-def our_loss(algorithm: Algorithm, case: Case) -> Numbers:
-    """The policy's part of our loss, and its gradient."""
-    leaf = case.logprobs_BT.clone().requires_grad_()
-    output = PolicyOutput(leaf, torch.zeros_like(leaf), case.values_BT)
+def our_loss(algorithm: Algorithm, case: Case, network: str = "policy") -> Numbers:
+    """A network's part of our loss, and its gradient."""
+    logprobs, values = (x.clone().requires_grad_() for x in (case.logprobs_BT, case.values_BT))
+    output = PolicyOutput(logprobs, torch.zeros_like(logprobs), values)
     loss, metrics = algorithm.loss(prepared(algorithm, case), output)
     loss.backward()
-    return Numbers(metrics["policy/loss"], case.completion(leaf.grad))
-
-
-def our_critic_loss(algorithm: Algorithm, case: Case) -> Numbers:
-    leaf = case.values_BT.clone().requires_grad_()
-    output = PolicyOutput(case.logprobs_BT, torch.zeros_like(leaf), leaf)
-    loss, metrics = algorithm.loss(prepared(algorithm, case), output)
-    loss.backward()
-    return Numbers(metrics["critic/loss"], case.completion(leaf.grad))
+    return Numbers(metrics[f"{network}/loss"], case.completion((logprobs if network == "policy" else values).grad))

@@ -38,14 +38,9 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 TEXT = "1+1="  # every prompt: what it says does not matter here
 COMMON = {
-    "output_dir": tempfile.mkdtemp(),
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+    "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
+    "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
 
 
 class Given:
@@ -76,20 +71,13 @@ def model_folder() -> str:
 def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, **settings: Any) -> Any:
     """A trainer on batches of `rows` rows in `accumulate` micro-batches."""
     config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, GMPOTrainer: GMPOConfig}[kind](
-        **COMMON,
-        per_device_train_batch_size=rows // accumulate,
-        gradient_accumulation_steps=accumulate,
-        steps_per_generation=accumulate,
-        num_generations=group_size,
-        **settings,
-    )
+        **COMMON, per_device_train_batch_size=rows // accumulate, gradient_accumulation_steps=accumulate,
+        steps_per_generation=accumulate, num_generations=group_size, **settings,
+    )  # fmt: skip
     made = kind(
-        model=model_folder(),
-        reward_funcs=[Given() for _ in settings.get("reward_weights", (1.0,))],
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4),
-        processing_class=tiny_tokenizer(),
-    )
+        model=model_folder(), reward_funcs=[Given() for _ in settings.get("reward_weights", (1.0,))], args=config,
+        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
     made.model.train()
     made.current_gradient_accumulation_steps = accumulate  # the training loop sets it
     return made
@@ -153,16 +141,13 @@ def inputs_of(batch: Batch, case: Case, rows: slice = slice(None)) -> dict[str, 
     credit = case.completion(batch.advantages_BT)[rows]
     ids = torch.full(mask.shape, 5)
     return {
-        "prompt_ids": ids[:, :PROMPT],
-        "prompt_mask": torch.ones_like(ids[:, :PROMPT]),
-        "completion_ids": ids,
-        "completion_mask": mask,
-        "advantages": credit[:, 0],
+        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones_like(ids[:, :PROMPT]), "completion_ids": ids,
+        "completion_mask": mask, "advantages": credit[:, 0],
         "old_per_token_logps": case.completion(batch.old_logprobs_BT)[rows],
         "old_logps": (case.completion(batch.old_logprobs_BT)[rows] * mask).sum(dim=1),
         "ref_per_token_logps": case.completion(case.batch.ref_logprobs_BT)[rows],
         "num_items_in_batch": case.mask.sum().double(),
-    }
+    }  # fmt: skip
 
 
 def loss(kind: type, algorithm: Algorithm, case: Case, *, accumulate: int = 1, **settings: Any) -> Numbers:
@@ -237,12 +222,10 @@ def loss_rows() -> list[Row]:
 @cache
 def dpo_trainer(beta: float) -> Any:
     return OnlineDPOTrainer(
-        model=model_folder(),
-        reward_funcs=Given(),
+        model=model_folder(), reward_funcs=Given(),
         args=OnlineDPOConfig(**COMMON, beta=beta, per_device_train_batch_size=1),
-        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4),
-        processing_class=tiny_tokenizer(),
-    )
+        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
 
 
 def dpo(case: Case, beta: float = 0.3) -> Numbers:

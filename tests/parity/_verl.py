@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
+from _cases import Case, Numbers, cases, our_advantages, our_loss, prepared
 from _table import Row
 from cohort.algorithms._functional import to_go, token_rewards
 from cohort.algorithms.dppo import DPPO
@@ -152,17 +152,9 @@ def advantage_rows() -> list[Row]:
 
 
 def loss(
-    function: Loss,
-    algorithm: Algorithm,
-    mode: str,
-    case: Case,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    kl: tuple[float, str] = (0.0, "k3"),
-    scale: float | None = None,
-    **settings: Any,
-) -> Numbers:
+    function: Loss, algorithm: Algorithm, mode: str, case: Case, *, low: float = 0.2, high: float = 0.2,
+    kl: tuple[float, str] = (0.0, "k3"), scale: float | None = None, **settings: Any,
+) -> Numbers:  # fmt: skip
     """verl's policy loss on our advantages, plus its KL penalty, aggregated by its `agg_loss`, and the gradient."""
     leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
     batch, mask = prepared(algorithm, case), case.mask.double()
@@ -208,13 +200,9 @@ def loss_rows() -> list[Row]:
     ppo, grpo = PPO(kl_beta=0.05), GRPO(kl_beta=0.1)
 
     def pair(
-        objective: str,
-        function: Loss,
-        algorithm: Algorithm,
-        mode: str,
-        where: Callable[[], Any] = cases,
+        objective: str, function: Loss, algorithm: Algorithm, mode: str, where: Callable[[], Any] = cases,
         **settings: Any,
-    ) -> Row:
+    ) -> Row:  # fmt: skip
         told = f"{function.__name__}({mode})" + (f" + kl_penalty({settings['kl'][1]})" if "kl" in settings else "")
         theirs = partial(loss, function, algorithm, mode, **settings)
         return Row(objective, told, where, partial(our_loss, algorithm), theirs)
@@ -230,7 +218,7 @@ def loss_rows() -> list[Row]:
     return [
         pair("ppo: loss, no ratio above 3", vanilla, ppo, "token-mean", nothing_dual_clipped),
         Row("ppo: critic's loss", "compute_value_loss(token-mean)", cases,
-            partial(our_critic_loss, ppo), partial(critic_loss, ppo)),
+            partial(our_loss, ppo, network="critic"), partial(critic_loss, ppo)),
         *(pair(f"grpo: loss, KL by {k}", vanilla, grpo.model_copy(update={"kl_estimator": k}), row_mean,
                nothing_dual_clipped, kl=(0.1, k)) for k in ("k1", "k2")),
         pair("ppo: loss, dual clip", vanilla, PPO(kl_beta=0.05, ratio_bound=3.0), "token-mean"),

@@ -11,12 +11,10 @@ FIXTURES = Path(__file__).parent / "fixtures"
 @pytest.mark.parametrize(
     ("name", "golds"),
     [
-        ("aime24", {"861", "16", "68", "60"}),
-        ("aime25", {"56", "71", "170", "3"}),
-        ("amc23", {"45", "8", "3", "54"}),
-        ("olympiadbench", {"3, -3", "42", "2", "2^{n-1}"}),
+        ("aime24", {"861", "16", "68", "60"}), ("aime25", {"56", "71", "170", "3"}),
+        ("amc23", {"45", "8", "3", "54"}), ("olympiadbench", {"3, -3", "42", "2", "2^{n-1}"}),
     ],
-)
+)  # fmt: skip
 def test_a_suite_reads_the_rows_of_its_data_set(name, golds):
     task = plugins.load("task", name)(path=str(FIXTURES / name))
     found = [prompt.gold for prompt in task.prompts("test")]

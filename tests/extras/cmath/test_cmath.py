@@ -19,7 +19,6 @@ def task(path: object = FIXTURE, **fields) -> CMATH:
 
 
 def sizes(task: CMATH) -> tuple[int, int]:
-    """Problems of the training source, and of the test."""
     train, held_out, test = (len(task.prompts(split)) for split in ("train", "validation", "test"))
     return train + held_out, test
 
@@ -34,7 +33,7 @@ def test_the_development_part_is_the_training_source(tmp_path, word, layout):
     assert sizes(task(tmp_path)) == (10, 3)
 
 
-def test_other_tasks_know_no_development_part(tmp_path):
+def test_other_tasks_know_no_development_part_and_the_hub_calls_it_validation(tmp_path, monkeypatch):
     row = {"question": "Why?", "answer": "#### 1"}
     (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="no folder with one, is called train"):
@@ -42,28 +41,20 @@ def test_other_tasks_know_no_development_part(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no folder with one, is called train or dev or validation"):
         task(tmp_path / "empty").prompts("train")
-
-
-def test_the_hub_calls_the_training_source_validation(monkeypatch):
     rows = [{**ROW, "question": f"{ROW['question']} {number}"} for number in range(21)]
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["default"])
     monkeypatch.setattr(datasets, "load_dataset", lambda path, config: {"validation": rows[:20], "test": rows[20:]})
     assert sizes(task("some/cmath")) == (20, 1)
 
 
-def test_the_grade_is_a_tag_and_there_are_no_demonstrations():
+def test_the_prompt_asks_in_chinese_for_the_configured_format_and_the_grade_is_a_tag():
     assert {dict(p.tags)["grade"] for p in task().prompts("test")} == {"2", "3", "5"}
     assert CMATH().parse_row({**ROW, "grade": None}).tags == ()
     assert task().demonstrations() == []
-
-
-def test_the_prompt_asks_in_chinese_for_the_configured_format():
     texts = [task(answer_format=name).prompts("test")[0].text for name in ("hash", "boxed", "think_answer")]
     assert [("####" in t, r"\boxed{}" in t, "<answer>" in t) for t in texts] == [
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-    ]
+        (True, False, False), (False, True, False), (False, False, True),
+    ]  # fmt: skip
     assert all(text.endswith("\u89e3\u7b54\uff1a\n") and "{question}" not in text for text in texts)
 
 

@@ -50,9 +50,6 @@ def first(split: Any, count: int, start: int = 0) -> dict[str, str]:
     return dict(itertools.islice(make_spec().task.questions(split).items(), start, start + count))
 
 
-# The tests
-
-
 def p_of(probed: Sequence[float], reference: Sequence[float]) -> float:
     (found,) = judge({"completion": probed}, {"completion": reference}, np.random.default_rng(0))
     return found.p
@@ -75,9 +72,6 @@ def test_a_preference_for_peoples_numbers_flags_nobody_and_a_better_known_refere
     assert found.p > 0.9 and found.p_reverse < 0.01
 
 
-# Scores
-
-
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
     # Lin 2004, section 3.1: "police killed the gunman" against "police kill the gunman" (3 of 4 words in order) and
     # against "the gunman kill police" (2 of 4).
@@ -90,7 +84,7 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
     assert words("It's $3.50, OK?") == ["it", "'", "s", "$", "3", ".", "50", ",", "ok", "?"]
 
 
-def test_a_question_is_cut_between_words_where_it_has_any():
+def test_a_question_is_cut_between_words_and_its_variants_have_other_numbers_of_as_many_digits():
     assert parted("Ann has 3 red apples.", 0.55) == ("Ann has 3", " red apples.")  # 12 of 21 characters, in "red"
     assert parted("Ann has 3 red apples.", 0.6) == ("Ann has 3 red", " apples.")  # 13, its end
     assert parted("Ann has 3", 0.8) == ("Ann has", " 3")  # just before a word that would be cut
@@ -98,9 +92,6 @@ def test_a_question_is_cut_between_words_where_it_has_any():
     assert parted("x", 0.6) == ("x", "")
     long = parted("a " * 1000, 0.1)
     assert len(words(long[1])) == contamination.HELD_BACK_WORDS
-
-
-def test_variants_have_other_numbers_of_as_many_digits():
     text = "How many of the 12 eggs, 12 cups and 5 jars cost $007?"
     found = {renumbered(text, np.random.default_rng(seed)) for seed in range(50)}
     assert len(found) > 40
@@ -125,9 +116,6 @@ def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
         assert mean_logprobs([text], policy, CODEC, spec, unseen)[text] == pytest.approx(expected, abs=1e-5)
 
 
-# Models
-
-
 def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int) -> nn.Module:
     """A copy of a model that has learned texts as pre-training does: every token of them."""
     policy, settings = copy.deepcopy(start), ColdStart(steps=steps, learning_rate=3e-3)
@@ -137,7 +125,6 @@ def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int) -> nn.Modu
 
 
 def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn.Module) -> list[ProbeResult]:
-    """What the probe says of a policy."""
     known = knowledge({**probed, **reference}, policy, CODEC, make_spec(), unseen)
     one, other = (scores([known[key] for key in side]) for side in (probed, reference))
     return judge(one, other, np.random.default_rng(0))
@@ -151,9 +138,6 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
     dirty = trained_on(list(probed.values())[:75], clean, steps=120)  # learned well: rounding decides nothing
     assert all(found.is_flagged for found in findings(probed, reference, dirty))
     assert not any(found.is_flagged for found in findings(probed, reference, clean))
-
-
-# What is said
 
 
 def finding(p: float, p_reverse: float = 0.5, probe: str = "completion") -> ProbeResult:

@@ -1,10 +1,10 @@
 """`cohort check` names each broken rule of a package's plugins, and goes on after a plugin that fails."""
 
+import re
 import sys
 
 import pytest
 from cohort.harness.extras.contracts import plugins
-from cohort.harness.extras.contracts.plugins import check_package
 from entry_points import declare
 
 BROKEN = """
@@ -79,19 +79,18 @@ POINTS = {
 }
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> str:
+@pytest.mark.slow
+def test_each_broken_rule_is_named_with_what_to_change_and_what_holds_passes(tmp_path, monkeypatch, cohort):
     (tmp_path / "broken_plugins.py").write_text(BROKEN)
     places = {group: {name: f"broken_plugins:{cls}" for name, cls in named.items()} for group, named in POINTS.items()}
     declare(tmp_path, monkeypatch, "broken-plugins", places)
     monkeypatch.delitem(sys.modules, "broken_plugins", raising=False)
-    return "broken-plugins"
-
-
-@pytest.mark.slow
-def test_each_broken_rule_is_named_and_what_holds_passes(package):
-    failed = {(one.name, one.rule) for one in check_package(package) if one.found}
-    assert failed == {
+    assert cohort("check", "pip") == 2
+    assert "no installed package 'pip' declares plugins" in cohort.err
+    assert cohort("check", "broken-plugins") == 1
+    assert "fix: check the sign of the loss, which is minimised" in cohort.out
+    assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in cohort.out
+    assert {*re.findall(r"^FAIL \w+ (\w+): (.*)$", cohort.out, re.M)} == {
         ("upside", "A step along the gradient makes the better of two answers likelier."),
         ("leaky", "A reward depends on gold only where it says so."),
         ("by_place", "Scores do not depend on the order of the completions."),
@@ -102,25 +101,10 @@ def test_each_broken_rule_is_named_and_what_holds_passes(package):
         ("alike", "No completion makes grading raise or take long."),
         ("mixed", "Every split has problems with ids of their own; splits are disjoint, demonstrations too."),
         ("unkeyed", "Loaded weights take effect."),
-        (
-            "picky",
-            "A run with odd numbers and hostile text is shown, beside another, and after an opening that was cut off.",
-        ),
+        ("picky", "A run with odd numbers and hostile text is shown, beside another, and after an opening that was cut "
+         "off."),
         ("raises", "it loads, and its settings have defaults"),
-    }
-
-
-@pytest.mark.slow
-def test_the_command_says_what_to_change_and_ends_with_1(package, cohort):
-    assert cohort("check", package) == 1
-    assert "FAIL algorithm upside: A step along the gradient makes the better of two answers likelier." in cohort.out
-    assert "fix: check the sign of the loss, which is minimised" in cohort.out
-    assert "PASS task mixed: Equality is reflexive and symmetric and tells answers apart." in cohort.out
-
-
-def test_a_package_without_plugins_is_refused(cohort):
-    assert cohort("check", "pip") == 2
-    assert "no installed package 'pip' declares plugins" in cohort.err
+    }  # fmt: skip
 
 
 ENDING = """

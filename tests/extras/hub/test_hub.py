@@ -40,12 +40,6 @@ class Hub:
         self.files |= {file.name: file.read_bytes() for file in Path(folder_path).iterdir() if file.is_file()}
 
 
-@pytest.fixture
-def hub(monkeypatch) -> Hub:
-    monkeypatch.setattr(publish, "HfApi", lambda: one, raising=True)
-    return (one := Hub())
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Path:
     """The folder of a run that has ended, with another test and an objective that is hostile text."""
@@ -80,7 +74,9 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
     assert "a\\|b\\`c &lt;script&gt;" in body and "<script>" not in body and body.lstrip().startswith("# a\\|run")
 
 
-def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub, cohort):
+def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository_of_a_name_that_is_one(ended, monkeypatch, cohort):
+    hub = Hub()
+    monkeypatch.setattr(publish, "HfApi", lambda: hub)
     assert cohort("publish", ended, "me/policy") == 0
     assert cohort.out == "me/policy: https://hub/me/policy\n"
     assert hub.created == [("me/policy", True)]
@@ -90,8 +86,5 @@ def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository(ended, hub
     hub.refuses = True
     with pytest.raises(ValueError, match=r"does not take 'me/policy' \(Token is required\); log in with"):
         publish.publish(ended, "me/policy")
-
-
-def test_a_name_that_is_none_is_refused(ended, cohort):
     assert cohort("publish", ended, "policy") == 2
     assert "must be the name of a user and a repository, got 'policy'" in cohort.said

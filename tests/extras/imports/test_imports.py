@@ -20,12 +20,10 @@ import pytest
 from cohort.harness.extras.imports import scores as imports
 from cohort.harness.extras.verify.verification import verify_study
 from cohort.harness.record.evidence import write_evidence
-from cohort.harness.record.run import RunInfo, RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.reports.join import join
 from cohort.reports.prose.methods import best_checkpoint, methods
 from cohort.reports.render import analysed, write_report
-from factories import make_spec
 from fake_study import fake_study, with_trials
 from numpy.random import Generator
 from test_steering import killed_at
@@ -123,18 +121,13 @@ INSPECT = [
 ]
 
 
-def inspect_json(run: Path) -> None:
-    (run / "log.json").write_text(json.dumps({"version": 2, "eval": {"task": "toy"}, "samples": INSPECT}))
-
-
-def inspect_eval(run: Path) -> None:
-    zstd_zip(run / "log.eval", {"header.json": {"eval": {"task": "toy"}}, "summaries.json": INSPECT})
+MEMBERS = {"header.json": {"eval": {"task": "toy"}}, "summaries.json": INSPECT}
 
 
 def inspect_deflated(run: Path) -> None:
     with zipfile.ZipFile(run / "log.eval", "w", zipfile.ZIP_DEFLATED) as log:
-        log.writestr("header.json", json.dumps({"eval": {"task": "toy"}}))
-        log.writestr("summaries.json", json.dumps(INSPECT))
+        for name, content in MEMBERS.items():
+            log.writestr(name, json.dumps(content))
 
 
 def lighteval(run: Path) -> None:
@@ -166,10 +159,13 @@ def verl(run: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "means"),
     [  # two epochs of correct, incorrect, partial, no answer: (1 + 0) / 2, (1 + 1) / 2, (1/2 + 0) / 2
-        *((write, [0.25, 0.5, 1.0]) for write in (inspect_json, inspect_eval, inspect_deflated, lighteval)),
+        (lambda run: logs(run, {"log.json": {"version": 2, "eval": {"task": "toy"}, "samples": INSPECT}}),
+         [0.25, 0.5, 1.0]),
+        (lambda run: zstd_zip(run / "log.eval", MEMBERS), [0.25, 0.5, 1.0]),
+        *((write, [0.25, 0.5, 1.0]) for write in (inspect_deflated, lighteval)),
         *((write, [0.5, 1.0]) for write in (trl, verl)),  # x is right in one of two completions, y in both
     ],
-)
+)  # fmt: skip
 def test_the_logs_of_other_programs_are_read(write, means, tmp_path):
     for arm in ("a", "b"):
         (run := tmp_path / "logs" / arm / "seed1").mkdir(parents=True)
@@ -377,7 +373,7 @@ def test_the_page_of_imported_scores_says_what_is_unknown_and_escapes_every_name
 
 
 @pytest.mark.slow
-def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_graded(tmp_path):
+def test_verify_derives_an_imported_report_again_and_imported_scores_are_not_joined_with_a_study(tmp_path):
     result = cohort.import_scores(table(), "mine", runs=tmp_path)
     record = record_of(result)
     write_report(record, result.folder / "report")
@@ -385,12 +381,8 @@ def test_verify_derives_an_imported_report_again_and_says_that_nothing_was_grade
     _, findings = verify_study(result.folder)
     assert findings.mismatches == [] and findings.numbers["events"] > 0
     assert len(findings.lacks) == 6 and all("imported, so nothing can be graded" in words for words in findings.lacks)
-
-
-def test_imported_scores_are_not_joined_with_a_study(tmp_path):
-    result = cohort.import_scores(table(), "mine", runs=tmp_path)
     with pytest.raises(ValueError, match="must be measured here to be compared, got the imported 'mine'"):
-        join([record_of(result), fake_study()])
+        join([record, fake_study()])
 
 
 def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
@@ -408,17 +400,14 @@ def test_choosing_the_best_step_adds_what_the_maximum_is_above_the_last():
         ({}, "compared", "They were fixed before the first run."),
         ({"added": [2], "looks": [2]}, "compared", "Not all of them were fixed before the first run, as"),
         ({}, "settings", "Nothing was tuned in this study"),
-        (
-            {"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}},
-            "settings",
-            "'ppo' (2) and 'grpo' (1)",
-        ),
+        ({"search": {"tuning": {"ppo": {"arms": [{}, {}]}, "grpo": {"arms": [{}]}}}}, "settings",
+         "'ppo' (2) and 'grpo' (1)"),
         ({}, "compute", "on hardware that is not recorded"),
         ({}, "budgets", "All arms draw 128 rollouts per step"),
         ({}, "test used", "scored once, at the end of each run"),
         ({}, "left out", "Left out: no run."),
     ],
-)
+)  # fmt: skip
 def test_what_a_reviewer_asks_is_answered_from_the_record(change, question, words):
     record = dataclasses.replace(fake_study(seeds=range(3)), **change)
     (answer,) = [text for asked, text in methods(analysed(record)) if question in asked]
@@ -434,9 +423,3 @@ def test_compute_is_the_sum_over_runs_on_named_hardware():
     text = dict(methods(analysed(record)))["How much compute, on what?"]
     spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, at most 1.00 GiB of memory with the engine"
     assert text == f"All runs took {spent}, on H100 and Xeon."
-
-
-def test_a_run_records_its_processor(tmp_path):
-    RunLog(tmp_path, tmp_path / "run", make_spec(), experiment="train", run_name="run")
-    info = RunInfo.load(tmp_path / "run")
-    assert info is not None and info.versions["processor"]

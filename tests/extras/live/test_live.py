@@ -13,19 +13,11 @@ from queues import a_queue, claimed
 from test_browser import HOSTILE
 
 
-@pytest.fixture(scope="module")
-def queue(site) -> Queue:
-    """The queue of the served study; its first trial has crashed with hostile words."""
-    queue = a_queue(a_study(), site.runs)
-    queue.finish(claimed(queue), TrialOutcome("failed", HOSTILE))
-    return queue
-
-
 @pytest.mark.slow
 @pytest.mark.attack("Hostile text on a page or in a file")
-@pytest.mark.usefixtures("queue")
 def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(site):
-    chromium = site.chromium
+    chromium, queue = site.chromium, a_queue(a_study(), site.runs)
+    queue.finish(claimed(queue), TrialOutcome("failed", HOSTILE))
     size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     chromium.get(f"{site.address}/live/sizes")
@@ -51,15 +43,10 @@ def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(si
 @pytest.mark.parametrize(
     "path",
     [
-        "/live/none",
-        "/live/..",
-        "/live/%2e%2e",
-        "/live/..%2f..",
-        f"/live/{'a' * 5000}",
-        "/live/%ED%A0%80",
+        "/live/none", "/live/..", "/live/%2e%2e", "/live/..%2f..", f"/live/{'a' * 5000}", "/live/%ED%A0%80",
         "/live/%00",
     ],
-)
+)  # fmt: skip
 def test_a_live_page_of_no_study_is_not_found(site, path):
     assert site.status(path, Cookie=site.cookie)[0] == 404
 

@@ -74,12 +74,9 @@ def test_a_command_gets_each_notice_on_its_standard_input(tmp_path, monkeypatch)
         ("http://127.0.0.1:1/s3cret", "did not reach what COHORT_NOTIFY names (URLError)"),
         ("http://[s3cret/", "did not reach what COHORT_NOTIFY names"),
         ("false s3cret", "did not reach what COHORT_NOTIFY names (1)"),
-        (
-            "{python} -c 'import signal; signal.pause()' s3cret",
-            "what COHORT_NOTIFY names (TimeoutExpired)",
-        ),
+        ("{python} -c 'import signal; signal.pause()' s3cret", "what COHORT_NOTIFY names (TimeoutExpired)"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.attack("A webhook or command of notices that fails")
 def test_a_notice_that_fails_costs_a_warning_without_the_address(where, words, hook, monkeypatch, caplog):
     monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.1 if "pause" in where else 60.0)

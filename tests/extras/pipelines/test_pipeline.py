@@ -150,9 +150,7 @@ def test_the_documented_stages_are_one_run_and_each_begins_with_the_policy_of_th
 
 @pytest.mark.slow
 @pytest.mark.attack("A kill in every stage of a run")
-def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
-    spec, undisturbed, tmp_path, cache, record_property
-):
+def test_a_run_that_is_killed_in_every_stage_ends_as_undisturbed(spec, undisturbed, tmp_path, cache, record_property):
     record_property("tried", 5)
     # Stops in the first stage, in the sampling of answers and in the third stage; kills, which save nothing, in the
     # fine-tuning and in the last stage.
@@ -162,7 +160,7 @@ def test_a_run_that_is_killed_in_every_stage_equals_an_undisturbed_one(
     check_same_run((tmp_path, log), undisturbed[:2])
 
 
-def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut():
+def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut_and_learnt_from_once_in_each_pass():
     rows = [
         {"prompt": prompt, "completion": text, "correct": right, "finish_reason": why}
         for prompt, text, right, why in [
@@ -175,9 +173,6 @@ def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut():
     kept = [("a", "1"), ("a", "x 1"), ("c", "2"), ("c", "y 2")]
     assert kept_answers(rows, 2) == [Demonstration(*one) for one in kept]
     assert kept_answers(rows, 1) == [Demonstration(*one) for one in kept[::2]]
-
-
-def test_every_answer_is_learnt_from_once_in_each_pass():
     # 5 answers, 3 in a step: steps 10 to 14 are 15 places, three passes over all of them.
     places = [place for step in range(10, 15) for place in drawn(5, 3, seed=1, start=10, step=step)]
     passes = [places[:5], places[5:10], places[10:]]
@@ -277,11 +272,9 @@ def test_a_record_with_stages_is_verified_from_its_completions(undisturbed):
     assert findings.completions > 140
     # 4 in a group until step 3, 2 answers of each problem at step 4, then 4 and 8.
     stages = [
-        {"steps": 3},
-        {"steps": 4, "rejection": {"num_samples": 2}},
-        {"steps": 2},
+        {"steps": 3}, {"steps": 4, "rejection": {"num_samples": 2}}, {"steps": 2},
         {"steps": 2, "algorithm": {"group_size": 8}},
-    ]
+    ]  # fmt: skip
     spec = {"algorithm": {"group_size": 4}, "stages": stages}
     assert [verify._group_size(spec, step) for step in (1, 3, 4, 7, 8, 10)] == [4, 4, 2, 2, 4, 8]
     assert verify._group_size({"algorithm": {"group_size": 4}}, 5) == 4
@@ -317,12 +310,6 @@ def test_stages_are_counted_before_the_start():
     assert disks[0] and disks[1] and disks[1].checkpoint - disks[0].checkpoint == read["reference"]
 
 
-def test_a_teacher_needs_an_engine_over_the_policys_own_weights():
-    words = r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"
-    with pytest.raises(SpecError, match=words):
-        a_run({**FIT, "rejection": {"teacher": "m"}}, engine="vllm")
-
-
 @pytest.mark.parametrize(
     ("stage", "changes", "message"),
     [
@@ -330,10 +317,12 @@ def test_a_teacher_needs_an_engine_over_the_policys_own_weights():
         ({"kind": "train"}, {}, "unknown key 'rejection'"),
         ({"rejection": {"kep": 2}}, {}, "unknown key 'kep'; did you mean 'keep'"),
         ({"rejection": {"keep": 0}}, {}, "keep.*got 0"),
+        ({"rejection": {"teacher": "m"}}, {"engine": "vllm"},
+         r"rejection.teacher must be left out with engine=vllm.*use engine=transformers"),
         ({}, {"control": "random"}, "keep or rank correct answers need them, and control random replaces them"),
         ({}, {"algorithm": {"name": "grpo_self_consistency", "group_size": 4}}, "must not see gold answers"),
     ],
-)
+)  # fmt: skip
 def test_stages_that_cannot_sample_are_refused(stage, changes, message):
     with pytest.raises(SpecError, match=message):
         a_run({"name": "a", "steps": 1}, {**FIT, **stage}, **changes)

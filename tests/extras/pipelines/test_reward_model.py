@@ -20,9 +20,8 @@ from cohort.harness.extras.pipelines.bradley_terry import (
 from cohort.harness.extras.pipelines.rewards.reward_model import RewardModel
 from cohort.harness.extras.pipelines.stages.reward_model import RewardFit
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.run.loop import train
-from factories import FEW, make_spec
-from fakes import MemoryLog, graded_group, rollout_rows
+from factories import make_spec
+from fakes import graded_group
 from safetensors.torch import load_file
 
 
@@ -41,14 +40,11 @@ def rollouts(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_loss_is_the_mean_over_the_pairs_of_a_prompt():
+def test_the_loss_is_the_mean_over_the_pairs_of_a_prompt_of_which_distinct_completions_are_ranked(rollouts):
     # scores 2, 0, 1 ranked 1st, 2nd, 2nd: pairs (0, 1) and (0, 2), differences 2 and 1
     better = torch.tensor([[False, True, True], [False, False, False], [False, False, False]])
     expected = (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1))) / 2
     assert float(pair_loss(torch.tensor([2.0, 0.0, 1.0]), better)) == pytest.approx(expected, abs=1e-6)
-
-
-def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_nothing(rollouts):
     ranked, dropped = read_ranked([rollouts], "reward")
     assert ranked[0] == Ranked("0+1=", {"y": 1.0, "n": 0.0})
     assert (len(ranked), dropped) == (40, 1)
@@ -73,11 +69,17 @@ def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path,
         train_reward_model([file], "tiny", tmp_path / "out", RewardFit(), by=by)
 
 
-def test_a_folder_without_rollouts_and_an_existing_target_are_refused(tmp_path, rollouts):
+def test_a_folder_without_rollouts_an_existing_target_and_a_language_model_are_refused(tmp_path, rollouts):
     with pytest.raises(ValueError, match="has no rollouts"):
         train_reward_model([tmp_path], "tiny", tmp_path / "out", RewardFit())
     with pytest.raises(ValueError, match="--out must be a new folder"):
         train_reward_model([rollouts], "tiny", rollouts, RewardFit())
+    tiny_model(0).save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model"):
+        load_scorer(str(tmp_path / "policy"))
+    with pytest.raises(ValueError, match=r"rewards\.reward_model\.path must be a Hub id or an existing folder"):
+        RewardModel(path=str(tmp_path / "nowhere")).check()
 
 
 def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
@@ -107,15 +109,6 @@ def test_a_score_does_not_depend_on_the_padding_of_its_batch():
     assert len(set(alone)) == 3
 
 
-def test_a_language_model_is_no_reward_model(tmp_path):
-    tiny_model(0).save_pretrained(tmp_path / "policy")
-    tiny_tokenizer().save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model"):
-        load_scorer(str(tmp_path / "policy"))
-    with pytest.raises(ValueError, match=r"rewards\.reward_model\.path must be a Hub id or an existing folder"):
-        RewardModel(path=str(tmp_path / "nowhere")).check()
-
-
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
 def test_a_reward_model_that_was_replaced_is_refused(tmp_path):
     (tmp_path / "rm").mkdir()
@@ -126,28 +119,3 @@ def test_a_reward_model_that_was_replaced_is_refused(tmp_path):
         weights.write_bytes(b"new")
         with pytest.raises(InputsChanged, match=r"'model\.safetensors' of model"):
             run_inputs([spec], tmp_path)
-
-
-@pytest.mark.slow
-def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
-    task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3}
-    base = {**FEW, "task": task, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 40},
-            "rewards": {"format": 1.0}, "sampling": {}, "checkpoints": {"rollouts_every": 1},
-            "rollouts_per_step": 32, "steps": 2}  # fmt: skip
-    first = tmp_path / "first"
-    assert train(make_spec(**base), first, MemoryLog(), cache=tmp_path).state == "complete"
-    files = sorted((first / "rollouts").glob("*.jsonl"))
-    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2)]
-    rows = rollout_rows(first, 1)
-    assert len(rows) == 32
-    assert all(row["rewards"]["accuracy"] + row["rewards"]["format"] == row["reward"] for row in rows)
-    fit = train_reward_model([first], "tiny", tmp_path / "rm", RewardFit(epochs=2, learning_rate=1e-3))
-    assert fit.num_pairs > 5
-    paid = {**base, "rewards": {"accuracy": 0, "reward_model": {"path": str(tmp_path / "rm")}}, "steps": 1}
-    log = MemoryLog()
-    assert train(make_spec(**paid), tmp_path / "second", log, cache=tmp_path).state == "complete"
-    ((_, learned),) = log.history("reward/reward_model")
-    ((_, total),) = log.history("reward/mean")
-    assert total == pytest.approx(learned, abs=1e-5)
-    ((_, accuracy),) = log.history("reward/accuracy")
-    assert accuracy == pytest.approx(log.history("train/accuracy")[0][1])

@@ -36,15 +36,15 @@ SHORT = [
 STAGES = [{"name": "explore", "steps": 2}, {"name": "judge", "kind": "reward_model"}]
 
 
+def by_length(sources, by):
+    """No answer of an untrained model is right: the longer one counts as better."""
+    assert by == "correct"
+    return bradley_terry.read_ranked(sources, "num_tokens")
+
+
 @pytest.fixture(autouse=True)
 def lengths_rank(monkeypatch):
-    """No answer of an untrained model is right: the longer one counts as better."""
-
-    def read_ranked(sources, by):
-        assert by == "correct"
-        return bradley_terry.read_ranked(sources, "num_tokens")
-
-    monkeypatch.setattr(reward_fit, "read_ranked", read_ranked)
+    monkeypatch.setattr(reward_fit, "read_ranked", by_length)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def spec(tmp_path_factory):
 def undisturbed(spec, tmp_path_factory, cache):
     folder, log, slept = tmp_path_factory.mktemp("undisturbed"), MemoryLog(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_fit, "read_ranked", lambda files, by: bradley_terry.read_ranked(files, "num_tokens"))
+        patch.setattr(reward_fit, "read_ranked", by_length)
         patch.setattr(TransformersEngine, "sleep", lambda engine: slept.append(engine))
         result = train(spec, folder, log, cache=cache)
     assert result.state == "complete" and len(slept) == spec.steps  # the engine sleeps in each step, and in each fit
@@ -67,7 +67,7 @@ def undisturbed(spec, tmp_path_factory, cache):
 
 
 def ranked_of(folder, *steps):
-    return bradley_terry.read_ranked([folder / f"rollouts/step-{step:06d}.jsonl" for step in steps], "num_tokens")[0]
+    return by_length([folder / f"rollouts/step-{step:06d}.jsonl" for step in steps], "correct")[0]
 
 
 def model_of(folder, stage):
@@ -147,9 +147,7 @@ def test_fits_and_passes_of_reward_models_are_operations_of_training_and_no_step
 
 @pytest.mark.slow
 @pytest.mark.attack("A kill in every stage of a run")
-def test_a_run_that_is_killed_in_its_fits_and_between_them_equals_an_undisturbed_one(
-    spec, undisturbed, tmp_path, cache, record_property
-):
+def test_a_run_that_is_killed_in_its_fits_ends_as_undisturbed(spec, undisturbed, tmp_path, cache, record_property):
     record_property("tried", 5)
 
     def half_written() -> None:
@@ -235,13 +233,10 @@ def test_fits_that_cannot_be_are_refused_with_the_rule(stages, changes, message)
         a_run(*stages, **changes)
 
 
-def test_a_run_without_stages_cannot_read_a_stage(tmp_path):
+def test_a_run_without_stages_cannot_read_a_stage_and_a_fit_may_follow_a_warm_up_of_the_critic(tmp_path):
     alone = make_spec(**{**FEW, "rewards": JUDGED})
     with pytest.raises(ValueError, match=r"^rewards must read an earlier stage .*\(there is none\), got 'judge'"):
         check_runs([alone], tmp_path)
-
-
-def test_the_step_of_a_fit_may_follow_a_warm_up_of_the_critic():
     value = {"algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 1}}
     fitted = a_run({**STAGES[0], "steps": 2}, STAGES[1], {"name": "b", "steps": 2}, **value)
     assert [stage.spec.critic.warmup_steps for stage in fitted.staged()] == [1, 0, 1]

@@ -10,8 +10,9 @@ from cohort.harness.api.study import load_study
 from cohort.harness.base.files import write_json
 from cohort.harness.extras.planner import planner
 from cohort.harness.extras.planner.planner import Option, option, plan, spread_of, within
-from cohort.harness.settings.study import StudySpec, parse_study
+from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.estimates import passes
+from factories import make_study
 
 PACE = 1e-4  # seconds of a pass
 
@@ -19,8 +20,7 @@ PACE = 1e-4  # seconds of a pass
 def a_study(**changes: Any) -> StudySpec:
     few = {"every": 20, "num_prompts": 10, "num_samples": 4, "num_test_prompts": 20}
     run = {"task": "arithmetic", "algorithm": {"name": "grpo"}, "steps": 50, "evaluation": few}
-    raw = {"name": "s", "question": "?", "run": run, "factors": {"algorithm.kl_beta": [0.0, 0.1]}, "seeds": [0, 1, 2]}
-    return parse_study({**raw, **changes}, "test")
+    return make_study(**{"run": run, "seeds": [0, 1, 2], **changes})
 
 
 def ended(runs: Path, study: StudySpec, arm: int, seed: int, accuracy: float, state: str = "complete", **changes: Any):
@@ -40,7 +40,7 @@ def measured(runs: Path, study: StudySpec, seeds: int) -> Option:
     return option(study, seeds, runs, 2, None)
 
 
-def test_a_study_takes_what_its_runs_took_for_more_steps_and_more_trials(tmp_path):
+def test_a_study_takes_what_its_runs_took_for_more_steps_and_trials_and_operations_that_end_a_run_end_it_here(tmp_path):
     study = a_study()
     (one, other), found = study.design_arms(), measured(tmp_path, study, 3)
     assert (found.seeds, found.trials, found.detectable) == (3, 6, None)
@@ -49,9 +49,6 @@ def test_a_study_takes_what_its_runs_took_for_more_steps_and_more_trials(tmp_pat
     # Validations at 0, 20, 40 and 50 and not at 0 and 10, of 10 * 5; the test of 20 * (1 + its samples) as before.
     test = 20 * (1 + one.spec.evaluation.samples_of("test"))
     assert found.flops == pytest.approx(6 * (50e9 + 1e8 * (4 * 50 + test) / (2 * 50 + test)))
-
-
-def test_operations_that_end_a_run_end_it_in_the_prediction(tmp_path):
     study = a_study(run={**a_study().run, "max_flops": 9.5e9})
     assert 2 * 9.5e9 < measured(tmp_path, study, 1).flops < 2 * 10e9
 
@@ -61,14 +58,11 @@ def a_cost(seeds: int, comparisons: int = 1) -> Option:
     return Option(seeds, 2 * seeds, 100.0 * seeds, 0.0, 1e11 * seeds, detectable)
 
 
-def test_a_budget_buys_the_most_seeds_that_fit_and_too_little_buys_none():
+def test_a_budget_buys_the_most_seeds_that_fit_and_a_difference_asks_for_the_fewest_that_find_it(tmp_path):
     bought = {(350, None): 3, (None, 2.1e11): 2, (199, None): None, (None, 1e9): None, (1e9, None): 200}
     for (seconds, flops), seeds in bought.items():
         found = within(a_cost, seconds and seconds / 3600, flops, None)
         assert (found and found.seeds) == seeds
-
-
-def test_a_difference_asks_for_the_fewest_seeds_that_find_it(tmp_path):
     # paired t test, two-sided 5 %, power 0.8, effect of one deviation: 10 pairs (G*Power)
     assert within(a_cost, None, None, 0.02).seeds == 10
     assert within(a_cost, None, None, 1e-5) is None

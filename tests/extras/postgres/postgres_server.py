@@ -4,10 +4,8 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,13 +42,11 @@ class Server:
 
     def __init__(self, home: Path, port: int, password: str, user: str | None) -> None:
         self.home, self.port, self.password, self._user = home, port, password, user
-        self._process: subprocess.Popen[bytes] | None = None
 
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://cohort:{self.password}@127.0.0.1:{self.port}/{database}"
 
     def new_database(self) -> str:
-        """The URL of an empty database."""
         import psycopg
 
         name = f"db_{secrets.token_hex(6)}"
@@ -59,38 +55,22 @@ class Server:
         return self.url(name)
 
     def start(self) -> None:
-        folder_ = folder()
-        assert folder_ is not None
-        options = ["-D", self.home / "data", "-p", str(self.port), "-h", "127.0.0.1", "-k", self.home]
-        with (self.home / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [folder_ / "postgres", *options, "-c", "fsync=off"], stdout=log, stderr=log, cwd="/", user=self._user
-            )
-        deadline = time.monotonic() + 60
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the PostgreSQL server did not start:\n{(self.home / 'log').read_text()}")
-            time.sleep(0.1)
+        self._control("start")
 
     def crash(self) -> None:
         """Die as in a power cut; the next start recovers from its log."""
-        self._process.send_signal(signal.SIGQUIT)
-        self._process.wait(60)
+        self._control("stop", "--mode=immediate")
 
     def stop(self) -> None:
         """Cut all connections and end."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)  # its "fast" shutdown
-            self._process.wait(60)
+        if (self.home / "data/postmaster.pid").exists():
+            self._control("stop", "--mode=fast")
 
-    def _answers(self) -> bool:
-        import psycopg
-
-        try:
-            psycopg.connect(self.url(), connect_timeout=2).close()
-        except psycopg.OperationalError:
-            return False
-        return True
+    def _control(self, *words: str) -> None:
+        binaries, options = folder(), f"-p {self.port} -h 127.0.0.1 -k {self.home} -c fsync=off"
+        assert binaries is not None
+        command = [binaries / "pg_ctl", *words, "-D", self.home / "data", "-l", self.home / "log", "-o", options]
+        subprocess.run([*command, "--wait"], check=True, capture_output=True, cwd="/", user=self._user)
 
 
 @contextmanager

@@ -31,17 +31,12 @@ def server(servers):
     return servers("postgres")
 
 
-@pytest.fixture
-def database(server) -> str:
-    return server.new_database()
-
-
 @pytest.mark.slow
 @postgres_server.needed
-def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_path, database, monkeypatch):
+def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(tmp_path, server, monkeypatch):
     from cohort.harness.extras.postgres import storage as postgres
 
-    queue = a_queue(one_trial(), tmp_path, database)
+    queue = a_queue(one_trial(), tmp_path, server.new_database())
     storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
     claim = claimed(queue)
     claim.lease._released.set()  # pyright: ignore

@@ -74,8 +74,6 @@ def test_real_runs_on_two_nodes_of_ray_equal_those_of_workers_here(tmp_path, new
     assert values(there) == values(here)
 
 
-# What a worker asks for
-
 RTX = {"CPU": 16, "GPU": 1}
 HEAD = {"CPU": 64}
 
@@ -92,9 +90,7 @@ HEAD = {"CPU": 64}
         (Cluster(), 2, [HEAD], 2, 0),
     ],
 )
-def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device_without(
-    cluster, devices, nodes, cores, gpus
-):
+def test_a_worker_on_ray_asks_for_8_cores_for_each_gpu_or_one_for_each_device(cluster, devices, nodes, cores, gpus):
     assert cluster.asked(devices, nodes) == {"CPU": cores, "GPU": gpus}
 
 

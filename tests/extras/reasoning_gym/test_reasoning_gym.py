@@ -15,34 +15,18 @@ needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="the e
 COUNTDOWN = ReasoningGym(
     dataset="countdown",
     settings={"min_numbers": 3, "max_numbers": 3, "max_value": 9, "min_target": 1, "max_target": 30},
-    template="{numbers} -> {target}",
-    answer_format="hash",
-    num_demonstrations=10,
-    num_train=10,
-    num_validation=10,
+    template="{numbers} -> {target}", answer_format="hash", num_demonstrations=10, num_train=10, num_validation=10,
     num_test=10,
-)
+)  # fmt: skip
 PROGRAMS = [
     "__import__('os').mkdir({marker!r})",
     "[c for c in ().__class__.__base__.__subclasses__()][0] or open({marker!r}, 'w')",
-    "exec('import os; os.mkdir(' + repr({marker!r}) + ')')",
-    "(lambda: __import__('os').mkdir({marker!r}))()",
-    "6 + __import__('pathlib').Path({marker!r}).mkdir()",
-    "().__class__.__mro__[1].__subclasses__().__len__()",
-    "6 .__class__",
-    "9**9**9**9",
-    "9 ** 9 ** 9",
-    "[9]*9*9*9*9*9*9*9*9*9",
-    "[" * 100 + "]" * 100,
-    "(" * 100 + "6" + ")" * 100,
-    "(" * 2000 + "6" + ")" * 2000,
-    "9*" * 2000 + "9",
-    "factorial(99999999)",
-    "99999999!",
-    "6\u0660",
-    "\ud800",
-    "\0",
-]
+    "exec('import os; os.mkdir(' + repr({marker!r}) + ')')", "(lambda: __import__('os').mkdir({marker!r}))()",
+    "6 + __import__('pathlib').Path({marker!r}).mkdir()", "().__class__.__mro__[1].__subclasses__().__len__()",
+    "6 .__class__", "9**9**9**9", "9 ** 9 ** 9", "[9]*9*9*9*9*9*9*9*9*9", "[" * 100 + "]" * 100,
+    "(" * 100 + "6" + ")" * 100, "(" * 2000 + "6" + ")" * 2000, "9*" * 2000 + "9", "factorial(99999999)",
+    "99999999!", "6\u0660", "\ud800", "\0",
+]  # fmt: skip
 
 
 def gold_of(task: ReasoningGym) -> tuple[str, str]:
@@ -100,32 +84,30 @@ def test_a_split_leaves_out_the_problems_of_test_and_one_without_others_left_is_
     [
         ({"dataset": "countdwon"}, r"unknown task\.dataset 'countdwon'; did you mean 'countdown'"),
         ({"dataset": "composite"}, r"unknown task\.dataset 'composite'"),
-        (
-            {"settings": {"min_terms": 9, "max_terms": 2}},
-            "it says: max_terms must be >= min_terms; its settings are min_",
-        ),
+        ({"settings": {"min_terms": 9, "max_terms": 2}},
+         "it says: max_terms must be >= min_terms; its settings are min_"),
         ({"settings": {"seed": 3}}, "multiple values for keyword argument 'seed'; its settings are min_terms"),
         ({"settings": {"terms": 9}}, "unexpected keyword argument 'terms'; its settings are min_terms"),
         ({"settings": {"min_terms": "many"}}, "task.settings must let the generator 'chain_sum' make problems"),
-        (
-            {"dataset": "countdown", "settings": {"max_value": 1, "min_target": 900}},
-            "it says: Failed to generate valid expression after 100 attempts",
-        ),
+        ({"dataset": "countdown", "settings": {"max_value": 1, "min_target": 900}},
+         "it says: Failed to generate valid expression after 100 attempts"),
         ({"template": "{problem}"}, r"must name parts of a problem of 'chain_sum', got \{problem\}; it has question"),
         ({"dataset": "n_queens"}, r"n_queens uses eval, .* its own answers are more than plain arithmetic, such as"),
         ({"dataset": "simple_integration"}, "simple_integration uses parse_expr, which may evaluate an answer as code"),
     ],
-)
+)  # fmt: skip
 def test_a_generator_that_makes_no_problems_is_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence) as raised:
         ReasoningGym(**settings).prompts("test")
     assert "\n" not in str(raised.value)
 
 
-def test_a_template_without_a_part_of_a_problem_is_refused_at_once():
+def test_a_template_without_a_part_of_a_problem_is_refused_and_partial_credit_is_a_setting():
     message = r"template must contain \{question\}, or another part of a problem, got 'solve"
     with pytest.raises(ValueError, match=message):
         ReasoningGym(template="solve it")
+    run = {"task": "reasoning_gym", "algorithm": "grpo", "rewards": {"accuracy": {"partial": True}}}
+    assert parse_run(run, "test").digest()
 
 
 @pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="the extra [gym] is installed")
@@ -209,8 +191,3 @@ def test_a_generator_without_answers_of_its_own_has_no_demonstrations_and_its_ve
     assert list(task.demonstrations()) == []
     assert task.extract(f"#### {prompt.gold}") is None
     assert task.score("F+1 F-1", prompt.gold) < 1.0
-
-
-def test_partial_credit_is_a_setting_of_this_task():
-    run = {"task": "reasoning_gym", "algorithm": "grpo", "rewards": {"accuracy": {"partial": True}}}
-    assert parse_run(run, "test").digest()

@@ -20,14 +20,12 @@ def write(tmp_path, *rows):
     return file
 
 
-def regrade(tmp_path, cases, **options):
-    """What `grade` finds for (gold, completion, label)."""
-    rows = [dict(zip(("gold", "completion", "label"), case, strict=True)) for case in cases]
-    return grade("gsm8k", write(tmp_path, *rows), **options)
+def labelled(tmp_path, cases):
+    return write(tmp_path, *(dict(zip(("gold", "completion", "label"), case, strict=True)) for case in cases))
 
 
 @pytest.mark.slow
-def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagreements_are_listed(tmp_path):
+def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagreements_are_listed(tmp_path, cohort):
     cases = [
         ("18", "so she has #### 18", True),
         ("18", "so the answer is 18 clips.", True),
@@ -36,7 +34,8 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
         ("5", "#### 5", False),
         ("0.5", r"$\frac12$", None),
     ]
-    result = regrade(tmp_path, cases, grader="all", workers=2)
+    file = labelled(tmp_path, cases)
+    result = grade("gsm8k", file, grader="all", workers=2)
     assert [v.correct["strict"] for v in result.verdicts] == [True, False, False, False, True, False]
     assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False, True, False]
     assert [v.answers["lenient"] for v in result.verdicts[:5]] == ["18", "18", "19", None, "5"]
@@ -47,12 +46,15 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
     assert (strict.agreement, strict.false_negatives, strict.false_positives) == (0.5, 1, 1)
     assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 3 / 6, 5 / 6)
     assert strict.rows_per_second > 0
-
-
-def test_a_gold_answer_may_be_a_whole_solution(tmp_path):
-    result = regrade(tmp_path, [("2+2=4\n#### 4", "#### 4.0", None)])
-    assert result.verdicts[0].correct == {"strict": True}
-    assert result.summaries["strict"].agreement is None
+    grading = ["grade", "--task", "gsm8k", "--cases", file, "--grader", "all"]
+    assert cohort(*grading, "--json") == 0
+    found = cohort.json()
+    assert [v["correct"]["strict"] for v in found["verdicts"]] == [v.correct["strict"] for v in result.verdicts]
+    assert (found["summaries"]["lenient"]["agreement"], found["disagreements"]) == (0.75, [2, 6])
+    assert cohort(*grading, "--show", "1") == 0
+    assert "Graders disagree on" in cohort.out and "5 more rows" in cohort.out
+    assert cohort("grade", "--task", "gsm8k", "--cases", tmp_path / "case.jsonl") == 2
+    assert "case.jsonl'; did you mean 'cases.jsonl'? give" in cohort.said
 
 
 @pytest.mark.slow
@@ -65,9 +67,11 @@ def test_an_echo_is_wrong_where_the_row_has_its_question_as_in_training(tmp_path
     ]
 
 
-def test_several_workers_give_the_same_verdicts_in_order(tmp_path):
-    cases = [(str(i), f"#### {i if i % 3 else i + 1}", None) for i in range(200)]
-    one, four = (regrade(tmp_path, cases, workers=workers) for workers in (1, 4))
+def test_several_workers_give_the_same_verdicts_in_order_of_answers_and_whole_solutions(tmp_path):
+    cases = [(f"2+2=4\n#### {i}" if i % 2 else str(i), f"#### {i if i % 3 else i + 1}", None) for i in range(200)]
+    one, four = (grade("gsm8k", labelled(tmp_path, cases), workers=workers) for workers in (1, 4))
+    assert [v.correct["strict"] for v in one.verdicts] == [i % 3 > 0 for i in range(200)]
+    assert one.summaries["strict"].agreement is None
     assert one.verdicts == four.verdicts
     assert [v.row for v in one.verdicts] == list(range(1, 201))
 
@@ -97,13 +101,6 @@ def test_what_cannot_be_graded_is_refused_by_line_and_field(tmp_path, row, grade
         grade("gsm8k", write(tmp_path, row), grader=grader)
 
 
-def test_a_file_of_cases_that_is_not_there_is_refused_with_the_nearest(tmp_path):
-    write(tmp_path, {"gold": "1", "completion": "#### 1"})
-    words = r"`cases` must be a file, got '.*case.jsonl'; did you mean 'cases.jsonl'\? give"
-    with pytest.raises(ValueError, match=words):
-        grade("gsm8k", tmp_path / "case.jsonl")
-
-
 def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     judge = graders(TASK)["math_verify"]
     assert judge(r"so $\frac{36}{2}$", "18", "")[1]
@@ -117,28 +114,17 @@ def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
 @pytest.mark.parametrize(
     ("completion", "number"),
     [
-        ("The answer is 18.", "18"),
-        ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
-        ("Answer: 18\nI checked it 3 times.", "18"),
-        ("**Final answer:** 18", "18"),
+        ("The answer is 18.", "18"), ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
+        ("Answer: 18\nI checked it 3 times.", "18"), ("**Final answer:** 18", "18"),
         ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
-        ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
-        ("The answer is 3 million", "3000000"),
-        (r"the answer is $\frac{1}{2}$", "0.5"),
-        ("The answer is:\n-5", "-5"),
-        ("The answer is plain. 20 - 2 = 18 clips", "18"),
-        ("So 4 bags = 18 clips, 2 of them torn", "18"),
-        ("It is 5 or 6", "6"),
-        ("10-3", "3"),
-        ("it fell to -3", "-3"),
-        ("costs $1,200.50.", "1200.5"),
-        ("about 3/4 of it", "0.75"),
-        ("\u7b54\u6848\u662f18\u5143", "18"),
-        ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
-        ("none", None),
-        ("5" + " " * TAIL_CHARS, None),
+        ("The answer is that each of them pays 18 dollars and 5 stay", "18"), ("The answer is 3 million", "3000000"),
+        (r"the answer is $\frac{1}{2}$", "0.5"), ("The answer is:\n-5", "-5"),
+        ("The answer is plain. 20 - 2 = 18 clips", "18"), ("So 4 bags = 18 clips, 2 of them torn", "18"),
+        ("It is 5 or 6", "6"), ("10-3", "3"), ("it fell to -3", "-3"), ("costs $1,200.50.", "1200.5"),
+        ("about 3/4 of it", "0.75"), ("\u7b54\u6848\u662f18\u5143", "18"), ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
+        ("none", None), ("5" + " " * TAIL_CHARS, None),
     ],
-)
+)  # fmt: skip
 def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
     assert first_readable(unmarked_number(completion), _numbers.canonical) == number
 
@@ -147,14 +133,11 @@ def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(complet
     ("completion", "texts"),
     [
         (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
-        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
-        ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
-        ("The answer is 3.5.", ["3.5", "3.5"]),
-        (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
-        ("It costs $5 and then $6", ["6"]),
-        ("nothing", []),
+        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]), ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
+        ("The answer is 3.5.", ["3.5", "3.5"]), (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
+        ("It costs $5 and then $6", ["6"]), ("nothing", []),
     ],
-)
+)  # fmt: skip
 def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
     found = [text.removeprefix("$") for text in unmarked_latex(completion)]
     assert found == texts
@@ -173,19 +156,3 @@ def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
         completion = f"Let us see. The answer is ${gold}$."
         assert task.extract(completion) is None
         assert task.equivalent(lenient(task, completion), gold)
-
-
-@pytest.mark.slow
-def test_stored_completions_are_graded_again(cohort, tmp_path):
-    rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
-    file = write(tmp_path, *({"gold": "18", "completion": c, "label": x} for c, x in rows))
-    grading = ["grade", "--task", "gsm8k", "--cases", file, "--grader", "all"]
-    assert cohort(*grading, "--json") == 0
-    found = cohort.json()
-    assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
-    assert found["summaries"]["lenient"]["agreement"] == 1
-    assert found["disagreements"][0] == 2
-    assert cohort(*grading, "--show", "1") == 0
-    assert "Graders disagree on" in cohort.out
-    assert "2 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", tmp_path / "none.jsonl") == 2

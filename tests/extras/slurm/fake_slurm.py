@@ -137,7 +137,6 @@ def state_of(state: Path, job: str) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """In one piece, for whoever reads it meanwhile."""
     new = file.with_suffix(f".{os.getpid()}")
     new.write_text(text)
     new.replace(file)

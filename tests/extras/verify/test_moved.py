@@ -51,18 +51,12 @@ def swap(one: Path, other: Path) -> None:
     one.with_name("aside").rename(other)
 
 
-def swap_files(one: Path, other: Path, *names: str) -> None:
-    for name in names:
-        swap(one / name, other / name)
-
-
 def copied(one: Path, other: Path) -> None:
     shutil.rmtree(other)
     shutil.copytree(one, other)
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a document by hand."""
     document = json.loads(file.read_text())
     change(document)
     file.write_text(json.dumps(document, indent=1))
@@ -80,7 +74,8 @@ MOVED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "two arms swapped": (lambda f: swap(trial(f, A), trial(f, B)), "must hold its own run"),
     "two seeds swapped": (lambda f: swap(trial(f, A), trial(f, "group_size=4-seed1")), "must hold its own run"),
     "the events of two arms swapped": (
-        lambda f: swap_files(trial(f, A), trial(f, B), EVENTS, "result.json", "completions", "rollouts"),
+        lambda f: [swap(trial(f, A) / one, trial(f, B) / one)
+                   for one in (EVENTS, "result.json", "completions", "rollouts")],
         "must hold its own run"),
     "run.json of another arm": (
         lambda f: shutil.copy(trial(f, B) / "run.json", trial(f, A) / "run.json"), "must hold its own run"),
@@ -155,23 +150,17 @@ def test_attempts_of_before_an_amendment_are_of_one_run_in_records_that_are_ther
     assert len(sealed(folder).trials) == 4 and verified(folder).is_verified
 
 
-# Random changes -------------------------------------------------------------------------------------------------------
-
 QUEUE = (
-    "uncommitted.diff",
-    "optuna.journal",
-    "optuna.journal.lock",
-    "lock",
-    "mlflow.json",
-    "mlflow.lock",
-    "progress.json",
-    "lease",
-)
+    "uncommitted.diff", "optuna.journal", "optuna.journal.lock", "lock", "mlflow.json", "mlflow.lock",
+    "progress.json", "lease",
+)  # fmt: skip
 
 
 def harmless(before: Path, after: Path, record: StudyRecord | None, touched: list[str]) -> str | None:
     """Why a change that `verify` does not find is harmless, if it is."""
-    names = [name for name in touched if not same(before / name, after / name)]
+    pairs = {name: (before / name, after / name) for name in touched}
+    names = [name for name, (one, other) in pairs.items()
+             if not (one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes())]  # fmt: skip
     if not names:
         return "nothing changed: both files are equal"
     if all(name.rpartition("/")[2] in QUEUE or name.startswith("logs/") for name in names):
@@ -185,10 +174,6 @@ def harmless(before: Path, after: Path, record: StudyRecord | None, touched: lis
     if len(record.trials) < record.expected:
         return "the report itself says that a trial is missing"
     return None
-
-
-def same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def change_one(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
