@@ -9,7 +9,8 @@ with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encr
 The first error of any rank ends the trial on all of them, and rank 0 raises it. Over gloo the group lives on, unless a
 wait does not end there in a minute. NCCL ends a group only together, and who waits in it hears of no error: so it is
 told through the store, a thread of each rank reads it there, nothing is destroyed, and all processes end once rank 0
-has recorded it. A rank that dies ends the group; who started the agent starts it again, and the trial goes on from its checkpoint.
+has recorded it. A rank that dies ends the group; who started the agent starts it again, and the trial goes on from its
+checkpoint.
 """
 
 import atexit
