@@ -286,6 +286,7 @@ def estimate(
         reference = _frozen_bytes(spec, spec.kl.reference)
     elif spec.algorithm.needs_reference and spec.lora is None:
         reference = scorer_bytes(models(shape)[0], spec.autocast)
+    older = spec.staleness + (spec.staleness > 0 and not alone)  # weights to sample from; and the newest beside them
     gathered = 0
     if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
         roots = counts.root * (2 if own_trunk else 1)
@@ -296,7 +297,7 @@ def estimate(
         return -(-size // spec.devices)
 
     return {
-        "policy": part(counts.policy * copies) + spec.staleness * min(counts.policy, counts.trainable),  # older weights
+        "policy": part(counts.policy * copies + older * min(counts.policy, counts.trainable)),
         "reference": part(reference),
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each

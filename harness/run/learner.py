@@ -21,7 +21,7 @@ from ..base.tensors import kl_k3
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..devices.sharding import full, local, shard, spread, spread_like
+from ..devices.sharding import full, is_sharded, local, shard, spread, spread_like
 from ..interfaces import Distribution
 from ..policy import flops
 from ..policy.forward import (
@@ -236,9 +236,9 @@ class Learner:
                 return
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
-            device = next(self.policy.parameters()).device
+            own = dict(self.policy.named_parameters())
             for weights in state.get("older", ()):
-                self.older.append({name: value.to(device, copy=True) for name, value in weights.items()})
+                self.older.append({name: spread_like(own[name], value) for name, value in weights.items()})
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
@@ -284,9 +284,9 @@ class Learner:
                 if states is not None:
                     states.backward()
         self._train_mode(False)
-        if log_weights:  # with staleness, so of one rank alone
+        if log_weights:
             log_weight_B = torch.cat(log_weights)
-            weight_B = (log_weight_B - log_weight_B.max()).exp()  # so none overflows, and not all vanish
+            weight_B = (log_weight_B - ranks.largest(log_weight_B.max())).exp()  # so none overflows, not all vanish
             sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
@@ -339,15 +339,17 @@ class Learner:
         explains on prompts that it was not fitted on."""
         assert self.critic is not None
         head = self.critic.head
-        halves = [Moments.of(head.weight[:0], head.bias[:0])] * 2
+        halves = [Moments.of(full(head.weight)[:0], full(head.bias)[:0])] * 2
         half_B = torch.arange(len(batch), device=batch.tokens_BT.device) // batch.group_size % 2
         for rows, part, states in self._read(batch, self._trunks()[-1]):
             mask = part.completion_mask_BT
             returns, half = part.returns_BT[mask], half_B[rows][:, None].expand_as(mask)[mask]
             halves = [one.plus(Moments.of(states[half == i], returns[half == i])) for i, one in enumerate(halves)]
-        fit_D, explained = fitted_head(*halves)
-        head.weight.copy_(fit_D[:-1])
-        head.bias.copy_(fit_D[-1])
+        fit_D, explained = fitted_head(*(Moments(*map(ranks.summed, one)) for one in halves))
+        if is_sharded(head):  # a pass without gradient has left it gathered, and what is gathered is soon dropped
+            head.reshard()  # pyright: ignore
+        for own, fitted in ((head.weight, fit_D[None, :-1]), (head.bias, fit_D[-1:])):
+            local(own).copy_(local(spread_like(own, fitted)))
         return {"critic/fitted_variance": explained}
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
