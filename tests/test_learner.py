@@ -9,7 +9,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
-from cohort.harness.policy import fused_llama
+from cohort.harness.policy import forward, fused_llama
 from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
@@ -260,6 +260,32 @@ def test_shared_prompts_cost_one_reading():
     handle.remove()
     # three prompts of at most 5 tokens besides their last; the longest completion has 7 tokens, the longest row 10
     assert read == [3 * 5, 8 * 7, 8 * 10]
+
+
+@pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))
+def test_a_common_beginning_is_read_once_and_prompts_in_parts_with_the_same_gradient(algorithm, monkeypatch):
+    monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
+    batch, found, passes = shared_prompts(), [], []
+    tokens = batch.tokens_BT.clone()
+    tokens[:, :2] = tokens[0, :2]  # the shortest of the three prompts has one token more
+    batch = batch.replace(tokens_BT=tokens)
+    for budget, saved in [(20, 5), (20, 4), (12, 5)]:
+        monkeypatch.setattr(forward, "SAVED", saved)
+        learner, read = Learner(make_spec(algorithm, tokens_per_microbatch=budget), tiny_model(0).double()), []
+        credited = learner.spec.algorithm.advantages(learner.annotate(batch))
+        learner.optimizers = {}
+        embeddings = learner.policy.model.embed_tokens
+        embeddings.register_forward_hook(lambda _, given, __, read=read: read.append(tuple(given[0].shape)))
+        weights = learner.spec.algorithm.loss_weights(batch.completion_mask_BT)
+        learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
+        modules = [learner.policy, *([] if learner.critic is None else [learner.critic.backbone])]
+        found.append(torch.cat([p.grad.flatten() for module in modules for p in module.parameters()]))
+        passes.append(read)
+    whole, *others = found
+    assert all((other - whole).norm() <= 1e-6 * whole.norm() for other in others)  # the model's norms are in float32
+    # Three prompts of at most 5 tokens besides their last; two tokens and then the others; two prompts and then one.
+    assert passes[0][0] == (3, 5) and passes[1][:2] == [(1, 2), (3, 3)]
+    assert passes[2][0][0] == 2 and (3, 5) not in passes[2]
 
 
 @pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))

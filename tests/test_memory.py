@@ -392,7 +392,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
 @pytest.mark.parametrize(
     ("study", "free", "expected"),
     [# 58 - 2 GiB: PPO keeps 1.8 GiB of weights three times, gradients and moments of 3.7 and 7.4 and vLLM's 32.
-     ("gsm8k_qwen", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (48.5, True)}),
+     ("gsm8k_qwen", 58, {"grpo": (41, False), "grpo_self_consistency": (41, False), "ppo": (47.9, True)}),
      ("math_7b", 80, {"grpo": (48.5, True), "dr_grpo": (48.5, True)})],
 )  # fmt: skip
 def test_a_gpus_free_memory_decides_whether_activations_are_recomputed(tmp_path, monkeypatch, study, free, expected):

@@ -74,8 +74,6 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
      ["evaluation.test_last must be 1 with stages, got 2"]),
     ({"critic": {"head": "fitted"}},
      ["critic.head must be zero for grpo, which has no critic, got fitted; use ppo"]),
-    ({"algorithm": "ppo", "critic": {"head": "fitted"}, "devices": 2},
-     ["critic.head must be zero with several devices, got fitted; set devices=1"]),
     ({"overlong": "drop"}, ["overlong", "'count', 'mask' or 'penalise'", "got 'drop'"]),
     ({"overlong": "penalise", "rewards": {"overlong": 0}},
      ["rewards.overlong must have a weight other than 0 with overlong=penalise, got 0; remove one of the two"]),
@@ -99,7 +97,6 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"staleness": 2, "engine": "vllm"},
      ["staleness must be 0 with engine=vllm, which keeps separate weights, got 2"]),
     ({"staleness": 2, "engine": "scripted"}, ["staleness must be 0 with engine=scripted"]),
-    ({"staleness": 2, "devices": 2}, ["staleness must be 0 with several devices, got 2; set devices=1"]),
     ({"dynamic_sampling": 4, "algorithm": {"name": "ppo", "group_size": 1}},
      ["dynamic_sampling must be 1 with algorithm.group_size=1", "got 4"]),
     ({"prompt": {"format": "plain", "system": "Be brief."}},
@@ -147,8 +144,8 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     *(({"stages": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}], "steps": 3, **change}, words)
       for change, words in (
         ({"steps": 9}, ["steps must be at most the sum over the stages, 3, got 9; leave it out"]),
-        ({"lora": {}}, ["lora must be left out with stages, which train all weights in one process, got rank=16"]),
-        ({"devices": 2}, ["devices must be left out with stages"]),
+        ({"lora": {}}, ["lora must be left out with stages, which train all weights, got rank=16"]),
+        ({"devices": 2}, ["devices must be left out with stages", "FSDP2 copies no sharded model, got 2"]),
         ({"staleness": 1}, ["staleness must be left out with stages"]),
     )),
     # Samplers of prompts.

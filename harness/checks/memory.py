@@ -286,6 +286,7 @@ def estimate(
         reference = _frozen_bytes(spec, spec.kl.reference)
     elif spec.algorithm.needs_reference and spec.lora is None:
         reference = scorer_bytes(models(shape)[0], spec.autocast)
+    older = spec.staleness + (spec.staleness > 0 and not alone)  # weights to sample from; and the newest beside them
     gathered = 0
     if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
         roots = counts.root * (2 if own_trunk else 1)
@@ -296,7 +297,7 @@ def estimate(
         return -(-size // spec.devices)
 
     return {
-        "policy": part(counts.policy * copies) + spec.staleness * min(counts.policy, counts.trainable),  # older weights
+        "policy": part(counts.policy * copies + older * min(counts.policy, counts.trainable)),
         "reference": part(reference),
         "critic": part(counts.critic * (copies if own_trunk else 1)),
         "rewards": sum(_scorer_bytes(one.scorer) for one in spec.rewards.values() if one.scorer),  # whole on each
@@ -314,11 +315,13 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     recompute = spec.gradient_checkpointing is True
     trunk, again = counts.trunk.total(recompute), counts.trunk.largest  # a layer that is computed again
     if counts.shared is not None and spec.algorithm.group_size > 1:
-        # Prompts are read once, each by one device, and completions each with its prompt's keys; leaves of all prompts,
-        # where they are no parts of the pass, and their gradient; or sharing is given up.
+        # Prompts are read once, each by one device, as many as fit in a micro-batch, and completions each with its
+        # prompt's keys; leaves of prompts, where they are no parts of the pass, and their gradient; or none are shared.
         before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
         prompts = min(rows * spec.devices, spec.prompts_per_step)
-        own = -(-prompts // spec.devices)
+        most = max(1, microbatch_tokens(spec.optimizer, device) // shape.prompt_tokens)
+        own = min(-(-prompts // spec.devices), most)
+        prompts = min(prompts, own * spec.devices)
         leaves = own + 2 * prompts if recompute or spec.devices > 1 else prompts * (rows > shape.rows)
         once = (trunk * own + sum(counts.trunk.cache) * leaves) * before // tokens + counts.shared.total(recompute)
         again = max(again, counts.shared.largest, again * own * before // tokens)

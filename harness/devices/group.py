@@ -6,10 +6,11 @@ group of its own. They talk through torch's TCPStore, which lets in whoever reac
 interface alone): so both sides prove that they know a secret before any trial is told, and what rank 0 tells is signed
 with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
 
-The first error of any rank ends the trial on all of them, and rank 0 raises it. Over gloo the group lives on. NCCL ends
-a group only together, and who waits in it hears of no error: so it is told through the store, a thread of each rank
-reads it there, nothing is destroyed, and all processes end once rank 0 has recorded it. A rank that dies ends the
-group; who started the agent starts it again, and the trial goes on from its checkpoint.
+The first error of any rank ends the trial on all of them, and rank 0 raises it. Over gloo the group lives on, unless a
+wait does not end there in a minute. NCCL ends a group only together, and who waits in it hears of no error: so it is
+told through the store, a thread of each rank reads it there, nothing is destroyed, and all processes end once rank 0
+has recorded it. A rank that dies ends the group; who started the agent starts it again, and the trial goes on from its
+checkpoint.
 """
 
 import atexit
@@ -53,6 +54,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
 STOP_SECONDS = 1800  # for a step and its checkpoint
 LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed
+ALONE_SECONDS = 60.0  # the same over gloo, where waits end by themselves, unless a sharded model still holds the group
 ENDS_ALONE = "gloo"  # the backend that a rank can end while others wait in it
 BACKENDS = {"cpu": ENDS_ALONE, "cuda": "cpu:gloo,cuda:nccl"}
 POLL_SECONDS = 0.1
@@ -171,7 +173,7 @@ class RankGroup:
                 traceback.clear_frames(error.__traceback__)  # they hold what holds the connections to the others
                 gc.collect()
         if dist.is_initialized() and not self.is_broken:
-            dist.destroy_process_group()  # over gloo whoever waits for this rank fails now
+            dist.destroy_process_group()  # over gloo whoever waits for this rank fails now, most often
         left.set()
         watch.join()
         if not isinstance(end, BaseException):
@@ -181,13 +183,13 @@ class RankGroup:
         return _end_of(store, size, end)
 
     def _watch(self, store: Any, left: Event, backend: str, when_stuck: Callable[[], Any]) -> None:
-        """Wait until the trial `left` this rank or an error is told; then it has LEAVE_SECONDS to leave, but over gloo,
-        where the wait of the others ends. A stuck rank 0 records the error; a stuck follower lets it; both end."""
+        """Wait until the trial `left` this rank or an error is told; then it has LEAVE_SECONDS to leave, or over
+        gloo ALONE_SECONDS. A stuck rank 0 records the error; a stuck follower lets it; both end."""
         with suppress(dist.DistNetworkError):
             while not left.wait(POLL_SECONDS) and not store.check(["error"]):
                 pass
             store.add("here", 1)
-            if left.wait(None if backend == ENDS_ALONE else LEAVE_SECONDS):
+            if left.wait(ALONE_SECONDS if backend == ENDS_ALONE else LEAVE_SECONDS):
                 return
             if self.rank == 0:
                 self.is_broken = True

@@ -17,13 +17,12 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..base.tensors import pad_left
 from ..data import Group, Prompt, Sampling
-from ..policy.forward import can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
+from ..policy.forward import SAVED, can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
 from ..policy.library import decoding_cache, grouped_attention
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
-SAVED = 64  # fewest prompt tokens not read again that are worth a pass of their own
 BLOCK = 256  # tokens of a vocabulary whose probabilities are summed first
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 

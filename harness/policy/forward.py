@@ -28,6 +28,7 @@ from .lora import around_frozen
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
 BLOCK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of them in float32 that become log-probs at once, with 4 such tensors
 KEPT_BYTES = 2**30  # most bytes of logits that a pass keeps for its backward pass; more is computed again there
+SAVED = 64  # fewest prompt tokens not read again that are worth a pass over what all prompts begin with
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache columns, where shorter prompts leave gaps
 
 
@@ -333,21 +334,19 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
-    starts_B = mask_BT.int().argmax(dim=1)
-    shortest, width = torch.stack(starts_B.aminmax()).tolist()  # together: a GPU is waited for
-    if not can_share_prompts(model) or shortest < 2:
+    found = distinct_prompts(tokens_BT, mask_BT) if can_share_prompts(model) else None
+    if found is None:
         return None
-    before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
-    prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
-    if len(prompts_UT) == len(tokens_BT):
-        return None
+    prompts_UT, prompt_B = found
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
     inputs, lean, weights, hidden = ranks.dealt(prompts_UT[:, :-1].clamp(min=0)), None, [], None
     if not fused_llama.recognised(model):
-        hidden, cache = _prompt_pass(model, inputs)
-        states = [layer.first for layer in cache.layers if layer.first is not None]
-        if len(states) < len(cache.layers):
-            return None  # it drops the cache where it recomputes activations
+        shared = int((inputs == inputs[0]).all(dim=0)[:-1].int().cumprod(dim=0).sum())
+        apart = (len(inputs) - 1) * shared < SAVED or recomputes(model) or is_sharded(model)
+        begun = None if apart else _prompt_pass(model, inputs[:1, :shared])[1]
+        hidden, states = _prompt_pass(model, inputs if begun is None else inputs[:, shared:], begun)
+        if states is None:
+            return None  # the model drops the cache where it recomputes activations
     else:
         lean, weights = fused_llama.fuse(model, tokens_BT.shape[1]).leaves()
         _, states = fused_llama.hidden_states(lean, inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
@@ -357,12 +356,28 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean, hidden if is_sharded(model) else None)
 
 
+def distinct_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+    """([U, T] prompts, right-padded with -1, [B] the prompt of each row), or None if no rows share a prompt, or one has
+    less than two tokens."""
+    starts_B = mask_BT.int().argmax(dim=1)
+    shortest, width = torch.stack(starts_B.aminmax()).tolist()  # together: a GPU is waited for
+    if shortest < 2:
+        return None
+    before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
+    prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
+    return None if len(prompts_UT) == len(tokens_BT) else (prompts_UT, prompt_B)
+
+
 @under_hooks
-def _prompt_pass(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
-    """The last hidden states, and the cache with all that it has kept."""
-    cache = prompt_cache(model)
+def _prompt_pass(
+    model: nn.Module, inputs: Tensor, begun: list[tuple[Tensor, Tensor]] | None = None
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]] | None]:
+    """(the last hidden states, keys and values of each layer, or None if it keeps none), after a beginning of all."""
+    rows_U = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+    cache = prompt_cache(model, None if begun is None else PromptStates(begun, [], rows_U, rows_U), keeps=True)
     read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
-    return read.last_hidden_state, cache
+    states = [layer.first for layer in cache.layers]
+    return read.last_hidden_state, None if None in states else states
 
 
 @under_hooks
@@ -393,9 +408,9 @@ def completion_states(
     return hidden[offsets < counts_B[:, None]]
 
 
-def prompt_cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
-    """A cache whose layers begin with the prompt of each row and store nothing, because a backward pass may compute
-    them again; without prompts, `first` of a layer has the keys and values that it computes."""
+def prompt_cache(model: nn.Module, prompts: PromptStates | None, *, keeps: bool = False) -> Any:
+    """A cache whose layers begin with the prompt of each row, if any, and store nothing, because a backward pass may
+    compute them again; if it `keeps` them, `first` of a layer has the keys and values that it hands out."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -403,12 +418,13 @@ def prompt_cache(model: nn.Module, prompts: PromptStates | None = None) -> Any:
         first: tuple[Tensor, Tensor] | None = None
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            if prompts is None:
-                self.first = self.first or (key_states, value_states)
-                return key_states, value_states
-            assert self.keys is not None and self.values is not None
-            rows = prompts.prompt_B
-            return torch.cat([self.keys[rows], key_states], -2), torch.cat([self.values[rows], value_states], -2)
+            handed = key_states, value_states
+            if prompts is not None:
+                own: Any = self.keys, self.values
+                handed = tuple(torch.cat([x[prompts.prompt_B], new], -2) for x, new in zip(own, handed, strict=True))
+            if keeps:
+                self.first = self.first or handed
+            return handed
 
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore
     cache.layers = [Shared() for _ in cache.layers]

@@ -21,13 +21,15 @@ from ..base.tensors import kl_k3
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..devices.sharding import full, local, shard, spread, spread_like
+from ..devices.sharding import full, is_sharded, local, shard, spread, spread_like
 from ..interfaces import Distribution
 from ..policy import flops
 from ..policy.forward import (
     Critic,
     PromptStates,
+    can_share_prompts,
     completion_states,
+    distinct_prompts,
     microbatch_tokens,
     prompt_states,
     recomputes,
@@ -234,9 +236,9 @@ class Learner:
                 return
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
-            device = next(self.policy.parameters()).device
+            own = dict(self.policy.named_parameters())
             for weights in state.get("older", ()):
-                self.older.append({name: value.to(device, copy=True) for name, value in weights.items()})
+                self.older.append({name: spread_like(own[name], value) for name, value in weights.items()})
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
@@ -255,35 +257,36 @@ class Learner:
         self._train_mode(recomputes(self.policy))
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
-        with torch.set_grad_enabled(not self.warms_critic):
-            prompts = [self._prompt_states(self.policy, minibatch)]
-        prompts += [self._prompt_states(trunk, minibatch) for trunk in self._trunks()[1:]]
-        for rows, width in self._rows_by_length(minibatch, prompts[0]):
-            micro = minibatch.rows(rows, width)
-            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                output = self._output(micro, [states and states.rows(rows) for states in prompts])
-            if is_on_policy:  # the ratio is exactly 1, and still has its gradient
-                micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
-            loss, metrics = self.algorithm.minimised(micro, output)
-            loss.backward()
-            logprobs = output.logprobs_BT.detach()
-            if self.spec.staleness:
-                log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
-                log_weights.append(log_ratio_BT.double().sum(dim=1))
-            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
-            if first:
-                sampler = micro.sampler_logprobs_BT
-                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
-                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
-            for name, value in metrics.items():
-                sums[name] += value.detach().double()
-        for states in prompts:
-            if states is not None:
-                states.backward()
+        for _, part in self._parts(minibatch):
+            with torch.set_grad_enabled(not self.warms_critic):
+                prompts = [self._prompt_states(self.policy, part)]
+            prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
+            for rows, width in self._rows_by_length(part, prompts[0]):
+                micro = part.rows(rows, width)
+                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                    output = self._output(micro, [states and states.rows(rows) for states in prompts])
+                if is_on_policy:  # the ratio is exactly 1, and still has its gradient
+                    micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+                loss, metrics = self.algorithm.minimised(micro, output)
+                loss.backward()
+                logprobs = output.logprobs_BT.detach()
+                if self.spec.staleness:
+                    log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
+                    log_weights.append(log_ratio_BT.double().sum(dim=1))
+                ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
+                if first:
+                    sampler = micro.sampler_logprobs_BT
+                    ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
+                    metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
+                for name, value in metrics.items():
+                    sums[name] += value.detach().double()
+            for states in prompts:
+                if states is not None:
+                    states.backward()
         self._train_mode(False)
-        if log_weights:  # with staleness, so of one rank alone
+        if log_weights:
             log_weight_B = torch.cat(log_weights)
-            weight_B = (log_weight_B - log_weight_B.max()).exp()  # so none overflows, and not all vanish
+            weight_B = (log_weight_B - ranks.largest(log_weight_B.max())).exp()  # so none overflows, not all vanish
             sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
         highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
@@ -336,15 +339,17 @@ class Learner:
         explains on prompts that it was not fitted on."""
         assert self.critic is not None
         head = self.critic.head
-        halves = [Moments.of(head.weight[:0], head.bias[:0])] * 2
+        halves = [Moments.of(full(head.weight)[:0], full(head.bias)[:0])] * 2
         half_B = torch.arange(len(batch), device=batch.tokens_BT.device) // batch.group_size % 2
         for rows, part, states in self._read(batch, self._trunks()[-1]):
             mask = part.completion_mask_BT
             returns, half = part.returns_BT[mask], half_B[rows][:, None].expand_as(mask)[mask]
             halves = [one.plus(Moments.of(states[half == i], returns[half == i])) for i, one in enumerate(halves)]
-        fit_D, explained = fitted_head(*halves)
-        head.weight.copy_(fit_D[:-1])
-        head.bias.copy_(fit_D[-1])
+        fit_D, explained = fitted_head(*(Moments(*map(ranks.summed, one)) for one in halves))
+        if is_sharded(head):  # a pass without gradient has left it gathered, and what is gathered is soon dropped
+            head.reshard()  # pyright: ignore
+        for own, fitted in ((head.weight, fit_D[None, :-1]), (head.bias, fit_D[-1:])):
+            local(own).copy_(local(spread_like(own, fitted)))
         return {"critic/fitted_variance": explained}
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -382,11 +387,30 @@ class Learner:
     def _read(self, batch: Batch, model: nn.Module) -> Iterator[tuple[Tensor, Batch, Tensor]]:
         """The places of this rank's rows, the rows and their `completion_states`, a micro-batch at a time and in the
         run's precision."""
-        prompts = self._prompt_states(model, batch)
-        for rows, width in self._rows_by_length(batch, prompts):
-            part, own = batch.rows(rows, width), prompts and prompts.rows(rows)
-            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                yield rows, part, completion_states(model, part.tokens_BT, part.completion_mask_BT, own)
+        for places, part in self._parts(batch):
+            prompts = self._prompt_states(model, part)
+            for rows, width in self._rows_by_length(part, prompts):
+                micro, own = part.rows(rows, width), prompts and prompts.rows(rows)
+                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                    states = completion_states(model, micro.tokens_BT, micro.completion_mask_BT, own)
+                    yield places[rows], micro, states
+
+    def _parts(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
+        """The rows in parts, with their places, whose prompts each device reads at once: as many as a micro-batch has
+        tokens for, or a single one. So the memory of prompts does not grow with their number."""
+        every, world = torch.arange(len(batch), device=batch.tokens_BT.device), ranks.world_size()
+        found = None
+        if self.shares_prompts and can_share_prompts(self.policy):
+            found = distinct_prompts(batch.tokens_BT, batch.completion_mask_BT)
+        if found is None:
+            return [(every, batch)]
+        (prompts_UT, prompt_B), budget = found, microbatch_tokens(self.spec.optimizer, every.device)
+        count, width = prompts_UT.shape
+        parts = min(-(-count // (max(1, budget // width) * world)), max(1, count // world))
+        if parts == 1:
+            return [(every, batch)]
+        places = [every[prompt_B * parts // count == i] for i in range(parts)]
+        return [(one, batch.rows(one)) for one in places]
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
         if not self.shares_prompts:

@@ -26,6 +26,7 @@ from ..base.tensors import pad_right
 from ..data import Batch, GradedGroup, Group, Prompt, PromptDraw, Rollout, Sampling, Score
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
+from ..devices.sharding import is_spread, local
 from ..interfaces import Distribution, Sampler
 from ..policy.flops import Lengths, lengths
 from .build import Run
@@ -132,6 +133,8 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Rollouts) ->
 
     sampling, greedy = spec.sampling.model_copy(update={"max_tokens": run.max_tokens}), None
     older = learner.older[0] if learner.older else {}
+    if older and ranks.world_size() > 1:
+        run.writer.copied.wait()  # a checkpoint may still copy the newest weights
     with mixed_precision(resolve_device(spec.device), spec.autocast), older_weights(learner.policy, older):
         groups = sampled(spec.algorithm.group_size, sampling)
         if spec.algorithm.needs_greedy:
@@ -142,16 +145,24 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Rollouts) ->
 
 @contextmanager
 def older_weights(policy: nn.Module, older: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the context the policy has these older weights; a checkpoint may copy its own meanwhile."""
+    """Inside the context the policy has these older weights; a checkpoint may copy its own meanwhile. What is sharded
+    is copied, because its gathering reads a storage that it knows: nothing else may read it meanwhile."""
+
+    def put(weights: Mapping[str, torch.Tensor]) -> None:
+        for name, value in weights.items():
+            if is_spread(value):
+                local(parameters[name].data).copy_(local(value))
+            else:
+                parameters[name].data = value
+
     parameters = dict(policy.named_parameters()) if older else {}
     own = {name: parameters[name].data for name in older}
-    for name, value in older.items():
-        parameters[name].data = value
+    own = {name: value.clone() if is_spread(value) else value for name, value in own.items()}
+    put(older)
     try:
         yield
     finally:
-        for name, value in own.items():
-            parameters[name].data = value
+        put(own)
 
 
 def drawn_prompts(

@@ -345,8 +345,6 @@ class RunSpec(Section):
             if not self.algorithm.needs_critic and value != (off := CriticStart.model_fields[name].default):
                 rule = f"critic.{name} must be {off} for {algorithm}, which has no critic"
                 raise ValueError(f"{rule}, got {value}; use ppo")
-        if self.critic.head == "fitted" and self.devices > 1:
-            raise ValueError("critic.head must be zero with several devices, got fitted; set devices=1")
         if 0 < self.steps <= warmup:
             rule = f"critic.warmup_steps must be less than steps ({self.steps}), or the policy never learns"
             raise ValueError(f"{rule}, got {warmup}; lower it or raise steps")
@@ -371,8 +369,6 @@ class RunSpec(Section):
             raise ValueError(f"{rule}, got {self.dynamic_sampling}")
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError("kl.refresh_reference_every must be 0 with lora, whose reference has no adapter")
-        if self.staleness and self.devices > 1:
-            raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
         if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
             rule = f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights"
             raise ValueError(f"{rule}, got {self.staleness}; use engine=transformers")

@@ -80,10 +80,13 @@ def completed(spec: RunSpec) -> dict[str, Any]:
     names = [str(stage.get("name", "")) for stage in spec.stages]
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
-    for key, off in (("devices", 1), ("staleness", 0), ("lora", None)):
+    for key, off, why in (
+        ("devices", 1, "each of which begins with a copy of its policy, and FSDP2 copies no sharded model"),
+        ("staleness", 0, "whose first rollouts come from the newest weights"),
+        ("lora", None, "which train all weights"),
+    ):
         if (value := getattr(spec, key)) != off:
-            rule = f"{key} must be left out with stages, which train all weights in one process"
-            raise ValueError(f"{rule}, got {value}")
+            raise ValueError(f"{key} must be left out with stages, {why}, got {value}")
     stages = staged(spec)
     if any(stage.does for stage in stages):
         blind = [s.spec.algorithm.name for s in stages if not s.does and not s.spec.algorithm.sees_gold]

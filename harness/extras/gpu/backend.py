@@ -29,8 +29,10 @@ from ...policy.tiny import tiny_tokenizer
 from ...record.events import EVENTS, RunHistory, read_history
 from ...run.build import build_engine, placed
 from ...run.standalone import train_once
+from ...settings.load import load_study
 from ...settings.raw import with_overrides
 from ...settings.run import RunSpec, parse_run
+from . import raising
 
 # Without --model: the shape of Qwen2.5-0.5B on a GPU, a small one of the same kind on a CPU.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -137,6 +139,24 @@ class Backend:
             raise RuntimeError(f"the run '{name}' ended with status {process.returncode}")
         return read_history(events)
 
+    def fail_one(self, settings: Mapping[str, Any]) -> tuple[float, str]:
+        """(seconds until both have ended, what they said) of a run on two devices, the second of which raises."""
+        file, begin = self.folder / "raises.yaml", time.monotonic()
+        file.write_text(json.dumps(settings), encoding="utf-8")
+        words = ("train", str(file), "--name", "raises", "--runs", str(self.folder / "runs"))
+        launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", raising.__name__)
+        command = [sys.executable, "-P", "-m", *launcher, *words]
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_own()).stdout
+        print(said, file=sys.stderr)
+        return time.monotonic() - begin, said
+
+    def real_settings(self, **changes: Any) -> dict[str, Any] | None:
+        """The settings of GRPO in the study `real_sums`, changed by dotted path; None where its model is not here."""
+        if not Path("models/smollm2/config.json").exists():
+            return None
+        arms = {arm.label: arm.spec for arm in load_study("real_sums", []).checked_arms()}
+        return with_overrides(arms["grpo"].model_dump(mode="json", exclude_none=True), changes)
+
     def train_here(self, name: str, settings: Mapping[str, Any]) -> RunHistory:
         """The events of a run in this process, which shows it nowhere else."""
         os.environ[MIRROR] = "none"
@@ -166,8 +186,12 @@ def make_up(folder: Path, shape: Mapping[str, Any]) -> None:
 
 def _cohort(*words: object) -> subprocess.Popen[bytes]:
     """A command of Cohort in a process that keeps its results to itself: settings of the environment do not count."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")} | {MIRROR: "none"}
-    return subprocess.Popen([sys.executable, "-P", "-m", "cohort", *map(str, words)], stdout=sys.stderr, env=own)
+    command = [sys.executable, "-P", "-m", "cohort", *map(str, words)]
+    return subprocess.Popen(command, stdout=sys.stderr, env=_own())
+
+
+def _own() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("COHORT_")} | {MIRROR: "none"}
 
 
 def _cache(worker: Any) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from cohort.harness.api.machine import Check
 from cohort.harness.checks.memory import estimate, estimate_run, peak_bytes
 from cohort.harness.data import PromptFormat
 from cohort.harness.engines.vllm import INVARIANT, VLLMEngine
-from cohort.harness.extras.gpu import backend, book, claims
+from cohort.harness.extras.gpu import backend, book, claims, raising
 from cohort.harness.extras.gpu.backend import Backend, make_up
 from cohort.harness.extras.gpu.book import measure_claims
 from cohort.harness.extras.gpu.claims import CLAIMS, KEPT, LORA, PPO, RECOMPUTED, Number, _difference
@@ -151,10 +151,20 @@ class Fake(Backend):
         steps = range(1, (kill_after or spec.steps) + 1)
         history = {key: {0: (value, 0)} for key, value in facts.items()}
         history |= {key: dict.fromkeys(steps, (value, 0)) for key, value in each.items()}
+        first, last = 0.25 + 0.5 * ("real-start is another" in self.faults), 0.7 - 0.4 * ("real is slow" in self.faults)
+        history["validation/accuracy"] = {0: (first, 0), spec.steps: (last, 0)}
+        history["mismatch/kl"] = {1: (1e-3, 0), 2: (1e-3 + (f"{name} drifts" in self.faults), 0)}
         work = ("sampling", "scoring", "learning")
         history |= {f"flops/{key}": {step: (1e9 * step, 0) for step in steps} for key in work}
         is_second = name == "killed" and kill_after is None and "it begins anew" not in self.faults
         return RunHistory(history=history, attempts=[{}] * (1 + is_second))
+
+    def fail_one(self, settings):
+        assert parse_run(settings, "raises").devices == 2
+        return 20 + 1800 * ("a rank waits" in self.faults), "no words" if "no reason" in self.faults else raising.WORDS
+
+    def real_settings(self, **changes):
+        return self.settings(**changes)
 
     def train_here(self, name, settings):
         parse_run(settings, name)
@@ -195,6 +205,7 @@ FAULTS = {
     "machine": ("old driver", "driver: 580.1; update it"),
     "free-memory": ("memory is taken", "free"),
     "cold-start": ("slow first start", "start"),
+    "real-model": ("real is slow", "after ten steps"),
     "sleep": ("stale tensor", "stale weights"),
     "bfloat16": ("torch.bfloat16 is off", "mean, 99.9 %, largest"),
     "lora-move": ("the adapter is not there", "engine's move"),
@@ -214,6 +225,7 @@ FAULTS = {
     "float32": ("torch.float32 is off", "mean, 99.9 %, largest"),
     "warm-start": ("slow start", "start"),
     "batch-invariant": ("invariant noise of the batch", "equal tokens"),
+    "rank-raises": ("a rank waits", "both ended after"),
     "two-devices": ("devices-2 differs", "first step"),
     "tensor-parallel": ("wrong parts", "forward pass"),
 }
@@ -224,6 +236,9 @@ OTHER_FAULTS = [
     ("cold-start", "a third of the cache", "cache / estimate"),
     ("sleep", "changes are not seen", "changes found"),
     ("sleep", "samples with old weights", "samples after a load"),
+    ("real-model", "real-start is another", "accuracy before"),
+    ("real-model", "real-vllm drifts", "mismatch/kl"),
+    ("rank-raises", "no reason", "the reason is told"),
     ("grpo-memory", "grpo-memory is small", "peak / estimate"),
     ("ppo-memory-recomputed", "ppo-memory-recomputed is small", "peak / estimate"),
     ("resume", "again differs", "out of bounds"),
@@ -267,10 +282,14 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 
 @pytest.mark.parametrize(
     ("changes", "skipped"),
-    [({"num_devices": 1}, {"two-devices", "tensor-parallel"}), ({"on_gpu": False}, {"batch-invariant", "algorithms"})],
+    [
+        ({"num_devices": 1}, {"two-devices", "tensor-parallel", "rank-raises"}),
+        ({"on_gpu": False}, {"batch-invariant", "algorithms", "real-model"}),
+    ],
 )
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
-    claims = [BY_NAME[name] for name in ("two-devices", "tensor-parallel", "batch-invariant", "algorithms", "resume")]
+    names = ("two-devices", "tensor-parallel", "rank-raises", "batch-invariant", "algorithms", "real-model", "resume")
+    claims = [BY_NAME[name] for name in names]
     found = found_of(replace(fake, **changes), claims)
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
     assert all(found[claim].reason for claim in skipped) and found["resume"].state == "PASS"
