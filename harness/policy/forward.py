@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -420,8 +420,8 @@ def prompt_cache(model: nn.Module, prompts: PromptStates | None, *, keeps: bool 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             handed = key_states, value_states
             if prompts is not None:
-                own: Any = self.keys, self.values
-                handed = tuple(torch.cat([x[prompts.prompt_B], new], -2) for x, new in zip(own, handed, strict=True))
+                keys, values = cast(Tensor, self.keys)[prompts.prompt_B], cast(Tensor, self.values)[prompts.prompt_B]
+                handed = torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
             if keeps:
                 self.first = self.first or handed
             return handed

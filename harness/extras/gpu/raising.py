@@ -19,5 +19,5 @@ def update(learner: Learner, *given: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Learner.update = update
+    Learner.update = update  # pyright: ignore[reportAttributeAccessIssue]
     main()
