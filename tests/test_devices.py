@@ -363,14 +363,14 @@ def test_what_is_spread_takes_its_share_on_each_device(monkeypatch):
 
 
 def test_a_device_reads_its_part_of_the_prompts_and_keeps_the_keys_of_all():
-    spec = parse_run({**RUN, **case(), "optimizer": {"tokens_per_microbatch": 1}}, "one")
+    spec = parse_run({**RUN, **case(), "optimizer": {"tokens_per_microbatch": 4 * 30}}, "one")
     one, two = (
         memory.estimate(spec.model_copy(update={"devices": n}), tiny_config(), 30, torch.device("cpu"))["activations"]
         for n in (1, 2)
     )
-    trunk = memory.count(memory.Shape.of(spec, tiny_config(), 1, 30)).trunk
-    # A row of 30 + 8 tokens. Of 4 prompts with 29 shared tokens one device reads 4, whose keys are leaves for others;
-    # each of two reads 2, beside leaves of all 4 and their gradient.
+    trunk = memory.count(memory.Shape.of(spec, tiny_config(), 3, 30)).trunk
+    # A pass reads 3 rows of 30 + 8 tokens, or 4 prompts of 30. Of 4 prompts with 29 shared tokens one device reads 4,
+    # whose keys are leaves for others; each of two reads 2, beside leaves of all 4 and their gradient.
     alone = (trunk.all * 4 + sum(trunk.cache) * 4) * 29
     spread = (trunk.all * 2 + sum(trunk.cache) * (2 + 2 * 4)) * 29
-    assert one - two == alone // 38 - spread // 38 > 0
+    assert one - two == alone // (3 * 38) - spread // (3 * 38) > 0
