@@ -65,13 +65,13 @@ def trained(step, seconds, *kept):
 
 
 UNTIL_IT_STOPS = [
-    "about inputs", "about prompt", "resume -1", "metrics 0 memory mismatch",
+    "about inputs", "about prompt sizes", "resume -1", "metrics 0 memory mismatch",
     *evaluated("validation", 0, 2), "samples 2", *evaluated("start", 0, 3), *evaluated("start_arithmetic", 0, 3),
     *trained(1, 11, 1), *trained(2, 19), "samples 4", *evaluated("validation", 2, 2), "samples 2",
     *trained(3, 28), "sync",
 ]  # fmt: skip
 TO_THE_END = [
-    "about inputs", "about prompt", "resume 3",
+    "about inputs", "about prompt sizes", "resume 3",
     *trained(4, 36, 4), "samples 4", *evaluated("validation", 4, 2), "samples 2", *evaluated("test", 4, 3), "samples 3",
     "sync", *trained(5, 46), "samples 4", *evaluated("validation", 5, 2), "samples 2",
     "sync", *evaluated("test", 5, 3), "samples 3", *evaluated("test_arithmetic", 5, 3),

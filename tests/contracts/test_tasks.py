@@ -133,7 +133,7 @@ def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_
 @pytest.mark.slow
 def test_problems_are_the_same_in_another_process_with_another_hash_seed():
     program = "import test_tasks as t\nprint(*(t.fingerprint(t.make(name)) for name in t.TASKS))"
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{TESTS}"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=TESTS.parent
     )
