@@ -1,11 +1,5 @@
-"""Draws a terminal as SVG from the output of commands that it runs; their progress (stderr) is left out.
+"""Draws a terminal as SVG from the output of commands that it runs; their progress (stderr) is left out."""
 
-With `--first SECONDS` it draws all that they print in so many seconds, progress too, and then interrupts them:
-
-    python docs/scripts/terminal.py --first 60 docs/first_minute.svg "cohort evaluate models/smollm2 --task arithmetic"
-"""
-
-import argparse
 import io
 import os
 import subprocess
@@ -38,24 +32,14 @@ font-size: {char_height}px; line-height: {line_height}px; }}
 """
 
 
-def main(out: str, *commands: str, first: int | None = None) -> None:
-    """Run the commands, or the `first` seconds of each, and write the picture."""
+def main(out: str, *commands: str) -> None:
+    """Run the commands and write the picture."""
     screen = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
     for command in commands:
         screen.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        stopped = command if first is None else f"timeout --signal INT {first} {command} 2>&1"
-        ran = subprocess.run(stopped, shell=True, env=environment, capture_output=True, text=True)
-        if ran.returncode and first is None:
+        ran = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
+        if ran.returncode:
             sys.exit(f"{command}: status {ran.returncode}\n{ran.stderr}")
         screen.print(Text.from_ansi(ran.stdout))
     screen.save_svg(out, title="cohort", theme=MONOKAI, code_format=SVG, unique_id="cohort")
-
-
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--first", type=int)
-    arguments.add_argument("out")
-    arguments.add_argument("commands", nargs="+")
-    given = arguments.parse_args()
-    main(given.out, *given.commands, first=given.first)

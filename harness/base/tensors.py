@@ -25,6 +25,11 @@ def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | No
     return result
 
 
+def num_shared(rows: Sequence[Sequence[int]]) -> int:
+    """The number of first values that all rows begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False)))
+
+
 def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """([B, T] tokens with each row ending in the last column, [B, T] bool mask that is False for padding)."""
     import torch

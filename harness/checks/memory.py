@@ -15,12 +15,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base.machine import SHARED_GPU, usable_gpus
+from ..base.tensors import num_shared
 from ..data import Prompt, Split
 from ..devices import group
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
@@ -242,8 +242,8 @@ def run_sizes(spec: RunSpec) -> dict[str, float]:
         model, codec = empty_model(model_config(spec.model)), codec_of(spec)
         prompts = [codec.encode(prompt.text) for prompt in spec.task.prompts(split)[-64:]]
         mean = sum(map(len, prompts)) / len(prompts)
-        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
-        sizes = {"prompt_tokens": mean, "own_tokens": mean - shared, "shares_prompts": float(can_share_prompts(model))}
+        own = mean - num_shared(prompts)
+        sizes = {"prompt_tokens": mean, "own_tokens": own, "shares_prompts": float(can_share_prompts(model))}
         on_cpu = resolve_device(spec.device).type == "cpu"
         return sizes | ({"cpu_weights": float(model.num_parameters())} if on_cpu else {})
     return {}

@@ -6,7 +6,6 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 
 import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..base.tensors import pad_left
+from ..base.tensors import num_shared, pad_left
 from ..data import Group, Prompt, Sampling
 from ..policy.forward import SAVED, can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
@@ -115,8 +114,7 @@ class LibraryDecoder:
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> int:
         """The number of first tokens that are now read once for all prompts, which share them; 0 if it saves little."""
-        alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
-        shared = min(sum(takewhile(bool, alike)), min(map(len, prompts)) - 1)
+        shared = min(num_shared(prompts), min(map(len, prompts)) - 1)
         if (len(prompts) - 1) * shared < SAVED or not can_share_prompts(self.model):
             return 0
         ids = torch.tensor([prompts[0][:shared]], device=self.mask.device)
