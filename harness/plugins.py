@@ -41,12 +41,11 @@ def names(kind: Kind) -> list[str]:
 @cache
 def load(kind: Kind, name: str) -> type:
     """The plugin's class. ValueError for a wrong class or name, with the nearest name for an unknown one."""
-    known = names(kind)
-    if name not in known:
-        hint = did_you_mean(name, known, cutoff=0.6)
+    files, points = _files(kind), [point for point in _external(kind) if point.name == name]
+    if name not in files and not points:
+        hint = did_you_mean(name, known := names(kind), cutoff=0.6)
         raise ValueError(f"unknown {kind} '{name}'; {hint}available: {', '.join(known)}")
-    points = [point for point in _external(kind) if point.name == name]
-    built_in = ["Cohort itself"] if name in _files(kind) else []
+    built_in = ["Cohort itself"] if name in files else []
     owners = [*built_in, *sorted(_package(point) for point in points)]
     if len(owners) > 1:
         raise ValueError(
@@ -57,7 +56,7 @@ def load(kind: Kind, name: str) -> type:
         cls, words = _installed_plugin(points[0], kind), f"{kind} '{name}' of {_package(points[0])}"
     else:
         words = f"{kind} '{name}'"
-        module = _loaded(lambda: importlib.import_module(_files(kind)[name]), words, "mend it")
+        module = _loaded(lambda: importlib.import_module(files[name]), words, "mend it")
         cls = _only_plugin(module, kind)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):

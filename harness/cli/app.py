@@ -10,12 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Any, cast
 
 # Each module registers its commands; `cohort --help` lists them in this order, the extras' commands last.
 try:
-    if is_new := "attr" not in sys.modules:
-        sys.modules["attr"] = cast(Any, None)  # rich reads it for objects that nothing here prints: a tenth of `--help`
     from .. import extras
     from ..checks.process import unfit_process
     from ..console import terminal
@@ -25,8 +22,6 @@ try:
     from . import runs, study, doctor, results, lists  # noqa: F401
 
     extras.modules("commands")
-    if is_new:
-        del sys.modules["attr"]
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

@@ -1,20 +1,40 @@
 """Defines the command line: `command` adds a function to it, with examples below its help and errors as exit codes."""
 
 import functools
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from ..console import terminal
 
+
+class _Commands(TyperGroup):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help without what rich imports for Markdown and objects of `attrs`, which no help here holds: a
+        third of its time."""
+        markdown, loaded = ModuleType("rich.markdown"), dict(sys.modules)
+        vars(markdown)["Markdown"] = None
+        modules: dict[str, Any] = sys.modules
+        modules |= {"rich.markdown": markdown, "attr": None} | loaded
+        importlib.import_module("typer.rich_utils")
+        for name in {"rich.markdown", "attr"} - loaded.keys():
+            del modules[name]
+        super().format_help(ctx, formatter)
+
+
 app = typer.Typer(
     name="cohort",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
