@@ -164,7 +164,7 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "opo") == 0  # in full, with its source
     assert "arXiv:2505.23585" in cohort.out and "gae_lambda" not in cohort.out
     assert cohort("list", "models") == 2
-    kinds = "algorithms, tasks, rewards, samplers, engines, stages, mirrors or settings"
+    kinds = "studies, algorithms, tasks, rewards, samplers, engines, stages, mirrors or settings"
     assert f"cohort list takes {kinds}, got 'models'" in cohort.err
 
 
@@ -351,7 +351,8 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort.json()["counts"] == {"invalid": 1, "complete": 1}
     assert cohort("study", "status", "rates") == 1
     assert "1 invalid" in cohort.out
-    assert cohort("study", "list", "--json") == 0
+    assert cohort("study", "status", "rates", "--watch") == 0 and "2/2 trials have ended" in cohort.out
+    assert cohort("list", "studies", "--json") == 0
     assert {"name": "rates", "where": "in the runs folder", "question": "Which learning rate?"} in cohort.json()
     assert cohort("study", "show", "rates", "--json") == 0
     assert cohort.json()["budget"] == {"trials": 2, "rollouts": 32}  # 2 arms x 2 steps x 8
