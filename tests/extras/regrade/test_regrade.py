@@ -1,12 +1,10 @@
 """Stored completions are graded again by every grader, and what they disagree on is told."""
 
 import json
-import time
 
 import pytest
 from cohort.harness.extras.regrade.grade import grade, graders, read_cases
 from cohort.tasks.gsm8k import GSM8K
-from cohort.tasks.math import Math
 
 TASK = GSM8K()
 
@@ -106,11 +104,3 @@ def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     assert judge("nothing", "18", "") == (None, False)
     # The library alone would evaluate this text as Python.
     assert not judge("the answer is 2*(3+6)", "18", "")[1]
-
-
-@pytest.mark.parametrize("text", ["the answer is ", "= ", "$", "$x", "1,", "1/", "-", "answer" + " " * 99 + "is "])
-def test_no_flood_of_text_takes_long_to_read_or_raises(text):
-    start = time.process_time()
-    flood = text * (10**5 // len(text))
-    assert all(found is None or found for found in (TASK.last(flood), Math().last(flood)))
-    assert time.process_time() - start < 2.0
