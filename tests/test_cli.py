@@ -105,8 +105,7 @@ def test_the_option_names_the_store_before_the_environment_does(command, cohort,
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
     assert cohort(*command) == 2
     assert "got 'ftp://environment'" in cohort.err
-    option = ["--mirror", "mlflow=ftp://option"] if command == TRAIN else ["--tracking-uri", "ftp://option"]
-    assert cohort(*command, *option) == 2
+    assert cohort(*command, "--mirror", "mlflow=ftp://option") == 2
     assert "got 'ftp://option'" in cohort.err
     assert not runs.exists()
 

@@ -21,7 +21,7 @@ def publish(
         str, typer.Argument(metavar="NAME", help="A model of MLflow's registry, or USER/NAME on the Hugging Face Hub.")
     ],
     runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
+    mirror: options.Mirror = None,
 ) -> None:
     """Keep the final policy of a run: as a version of a model in MLflow, or on the Hugging Face Hub.
 
