@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -477,22 +476,6 @@ def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
         assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
         assert ended.stderr.startswith("Error: a disk is full")
-
-
-def test_retries_of_the_hub_are_told_once(caplog):
-    hub = logging.getLogger("huggingface_hub.utils._http")
-    hub.addFilter(once := terminal.HubOutage())
-    try:
-        for retry in (1, 2):
-            hub.warning("'[Errno 111] refused' thrown while requesting HEAD https://hub/x")
-            hub.warning(f"Retrying in {retry}s [Retry {retry}/5].")
-        hub.warning("Rate limited. Waiting 9s before retry [Retry 1/5].")
-    finally:
-        hub.removeFilter(once)
-    assert [record.getMessage() for record in caplog.records] == [
-        "The Hub does not answer ('[Errno 111] refused'); each request is tried for some 25 s",
-        "Rate limited. Waiting 9s before retry [Retry 1/5].",
-    ]
 
 
 def test_an_error_names_the_arguments_of_a_function_and_the_options_of_a_command(cohort):
