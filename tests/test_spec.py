@@ -145,7 +145,6 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
       for change, words in (
         ({"steps": 9}, ["steps must be at most the sum over the stages, 3, got 9; leave it out"]),
         ({"lora": {}}, ["lora must be left out with stages, which train all weights, got rank=16"]),
-        ({"devices": 2}, ["devices must be left out with stages", "FSDP2 copies no sharded model, got 2"]),
         ({"staleness": 1}, ["staleness must be left out with stages"]),
     )),
     # Samplers of prompts.
