@@ -1,4 +1,4 @@
-"""Single runs: train one, evaluate a model, keep a policy in MLflow's registry."""
+"""Single runs: train one, evaluate a model, estimate memory and disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
 from ..console.terminal import duration, say
 from ..console.views import source_of
-from ..mirror.models import register_policy
-from ..mirror.store import check_runs_folder
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
@@ -155,14 +153,6 @@ def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpe
     """The settings with which a model, or the policy of a run's folder, is evaluated."""
     defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
     return load_run(None, [*scale_settings(defaults["model"], texts, trains=False), *texts], defaults)
-
-
-def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:
-    """The version that `cohort register` makes of a run's final policy, and the folder of the policy."""
-    folder, name = runs_folder(runs), checked_name(name)
-    check_runs_folder(folder)
-    policy = Path(model_folder(str(run)))
-    return register_policy(folder, Path(run), policy, name), policy
 
 
 def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | None = None) -> list[dict[str, Any]]:
