@@ -7,7 +7,8 @@ split are a fair sample of its subjects.
 Rows come from a local file or folder, which is read anew, or from the Hugging Face Hub (with `datasets`). In a folder
 the name of a file, or else of the nearest folder above it, contains the word `train` or `test` (`train.jsonl`,
 `main/test-00000-of-00001.parquet`, `train/algebra/1.json`). A folder that `save_to_disk` wrote works too. A single file
-is one split: `train` if its name contains that word, otherwise `test`.
+is one split: `train` if its name contains that word, otherwise `test`. With `test_fraction` the training source, then
+also a single file of any name, gives the test split too, by a stable hash of the family or else the question.
 """
 
 import csv
@@ -24,12 +25,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..harness.base import inputs
 from ..harness.base.inputs import REVISION, Sources, Unreachable, check_expected, digest, digested, expected
 from ..harness.data import Demonstration, Prompt, Split
-from ._answers import QuestionTask
+from ._answers import QuestionTask, write
 
 SourceSplit = Literal["train", "test"]
 DataSource = Annotated[str, Field(min_length=1, description="Hub id, or a local file or folder")]
@@ -81,6 +82,12 @@ class DatasetTask(QuestionTask):
         min_length=1,
         description="Hub id, or a local file or folder of the test split, if it is not in path",
     )
+    test_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the training rows that becomes the test split",
+    )
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
     )
@@ -90,6 +97,12 @@ class DatasetTask(QuestionTask):
         "family: the field that names a problem's family, such as its template",
     )
     shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
+
+    @model_validator(mode="after")
+    def _has_one_test_split(self) -> "DatasetTask":
+        if self.test_fraction is not None and self.test_path is not None:
+            raise ValueError(f"test_fraction must be null where test_path ('{self.test_path}') names the test problems")
+        return self
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # of a mapping there is none
@@ -138,11 +151,15 @@ class DatasetTask(QuestionTask):
         return chosen
 
     def _examples(self) -> Sequence[Problem]:
-        """The first `shots` + 1 worked training problems, so that each can have others before it; none for 0 shots."""
+        """The first `shots` + 1 worked training problems, so that each can have others before it; none for 0 shots.
+        Where no row has a solution, they state their answers alone."""
         if not self.shots:
             return ()
         try:
-            worked = [problem for problem in self._problems("train") if problem.solution is not None]
+            problems = self._problems("train")
+            worked = [problem for problem in problems if problem.solution is not None] or [
+                replace(problem, solution=write(self.answer_format, "", problem.answer).strip()) for problem in problems
+            ]
         except MissingSplit as error:
             raise ValueError(
                 f"task.shots must be 0 without a training split to take examples from, got {self.shots}: {error}"
@@ -223,12 +240,14 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
             family = named.get("family")
             is_known = family is not None and family == family  # not NaN, which tables have for nothing
             problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
+    if split == "test" and task.test_fraction is not None:
+        problems = [p for p in problems if stable_fraction(f"test:{p.family or p.question}") < task.test_fraction]
     sources = _sources(task, split)
     check_expected(sources)
     if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:
-        filters = "; loosen its filters" if rows else ""
+        filters = f"; {'raise test_fraction' if task.test_fraction else 'loosen its filters'}" if rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
     taken: set[str] = set()
     if split == "train":
@@ -261,7 +280,7 @@ def _source_name(task: DatasetTask, split: SourceSplit) -> str:
 def _find(task: DatasetTask, split: SourceSplit) -> Found:
     """ValueError, here or from the function that reads, if there is no such source or split."""
     path, config = task.source(split)
-    words = task.train_words
+    words, split = task.train_words, "train" if task.test_fraction is not None else split
     local = Path(path).expanduser()
     if not local.exists():
         is_hub_id = _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() not in _SUFFIXES
@@ -286,7 +305,7 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
                 raise _missing_split(root, split, why + _listing(root))
     elif local.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
-    if is_one_split and (_split_of(Path(local.name), words) or "test") != split:
+    if is_one_split and task.test_fraction is None and (_split_of(Path(local.name), words) or "test") != split:
         only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(words)}"
         raise _missing_split(local, split, f"a single {'folder' if local.is_dir() else 'file'} is one split: {only}")
     named = {file.relative_to(folder).as_posix(): file for file in files}
@@ -294,7 +313,8 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
 
 
 def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
-    both = "it serves evaluation on the test split only; to train, give a folder with a train and a test file"
+    both = "it serves evaluation on the test split only; to train, give a folder with a train and a test file, or set "
+    both += "task.test_fraction, which divides one file"
     fix = both if split == "train" else "set task.test_path"
     return MissingSplit(f"{path}: there is no {split} split ({reason}); {fix}")
 

@@ -113,8 +113,10 @@ def test_worked_examples_need_a_training_split_with_enough_of_them(tmp_path):
     assert task(shots=num_train - 1).prompts("test")
     write(tmp_path / "bare" / "train.jsonl", *[{**row, "answer": "#### 12"} for row in rows_like(20)])
     write(tmp_path / "bare" / "test.jsonl", ROW)
-    with pytest.raises(ValueError, match=r"\(0\), got 2; set it to 0"):
-        task(tmp_path / "bare", shots=2).prompts("test")
+    shown = task(tmp_path / "bare", shots=2, template="{question} ", answer_format="boxed").prompts("test")[0].text
+    first, second, last = shown.split("\n\n")
+    assert {example.rpartition(") ")[2] for example in (first, second)} == {r"\boxed{12}"}
+    assert last == f"{ROW['question']} "
     for shots in (-1, 33):
         with pytest.raises(ValueError, match="shots"):
             task(shots=shots)
@@ -165,6 +167,24 @@ def test_a_single_file_is_the_test_split_unless_its_name_says_train(tmp_path):
         task(train).prompts("test")
     both = task(train, test_path=str(write(tmp_path / "held_out.jsonl", ROW)))
     assert [prompt.gold for prompt in both.prompts("test")] == ["12"]
+
+
+@pytest.mark.parametrize("source", ["mine.jsonl", "mine/train.jsonl"])
+@pytest.mark.parametrize("families", [{}, {"family": "kind"}])
+def test_a_fraction_divides_one_source_into_train_and_test_and_no_family_is_in_both(tmp_path, source, families):
+    rows = [{**row, "kind": f"{place // 4}"} for place, row in enumerate(rows_like(400))]
+    path = write(tmp_path / source, *rows)
+    whole = task(path.parent if "train" in source else path, columns=families, test_fraction=0.25)
+    found = {split: whole.questions(split).keys() for split in ("train", "validation", "test")}
+    assert sum(map(len, found.values())) == len(set().union(*found.values())) == 400
+    assert 60 <= len(found["test"]) <= 140
+    kinds = [{prompt.family for prompt in whole.prompts(split)} for split in ("train", "test")]
+    assert not families or not set.intersection(*kinds)
+    assert whole.inputs("test").keys() != whole.inputs("train").keys()
+    with pytest.raises(ValueError, match=r"no usable problem among 400 rows; raise test_fraction"):
+        task(path, test_fraction=1e-9).prompts("test")
+    with pytest.raises(ValueError, match="test_fraction must be null where test_path"):
+        task(path, test_fraction=0.2, test_path="other.jsonl")
 
 
 def test_repeated_questions_count_once_and_those_of_test_leave_train(tmp_path, caplog):
