@@ -184,7 +184,8 @@ class RankGroup:
 
     def _watch(self, store: Any, left: Event, backend: str, when_stuck: Callable[[], Any]) -> None:
         """Wait until the trial `left` this rank or an error is told; then it has LEAVE_SECONDS to leave, or over
-        gloo ALONE_SECONDS. A stuck rank 0 records the error; a stuck follower lets it; both end."""
+        gloo ALONE_SECONDS. A stuck rank 0 records the error; a stuck follower lets it, and ends when rank 0 does or
+        tells another trial."""
         with suppress(dist.DistNetworkError):
             while not left.wait(POLL_SECONDS) and not store.check(["error"]):
                 pass
@@ -198,7 +199,8 @@ class RankGroup:
                 except BaseException as error:
                     print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 self.end()
-            while not left.wait(POLL_SECONDS) and not self._store.check(["ended"]):
+            later = f"trial-{self._trials + 1}"  # in which the first would wait for this one
+            while not left.wait(POLL_SECONDS) and not any(self._store.check([key]) for key in ("ended", later)):
                 pass
             if left.is_set():
                 return
