@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
-from cohort.harness.extras.regrade.grade import grade, graders, read_cases
-from cohort.harness.extras.regrade.readers import TAIL_CHARS, lenient, unmarked_latex, unmarked_number
+from cohort.harness.extras.samples.grade import grade, graders, read_cases
+from cohort.harness.extras.samples.readers import TAIL_CHARS, lenient, unmarked_latex, unmarked_number
 from cohort.tasks import _numbers
 from cohort.tasks._answers import first_readable
 from cohort.tasks.gsm8k import GSM8K
@@ -46,14 +46,14 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
     assert (strict.agreement, strict.false_negatives, strict.false_positives) == (0.5, 1, 1)
     assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 3 / 6, 5 / 6)
     assert strict.rows_per_second > 0
-    grading = ["grade", "--task", "gsm8k", "--cases", file, "--grader", "all"]
+    grading = ["samples", file, "--task", "gsm8k", "--grader", "all"]
     assert cohort(*grading, "--json") == 0
     found = cohort.json()
     assert [v["correct"]["strict"] for v in found["verdicts"]] == [v.correct["strict"] for v in result.verdicts]
     assert (found["summaries"]["lenient"]["agreement"], found["disagreements"]) == (0.75, [2, 6])
     assert cohort(*grading, "--show", "1") == 0
     assert "Graders disagree on" in cohort.out and "5 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", tmp_path / "case.jsonl") == 2
+    assert cohort("samples", tmp_path / "case.jsonl", "--task", "gsm8k") == 2
     assert "case.jsonl'; did you mean 'cases.jsonl'? give" in cohort.said
 
 
