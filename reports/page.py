@@ -38,7 +38,6 @@ def page_drawings(
         "curves": curves.learning_curves(analysis),
         "capability": curves.capability_curves(analysis, capable),
         "slices": outcome.slices(analysis),
-        "interactions": outcome.interactions(analysis),
         "dynamics": curves.dynamics(analysis),
         "claims": outcome.claims(claims),
         **{one.id: one.drawings for one in extra},

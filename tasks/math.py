@@ -59,7 +59,8 @@ class Math(DatasetTask):
         gold = _latex.canonical(answer)
         if len(gold) > _latex.MAX_CHARS:
             raise BadRow(f"the answer must have at most {_latex.MAX_CHARS} characters, got {len(gold)}")
-        tags = [("subject", _subject(str(row.get("subject") or row.get("type") or "")))]
+        subject = str(row.get("subject") or row.get("type") or "").lower().replace("_", " ").replace("&", " and ")
+        tags = [("subject", " ".join(subject.split()))]
         if level and level[1] != "?":  # MATH has a few problems of `Level ?`
             tags.insert(0, ("level", level[1]))
         worked = solution
@@ -83,10 +84,6 @@ class Math(DatasetTask):
 
     def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
         return _latex.is_answered(answer, question, gold)
-
-
-def _subject(text: str) -> str:
-    return " ".join(text.lower().replace("_", " ").replace("&", " and ").split())
 
 
 _LEVEL = re.compile(r"(?:level\s*)?(\d|\?)", re.I)

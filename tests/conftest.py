@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import shutil
 import sys
 from collections import defaultdict
@@ -21,7 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_trials
+import numpy as np
 import pytest
+import torch
 from cohort.harness import engines
 from cohort.harness.cli import app
 from cohort.reports.figures import curves
@@ -55,6 +58,14 @@ for _file in Path(__file__).parent.glob("extras/*/*_server.py"):
 # Answers are compared within 3 s of processor, as ever, but on a crowded machine that takes longer by the clock.
 _latex.Checker.__init__.__kwdefaults__["wall_seconds"] = 60.0
 ROWS: defaultdict[str, Row] = defaultdict(Row)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws at random is the same in every run, in any order of the tests."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

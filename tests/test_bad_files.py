@@ -66,7 +66,7 @@ def test_trials_with_a_bad_file_fail_once_and_name_it_and_others_run_and_are_rep
     assert "no trial yet" not in files.html.read_text() and "garbage" not in files.html.read_text()
     assert cohort("study", "status", "sizes", "--runs", runs, "--json") == 1
     assert cohort.json()["counts"] == {"complete": 1, "failed": 7}
-    assert cohort("study", "list", "--runs", runs) == cohort("report", "sizes", "--runs", runs) == 0
+    assert cohort("list", "studies", "--runs", runs) == cohort("report", "sizes", "--runs", runs) == 0
 
     for key in BAD_FILES:  # as the words advise
         plan.directory(key).rename(plan.folder / f"away-{plan.directory(key).name}")

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -105,8 +105,7 @@ def test_the_option_names_the_store_before_the_environment_does(command, cohort,
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
     assert cohort(*command) == 2
     assert "got 'ftp://environment'" in cohort.err
-    option = ["--mirror", "mlflow=ftp://option"] if command == TRAIN else ["--tracking-uri", "ftp://option"]
-    assert cohort(*command, *option) == 2
+    assert cohort(*command, "--mirror", "mlflow=ftp://option") == 2
     assert "got 'ftp://option'" in cohort.err
     assert not runs.exists()
 
@@ -164,7 +163,7 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "opo") == 0  # in full, with its source
     assert "arXiv:2505.23585" in cohort.out and "gae_lambda" not in cohort.out
     assert cohort("list", "models") == 2
-    kinds = "algorithms, tasks, rewards, samplers, engines, stages, mirrors or settings"
+    kinds = "studies, algorithms, tasks, rewards, samplers, engines, stages, mirrors or settings"
     assert f"cohort list takes {kinds}, got 'models'" in cohort.err
 
 
@@ -254,6 +253,9 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(co
     assert (first["state"], first["summary"]["rollouts"]) == ("complete", 16)  # 2 steps x 8 rollouts
     assert Path(first["directory"]) == runs / "train" / "one"
     assert "one | seed 0" in cohort.err
+    assert re.search(
+        r"(?m)^one: about .+, by arithmetic, for no such run ran here; at most .+iB of memory$", cohort.err
+    )
     assert read_progress(runs / "train" / "one")["phase"] == "test"
     assert cohort(*command) == 0
     assert cohort.json() == first
@@ -351,7 +353,8 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort.json()["counts"] == {"invalid": 1, "complete": 1}
     assert cohort("study", "status", "rates") == 1
     assert "1 invalid" in cohort.out
-    assert cohort("study", "list", "--json") == 0
+    assert cohort("study", "status", "rates", "--watch") == 0 and "2/2 trials have ended" in cohort.out
+    assert cohort("list", "studies", "--json") == 0
     assert {"name": "rates", "where": "in the runs folder", "question": "Which learning rate?"} in cohort.json()
     assert cohort("study", "show", "rates", "--json") == 0
     assert cohort.json()["budget"] == {"trials": 2, "rollouts": 32}  # 2 arms x 2 steps x 8
@@ -477,22 +480,6 @@ def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
         assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
         assert ended.stderr.startswith("Error: a disk is full")
-
-
-def test_retries_of_the_hub_are_told_once(caplog):
-    hub = logging.getLogger("huggingface_hub.utils._http")
-    hub.addFilter(once := terminal.HubOutage())
-    try:
-        for retry in (1, 2):
-            hub.warning("'[Errno 111] refused' thrown while requesting HEAD https://hub/x")
-            hub.warning(f"Retrying in {retry}s [Retry {retry}/5].")
-        hub.warning("Rate limited. Waiting 9s before retry [Retry 1/5].")
-    finally:
-        hub.removeFilter(once)
-    assert [record.getMessage() for record in caplog.records] == [
-        "The Hub does not answer ('[Errno 111] refused'); each request is tried for some 25 s",
-        "Rate limited. Waiting 9s before retry [Retry 1/5].",
-    ]
 
 
 def test_an_error_names_the_arguments_of_a_function_and_the_options_of_a_command(cohort):

@@ -65,7 +65,7 @@ CALLED = sorted({*EXAMPLES, *(line for page in PAGES for line in shell_lines(pag
 # Commands that a sentence names: they may leave out what does not matter there.
 NAMED = sorted({word for page in PAGES for word in words_in_code(page) if re.match("cohort [a-z]", word)})
 # Run, and not parsed alone: they need no model, no data and no second.
-SHOWS = r"cohort (list|study list|study show \w+( |$)|task show arithmetic)"
+SHOWS = r"cohort (list|study show \w+( |$)|task show arithmetic)"
 CHEAP = [line for line in CALLED if re.match(SHOWS, line)]
 
 

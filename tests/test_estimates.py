@@ -21,7 +21,7 @@ from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import PART_WEIGHTS, RunSpec
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study import estimates
-from cohort.harness.study.estimates import _stamped, budget, cost, passes, with_time_left
+from cohort.harness.study.estimates import RunTime, _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, TrialOutcome, study_status
 from cohort.harness.study.runner import dry_run, run_study
@@ -169,6 +169,19 @@ def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing
                    trial("group_size=2", "waiting", seed=1))  # fmt: skip
     here = with_time_left(ended, Plan(study, tmp_path), (), 1)
     assert (here.measured, here.left) == (2, pytest.approx(0.69456 + 2 + 9 + 6))  # 10 us: 5 s of passes, but at least 6
+
+
+def test_a_run_of_its_own_takes_what_past_runs_took_and_then_what_its_own_steps_take(tmp_path, monkeypatch):
+    spec = make_spec(steps=8)
+    whole, half = passes(spec), passes(spec, 4)
+    monkeypatch.setattr(estimates, "_by_arithmetic", lambda *a: 2.0)
+    arithmetic = RunTime(spec, tmp_path, {})
+    assert (arithmetic.measured, arithmetic.left(0, None)) == (0, pytest.approx(2.0 * (whole + estimates.LOAD[0])))
+    past_run(tmp_path, spec, seconds=3.0 * whole, besides=7.0)
+    ran = RunTime(spec, tmp_path, {})
+    assert (ran.measured, ran.left(0, None)) == (1, pytest.approx(3.0 * whole + 7.0))
+    assert ran.left(4, None) == pytest.approx((3.0 * whole + 7.0) * (whole - half) / whole)  # resumed
+    assert ran.left(4, 5.0 * half) == pytest.approx(5.0 * (whole - half))
 
 
 def test_a_cold_start_counts_once_until_it_is_there(tmp_path):

@@ -113,7 +113,8 @@ def test_no_text_makes_a_format_raise_or_take_long(answer_format):
     for completion in FLOODS:  # hostile.py is for the contract of all tasks
         start = time.process_time()
         texts = stated(completion, answer_format)
-        score = TASKS[answer_format].format_score(completion)
+        score, last = TASKS[answer_format].format_score(completion), TASKS[answer_format].last(completion)
+        assert last is None or last
         assert time.process_time() - start < 2.0, completion[:40]
         assert all(isinstance(text, str) and text for text in texts)
         assert score in (0.0, 0.5, 1.0)

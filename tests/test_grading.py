@@ -291,7 +291,7 @@ def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_pha
             return super().extract(completion)
 
     algorithm = {"name": "grpo", "group_size": 4, "kl_beta": 0.04}
-    spec = make_spec(algorithm, rollouts_per_step=8, task=Patient(), rewards={"self_certainty": 1.0})
+    spec = make_spec(algorithm, rollouts_per_step=8, task=Patient(), rewards={"token_entropy": 1.0})
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     learner, engine = run.learner, run.engine
 
@@ -315,7 +315,7 @@ def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_pha
     engine.load_weights = taking(32, engine.load_weights)
     metrics, drawn = train_step(run, spec.task.prompts("train"), 0)
     assert told == ["sleep", "annotate", *["grade"] * 8]
-    assert all(group.token_means["uniform_kl"] for group in drawn.graded)
+    assert all(group.token_means["entropy"] for group in drawn.graded)
     assert metrics["grading/unparsable"] == 8  # 13 - 5
     seconds = {"generate": 1, "annotate": 2 + 8, "grade": 4, "update": 16, "sync": 32, "step": 63}
     assert {name: metrics[f"seconds/{name}"] for name in seconds} == seconds

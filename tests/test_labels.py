@@ -57,7 +57,7 @@ def texts(drawing: Drawing) -> Iterator[Text]:
 def figures(record: StudyRecord) -> list[Drawing]:
     """Every kind of figure that names arms or levels."""
     analysis = analysed(record)
-    makers = (outcome.estimates, outcome.difficulty_maps, outcome.heat_maps, outcome.interactions)
+    makers = (outcome.estimates, outcome.difficulty_maps, outcome.heat_maps)
     return [one for make in makers for one in make(analysis)] + curves.learning_curves(analysis, ("steps",))
 
 
@@ -72,7 +72,7 @@ def test_no_text_leaves_its_figure_and_no_label_is_cut(labels):
     record = labelled(labels) if labels else fake_study(GRID, num_steps=20)
     drawings = figures(record)
     expected = {"final", "differences", "learning_steps", "difficulty_0"}
-    assert expected | (set() if labels else {"heat_0", "interaction_0"}) == {one.name for one in drawings}
+    assert expected | (set() if labels else {"heat_0"}) == {one.name for one in drawings}
     for drawing in drawings:
         drawing.figure.set_dpi(600)  # where letters have their true widths, as in an SVG
         drawing.figure.draw_without_rendering()

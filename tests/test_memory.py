@@ -117,15 +117,6 @@ def test_counting_leaves_the_random_state_as_it_was():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_checkpointing_keeps_layer_inputs_and_one_layer_while_it_is_computed_again():
-    settings = {"rollouts_per_step": 16, "sampling": {"max_tokens": 2}}
-    found = parts(gradient_checkpointing=True, **settings)  # 16 x 22 = 352 tokens, 32 of them scored
-    norm = 4 * (2 * 64 + 1)
-    layer = 2 * 4 * (3 * 64 + 1) + 4 * (2 * 64 + 2 * 64 + 2) + 4 * 4 * 192  # its input is among the three
-    by_hand = 352 * (2 * 4 * 64 + norm + layer) + 32 * 4 * 64
-    assert found["activations"] == pytest.approx(by_hand, rel=0.02)  # and a table of rotations, once
-
-
 def test_activations_of_the_tiny_model_are_counted_by_hand():
     # Rows of 50 tokens; 500 // 50 = 10 of the 16 rows at once, so 500 tokens, 300 of them scored.
     found = parts(rollouts_per_step=16, sampling={"max_tokens": 30}, optimizer={"tokens_per_microbatch": 500})

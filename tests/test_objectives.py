@@ -61,7 +61,7 @@ VARIANTS = [made for name in NAMES for settings in ({}, *EVERYWHERE) if (made :=
 def column(rows):
     """[B, T] float64 with each row after its prompt."""
     width = PROMPT + max(map(len, rows)) + 1  # one column of padding
-    return pad_right([[0.0] * PROMPT + row for row in rows], torch.float64, width)
+    return pad_right([*([0.0] * PROMPT + row for row in rows), [0.0] * width], torch.float64)[:-1]
 
 
 def made_batch(given, algorithm):

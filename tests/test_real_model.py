@@ -1,5 +1,6 @@
 """A real chat model, whose query heads share keys and whose vocabulary is large: `make test-real`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,15 @@ import torch
 from cohort.harness.data import Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import state_logprobs, token_logprobs
-from cohort.harness.policy.model import load_policy
+from cohort.harness.policy.lora import adapter_weights, add_adapter, load_adapter
+from cohort.harness.policy.model import load_policy, save_model
+from cohort.harness.policy.sources import Base
 from cohort.harness.policy.text import load_codec
+from cohort.harness.run.evaluate import evaluate_run
+from cohort.harness.run.loop import train
+from cohort.harness.settings.run import LoRA
+from factories import make_spec
+from fakes import MemoryLog, check_same_run, gone_on
 from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2"  # of `make smollm2`
@@ -22,6 +30,24 @@ pytestmark = [
 def policy():
     """The model, which no test changes."""
     return load_policy(str(MODEL), seed=0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The settings of the shortest run: sums after worked examples, answers of 6 tokens."""
+    for split, count in (("train", 40), ("test", 3)):
+        rows = [{"question": f"{split}: {n} + 3 =", "answer": f"That is {n + 3}.\n#### {n + 3}"} for n in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {
+        "model": str(MODEL), "prompt.format": "plain", "sampling.max_tokens": 6, "sampling.stop": ["\n\n"],
+        "task": {"name": "gsm8k", "path": str(tmp_path), "template": "{question} ", "shots": 3}, "steps": 2,
+        "optimizer.learning_rate": 1e-4, "gates.stuck_groups": None, "rollouts_per_step": 4, "checkpoints.every": 1,
+        "evaluation": {"every": 2, "num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
+    }  # fmt: skip
+
+
+def of(run, algorithm, **changes):
+    return make_spec({"name": algorithm, "group_size": 2, "kl_beta": 0.0}, **{**run, **changes})
 
 
 @pytest.mark.parametrize("system", [None, "You add."])
@@ -70,3 +96,54 @@ def test_the_head_of_a_large_vocabulary_in_closed_form_has_the_gradient_of_its_n
     (one, first), (other, second) = found
     assert torch.allclose(one, other, atol=1e-4)
     assert (first - second).norm() <= 1e-5 * second.norm()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo_self_consistency"])
+def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, tmp_path):
+    log = MemoryLog()
+    result = train(of(run, algorithm), tmp_path / "run", log, cache=tmp_path / "cache")
+    assert (result.state, result.summary["rollouts"]) == ("complete", 8)
+    assert all(abs(value) < 1e-4 for _, value in log.history("mismatch/kl"))
+    critic = log.history("critic/grad_norm")
+    assert len(critic) == (2 if algorithm == "ppo" else 0) and all(value > 0 for _, value in critic)
+
+
+def test_an_adapter_survives_a_kill_bit_for_bit(run, tmp_path):
+    spec = of(run, "grpo", **{"lora.rank": 4, "rewards": {"repetition": {"ngram": 1}}})
+    whole = gone_on(spec, tmp_path / "whole", tmp_path / "cache")
+    killed = gone_on(spec, tmp_path / "killed", tmp_path / "cache", {"kill": 2})
+    assert killed.resumed_at == [-1, 1]
+    check_same_run((tmp_path / "killed", killed), (tmp_path / "whole", whole))
+
+
+def test_a_saved_adapter_alone_loads_as_the_policy_that_it_made(policy, tmp_path):
+    adapted, row = add_adapter(load_policy(str(MODEL), seed=0), LoRA(rank=4), seed=0), torch.arange(40)[None]
+    load_adapter(adapted, {name: torch.ones_like(w) / 300 for name, w in adapter_weights(adapted).items()})
+    save_model(tmp_path, adapted, AutoTokenizer.from_pretrained(MODEL), base=Base.of(str(MODEL), 0))
+    with torch.no_grad():
+        plain, expected = policy(input_ids=row).logits, adapted(input_ids=row).logits
+        found = load_policy(str(tmp_path), seed=0)(input_ids=row).logits
+    assert torch.allclose(found, expected, atol=1e-3)
+    assert not torch.allclose(found, plain, atol=1e-1)
+
+
+def test_an_evaluation_that_was_cut_off_goes_on_as_if_it_had_not_been(run, policy, tmp_path):
+    spec = of(run, "grpo", **{"evaluation.num_test_prompts": 3})
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, load_codec(str(MODEL), spec.prompt))
+    asked = []
+
+    def cut(done, total):
+        asked.append(done)
+        if len(asked) == 2:  # after the first part, of one problem: so many weights are read
+            raise KeyboardInterrupt
+
+    def evaluated(kept, on_progress=lambda done, total: None):
+        return evaluate_run(spec, engine, "test", 0, on_progress, kept=tmp_path / kept, weights=10**12)
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluated("cut", cut)
+    first = (tmp_path / "cut").read_text()
+    assert (asked, first.count("\n")) == ([0, 1], 1)
+    assert evaluated("cut").metrics == evaluated("whole").metrics
+    assert (tmp_path / "cut").read_text() == (tmp_path / "whole").read_text()
+    assert (tmp_path / "cut").read_text().startswith(first)

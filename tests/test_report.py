@@ -596,7 +596,7 @@ def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_ac
     assert not any(one.title.endswith("depth") for one in outcome.difficulty_maps(by_depth([3])))
 
 
-def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_other_factors():
+def test_the_mean_at_a_level_is_averaged_over_the_other_factors():
     analysis = analysed(by_group_and_beta(*[0.98] * 4, seeds=[0, 1]))
     for arm in analysis.arms:
         found = marginal(analysis, arm.factors)
@@ -686,11 +686,8 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     three = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
     maps = outcome.heat_maps(three)
     assert [drawing.title for drawing in maps] == [f"Test accuracy (%), clip_epsilon = {level}" for level in (0.1, 0.2)]
-    titles = [drawing.title for drawing in outcome.interactions(three)]
-    assert len(titles) == 3 and all("interact" in title for title in titles)
-    assert sum("group_size x" in title for title in titles) == 2
     none = analysed(fake_study(num_steps=10))
-    assert outcome.heat_maps(none) == outcome.interactions(none) == outcome.importances(none) == []
+    assert outcome.heat_maps(none) == outcome.importances(none) == []
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path):

@@ -80,7 +80,8 @@ def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(state, finishe
 
     def shown(phase: str, done: int, *measured: float) -> StudyStatus:
         numbers = measured or (None, None, None)
-        trial = TrialStatus("one", 3, "running", None, phase, done, 4, *numbers, directory)
+        step = 1 if measured else 0
+        trial = TrialStatus("one", 3, "running", None, phase, done, 4, *numbers, directory, step=step, steps=2)
         return StudyStatus("one", "", (trial,))
 
     assert seen == [shown("loading", 0), shown("train", 1), shown("train", 1, 0.5, 9.0, 2.0)]

@@ -248,7 +248,7 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 
 
 @pytest.mark.slow
-def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs):
+def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_so(runs, cohort):
     clones: list[str] = []
 
     def drop(status: StudyStatus) -> None:  # while a worker of another process has the trials in its plan
@@ -270,7 +270,7 @@ def test_an_arm_or_a_clone_that_has_not_begun_is_taken_back_and_the_record_says_
     assert (status.finished, status.all_valid) == (True, True)
     again = clone(runs, ARMS[0], {"algorithm.group_size": 8})
     assert again.label == "clone 3 of group_size=2: algorithm.group_size=8"  # it is not the one that was taken back
-    drop_arm("sizes", runs, again.label)
+    assert cohort("study", "rm", "sizes", again.label, "--runs", runs) == 0
     assert run(a_study(seeds=[0]), runs, workers=1).counts() == {"complete": 2}  # a new start changes nothing
     record = read_study(runs, "sizes")
     assert (record.arms, record.expected) == ([ARMS[0]], 1)

@@ -48,7 +48,7 @@ def test_a_process_in_which_no_command_can_run_is_refused_in_one_sentence(change
     (folder := tmp_path / "here").mkdir()
     environment = {**os.environ, "PYTHONOPTIMIZE": optimize, "PYTHONPATH": here}
     ended = subprocess.run(
-        [sys.executable, "-m", "cohort", "study", "list"],
+        [sys.executable, "-m", "cohort", "list", "studies"],
         capture_output=True, text=True, check=False, cwd=folder, preexec_fn=change, env=environment,
     )  # fmt: skip
     assert ended.returncode == 2

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import fake_trials
-import mlflow
 import pytest
 from cohort.harness.base.arms import GREY, PALETTE
 from cohort.harness.base.files import file_lock, write_json
@@ -23,18 +22,15 @@ from cohort.harness.data import SampleRow
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import RecordMirror, catch_up, mirrored
-from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.page import page
 from cohort.harness.mirror.store import check_runs_folder
 from cohort.harness.mirror.ui import study_pages
 from cohort.harness.mirror.view import read_view
 from cohort.harness.mirror.writer import MirrorState
-from cohort.harness.policy.model import save_model
-from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record import run as record_run
 from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_events
 from cohort.harness.record.evidence import write_evidence
-from cohort.harness.record.run import RunLog, drop_checkpoints, read_progress, read_result
+from cohort.harness.record.run import RunLog, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
 from cohort.harness.settings.run import RunSpec
 from cohort.harness.study.plan import Plan
@@ -389,56 +385,6 @@ def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs):
     assert open_study(runs, a_study(), "third") == parent
     shutil.rmtree(runs / "studies")
     assert open_study(runs, a_study(), "fourth") != parent
-
-
-def kept_policy(directory: Path) -> Path:
-    """The built-in model as the policy that a run has kept."""
-    policy = directory / "checkpoints" / "step-00000001" / "policy"
-    save_model(policy, tiny_model(3), tiny_tokenizer())
-    return policy
-
-
-@pytest.mark.slow
-def test_a_kept_policy_is_registered_once_with_arm_and_accuracy_and_mlflow_loads_it(runs, cohort, caplog, monkeypatch):
-    begin_study(runs, a_study())
-    log = log_trial(runs, "group_size=2", 0, "complete", checkpoints={"finished": "weights"})
-    register = ["register", log.directory, "--name", "sizes", "--runs", runs]
-    assert cohort(*register) == 2
-    assert "a trial of a study keeps them with checkpoints.finished=weights" in cohort.err
-    policy = kept_policy(log.directory)
-    for _ in range(2):
-        assert cohort(*register) == 0
-        assert cohort.out == f"sizes, version 1: {policy}\n"
-    drop_checkpoints(log.directory, "weights")  # as the next `cohort train` of a run that has ended
-    assert {file.name for file in policy.parent.iterdir()} == {"policy", "components", "MLmodel"}
-    assert not [record for record in caplog.records if record.name.startswith("cohort")]
-    (found,) = MlflowClient(tracking_uri(runs)).search_model_versions("name = 'sizes'")
-    tags = {"cohort.study": "sizes", "cohort.arm": "group_size=2", "cohort.seed": "0", "cohort.state": "complete"}
-    run_id = str(MirrorState.load(log.directory).run_id)
-    where = MlflowClient(tracking_uri(runs)).get_run(run_id).data.tags["cohort.policy"]
-    assert where == policy.relative_to(runs).as_posix()
-    assert (found.source, found.run_id, found.tags) == (policy.parent.as_uri(), run_id, tags | {COLUMN: "0.5"})
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(runs))
-    pipeline: Any = mlflow.transformers.load_model("models:/sizes/1")
-    assert all(bool((ours == pipeline.model.state_dict()[k]).all()) for k, ours in tiny_model(3).state_dict().items())
-    assert pipeline.tokenizer("1+1=")["input_ids"] == tiny_tokenizer()("1+1=")["input_ids"]
-    (policy / "adapter_config.json").write_text("{}")  # MLflow would look for an adapter's base under its path
-    shutil.rmtree(policy.parent / "components")
-    (policy.parent / "MLmodel").unlink()
-    assert register_policy(runs, log.directory, policy, "adapter") == 1
-    assert not (policy.parent / "MLmodel").exists() and not (policy.parent / "components").exists()
-
-
-def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs, tmp_path):
-    with open_log(runs) as log:
-        log.metrics(1, {COLUMN: 0.5})
-    for directory in (log.directory, tmp_path):  # a stopped run, and none
-        with pytest.raises(ValueError, match="only a run that has ended"):
-            register_policy(runs, directory, directory, "a")
-    ended = log_trial(runs, "group_size=2", 0, "complete").directory
-    with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with `runs`"):
-        register_policy(tmp_path / "none", ended, ended, "a")
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_first_view_leaves_out_clones_and_stopped_trials(runs):

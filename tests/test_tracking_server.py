@@ -26,7 +26,6 @@ import pytest
 from cohort.harness.mirror import address as mlflow_address
 from cohort.harness.mirror import follow
 from cohort.harness.mirror.follow import mirrored
-from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.store import check_runs_folder, connect
 from cohort.harness.mirror.studies import fetch_study
 from cohort.harness.mirror.ui import study_pages
@@ -37,7 +36,7 @@ from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
 from fake_trials import a_study, begin_study, free_port, in_mlflow
 from mlflow import MlflowClient
-from test_tracking import COLUMN, in_file, in_store, kept_policy, log_trial, open_log, traces_of, wait_for
+from test_tracking import COLUMN, in_file, in_store, log_trial, open_log, traces_of, wait_for
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 
@@ -201,21 +200,6 @@ def test_places_that_a_server_may_name(monkeypatch):
     monkeypatch.setenv("COHORT_ARTIFACTS", "s3://bucket/ours")
     for place in ("mlflow-artifacts:/1/a", "mlflow-artifacts://server:5000/1", "runs:/1/a", "s3://bucket/ours/1/a"):
         mlflow_address.check_artifacts(place)
-
-
-@pytest.mark.slow
-def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(server, tmp_path):
-    begin_study(tmp_path, a_study())
-    log = log_trial(tmp_path, "group_size=4", 0, "complete")
-    policy = kept_policy(log.directory)
-    config = (policy / "config.json").read_text()
-    assert register_policy(tmp_path, log.directory, policy, "sizes") == 1
-    run_id = str(MirrorState.load(log.directory).run_id)
-    shutil.rmtree(log.directory)
-    client = MlflowClient(server.uri)
-    assert client.get_model_version("sizes", "1").source.endswith(f"{run_id}/artifacts/model")
-    model = Path(client.download_artifacts(run_id, "model", str(tmp_path)))
-    assert (model / "policy" / "config.json").read_text() == config and (model / "MLmodel").is_file()
 
 
 @pytest.mark.slow

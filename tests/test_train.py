@@ -15,7 +15,6 @@ from cohort.harness.run import build as state
 from cohort.harness.run import evaluate
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
-from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.settings.run import Checkpoints, parse_run
 from cohort.harness.study.preflight import check_claimed
 from factories import slow_but
@@ -166,14 +165,6 @@ def test_a_warm_up_costs_its_rollouts_and_its_critics_updates_alone(undisturbed)
     assert spent[0] / tokens[0] > 1.1 * (spent[1] - spent[0]) / (tokens[1] - tokens[0])  # the fit's pass
     explained = [value for _, value in warm.history("critic/explained_variance")]
     assert explained[0] == 0.0 and explained[4] != 0.0
-
-
-@pytest.mark.slow
-def test_the_adaptive_kl_weight_follows_the_divergence_of_each_step(undisturbed):
-    betas, divergences = ([v for _, v in undisturbed("changing")[1].history(n)] for n in ("kl/beta", "kl/reference"))
-    adapted = [adapted_kl_beta(CHANGING.kl, *pair) for pair in zip(betas, divergences, strict=True)]
-    assert betas[1:] == pytest.approx(adapted[:-1])
-    assert betas[1] < betas[0]
 
 
 @pytest.mark.attack("Events that a power cut took")

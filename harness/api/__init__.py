@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .machine import check_machine
     from .reporting import report
     from .result import Evaluation, Report, Result
-    from .runs import estimate_runs, evaluate, register, train
+    from .runs import estimate_runs, evaluate, train
     from .settings import shell
     from .study import (
         Study,

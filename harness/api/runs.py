@@ -1,18 +1,19 @@
-"""Single runs: train one, evaluate a model, keep a policy in MLflow's registry."""
+"""Single runs: train one, evaluate a model, estimate memory and disk."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.machine import compute_as_a_worker, in_group
 from ..checks.preflight import check_devices
 from ..console.progress import phase_bar, study_view
-from ..mirror.models import register_policy
-from ..mirror.store import check_runs_folder
+from ..console.terminal import duration, say
+from ..console.views import source_of
 from ..record.run import model_folder
 from ..settings.errors import SpecError
 from ..settings.load import load_run, runs_of
@@ -21,6 +22,7 @@ from ..settings.run import RunSpec
 from .settings import Settings, as_texts, checked_split, runs_folder, scale_settings, suited_rate
 
 if TYPE_CHECKING:
+    from ..record.status import StudyStatus
     from ..run.build import RunResult
     from .result import Evaluation
 
@@ -60,7 +62,28 @@ def train(
     from ..run.standalone import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
-        return Trained(name, folder / "train" / name, train_once(run, folder, name, view))
+        return Trained(name, folder / "train" / name, train_once(run, folder, name, _with_time_left(view, run, folder)))
+
+
+def _with_time_left(view: Callable[[StudyStatus], None], spec: RunSpec, runs: Path) -> Callable[[StudyStatus], None]:
+    """A function that shows a run's status with the time left; at first it says what time and memory the run takes."""
+    from ..checks.memory import gib, judge, run_sizes
+    from ..study.estimates import RunTime
+
+    begun: list[RunTime] = []
+
+    def show(status: StudyStatus) -> None:
+        (trial,) = status.trials
+        if not begun:
+            begun.append(RunTime(spec, runs, run_sizes(spec)))
+            left, peak = begun[0].left(trial.step, None), judge(spec)["peak_bytes"]
+            words = [f"about {duration(left)}, {source_of(begun[0].measured, 'run')}"] * math.isfinite(left)
+            words += [f"at most {gib(peak)} of memory"] * (peak is not None)
+            say(f"{trial.arm}: {'; '.join(words) or 'its time and memory are unknown'}", stderr=True)
+        left = begun[0].left(trial.step, trial.seconds)
+        view(replace(status, trials=(replace(trial, left=left),), left=left))
+
+    return show
 
 
 def _in_its_group(spec: RunSpec, command: Sequence[str] | None) -> None:
@@ -130,14 +153,6 @@ def evaluated_spec(model: str | Path, task: str, texts: Sequence[str]) -> RunSpe
     """The settings with which a model, or the policy of a run's folder, is evaluated."""
     defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
     return load_run(None, [*scale_settings(defaults["model"], texts, trains=False), *texts], defaults)
-
-
-def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:
-    """The version that `cohort register` makes of a run's final policy, and the folder of the policy."""
-    folder, name = runs_folder(runs), checked_name(name)
-    check_runs_folder(folder)
-    policy = Path(model_folder(str(run)))
-    return register_policy(folder, Path(run), policy, name), policy
 
 
 def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | None = None) -> list[dict[str, Any]]:

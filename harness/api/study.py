@@ -80,7 +80,7 @@ class Study:
 
 
 def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
-    """A shipped study by name (`cohort study list` shows them), or one from a YAML file."""
+    """A shipped study by name (`cohort list studies` shows them), or one from a YAML file."""
     source, texts = str(name_or_path), as_texts(settings)
     spec = load.load_study(source, texts)
     names_rate = [RATE in arm.overrides or get_path(spec.run, RATE) for arm in spec.checked_arms()]
@@ -330,7 +330,7 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
 
 
 def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
-    """Show what `cohort study watch` shows, until nothing is left to run or Ctrl-C."""
+    """Show what `cohort study status --watch` shows, until nothing is left to run or Ctrl-C."""
     with suppress(KeyboardInterrupt):
         progress.show_live(queue.open_queue(name, runs_folder(runs).resolve(), storage).status)
 

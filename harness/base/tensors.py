@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 ROUNDING = 1e-6  # differences of rewards, and of log-probs times a KL weight, that float32 cannot tell from none
 
 
-def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
-    """[B, T] with each row from column 0 and zeros after it; T is `width` or the longest row."""
+def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    """[B, T] with each row from column 0 and zeros after it; T is the longest row."""
     import torch
 
-    width = max(map(len, rows)) if width is None else width
     lengths = torch.tensor([len(row) for row in rows])
-    result = torch.zeros(len(rows), width, dtype=dtype)
-    result[torch.arange(width) < lengths[:, None]] = torch.tensor(list(itertools.chain(*rows)), dtype=dtype)
+    result = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
+    result[torch.arange(result.shape[1]) < lengths[:, None]] = torch.tensor(list(itertools.chain(*rows)), dtype=dtype)
     return result
 
 

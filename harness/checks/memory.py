@@ -206,7 +206,8 @@ def _estimate_stage(stage: Stage) -> tuple[dict[str, int] | None, str | None]:
         if other is None:
             return None, why
         larger = {name: max(found[name], other[name]) for name in ("kv_cache", "sampling")}
-        teacher = _frozen_bytes(stage.spec, sampler) if stage.spec.autocast else other["policy"]
+        is_frozen = stage.spec.autocast or stage.spec.devices > 1  # then each device has the whole
+        teacher = _frozen_bytes(stage.spec, sampler) if is_frozen else other["policy"]
         found = {**found, **larger, "teacher": teacher}
     return found, why
 

@@ -5,7 +5,6 @@ COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and e
 libraries inside their functions, so that `cohort --help` answers at once.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="backslashreplace")  # so that Greek letters do not fail on an ASCII terminal
-    logging.getLogger("huggingface_hub.utils._http").addFilter(terminal.HubOutage())
     if (reason := unfit_process()) is not None:
         terminal.fail(reason)
         raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""`cohort list` and `task show`: settings, plugins and problems, without a model."""
+"""`cohort list` and `task show`: studies, settings, plugins and problems, without a model."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from .. import api
 from ..console import terminal
 from ..console.terminal import shortened
 from .commands import command
-from .options import Json, Sets, Split
+from .options import RUNS, Json, Runs, Sets, Split
 
 # Class attributes of each kind of plugin that its table shows.
 FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
@@ -20,6 +20,7 @@ HEADERS = ("setting", "default", "range", "meaning")
 
 @command(
     "list",
+    "cohort list studies --runs /data/runs",
     "cohort list algorithms",
     "cohort list tasks gsm8k",
     "cohort list rewards",
@@ -31,19 +32,26 @@ HEADERS = ("setting", "default", "range", "meaning")
     "cohort list settings study",
 )
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(FACTS)} or settings.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"studies, {', '.join(FACTS)} or settings.")],
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="Only this plugin, in full; a section of a run, a setting, or `study`."),
     ] = None,
+    runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """List what a study file can name: the plugins of a kind with their settings, defaults and ranges, and for
-    algorithms the objective of each.
+    """List the shipped studies and those in the runs folder, or what a study file can name: the plugins of a kind with
+    their settings, defaults and ranges, and for algorithms the objective of each.
 
     `cohort list settings` has every setting of a run by its full path; `cohort list settings study` has the settings
     of a study file.
     """
+    if what == "studies":
+        documents = api.list_studies(runs)
+        if as_json:
+            return terminal.print_json(documents)
+        rows = [(d["name"], d["where"], d["question"]) for d in documents]
+        return terminal.show_table("", ["study", "where", "question"], rows)
     if what == "settings":
         documents = api.describe_settings(name)
         if as_json:
@@ -51,7 +59,7 @@ def list_(
         rows = [[str(d[key]) for key in COLUMNS] for d in documents]
         return terminal.show_table("", HEADERS, rows)
     if what not in FACTS:
-        raise ValueError(f"cohort list takes {', '.join(FACTS)} or settings, got '{what}'")
+        raise ValueError(f"cohort list takes studies, {', '.join(FACTS)} or settings, got '{what}'")
     kind, facts = what.removesuffix("s"), FACTS[what]
     objective = ["objective"] if what == "algorithms" else []
     documents = api.describe_plugins(kind, name, [*facts, *objective])

@@ -13,13 +13,6 @@ from ..console import terminal
 RUNS = Path("runs")
 
 
-def _use_store(uri: str | None) -> str | None:
-    """Keep the results of this command and its workers in this MLflow store; by default in the runs folder's store."""
-    if uri:
-        os.environ["COHORT_TRACKING_URI"] = uri
-    return uri
-
-
 def _use_mirrors(text: str | None) -> str | None:
     """Let these mirrors follow what this command and its workers record; `mlflow=URI` also names the server."""
     split = re.split(r",(?=\s*[\w-]*\s*(?:[=,]|$))", text or "")  # at no comma of an address, which may have a password
@@ -27,8 +20,8 @@ def _use_mirrors(text: str | None) -> str | None:
     if wrong := [name for name, equals, _ in words if equals and name != "mlflow"]:
         raise typer.BadParameter(f"only mlflow takes an address (mlflow=http://HOST:PORT), got one for '{wrong[0]}'")
     os.environ["COHORT_MIRROR"] = ",".join(name for name, _, _ in words)
-    for _, equals, uri in words:
-        _use_store(uri if equals else None)
+    for _, _, uri in words:
+        os.environ |= {"COHORT_TRACKING_URI": uri} if uri else {}
     return text
 
 
@@ -43,16 +36,6 @@ def _warn_of_password(context: typer.Context, option: typer.CallbackParam, url: 
 
 Runs = Annotated[
     Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow's store.")
-]
-TrackingUri = Annotated[
-    str | None,
-    typer.Option(
-        "--tracking-uri",
-        envvar="COHORT_TRACKING_URI",
-        metavar="URI",
-        callback=_use_store,
-        help="MLflow server: http://HOST:PORT; by default results go to a file in --runs.",
-    ),
 ]
 Mirror = Annotated[
     str | None,

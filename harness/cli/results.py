@@ -8,7 +8,7 @@ import typer
 from .. import api
 from ..console import terminal
 from .commands import command
-from .options import RUNS, Runs, TrackingUri
+from .options import RUNS, Mirror, Runs
 
 
 @command("report", "cohort report quickstart --open", "cohort report group_size kl_beta")
@@ -16,12 +16,12 @@ def report(
     studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
     browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
+    mirror: Mirror = None,
 ) -> None:
     """Write a study's report again from its files; several studies of one task give one report.
 
     A report of several studies goes to RUNS/reports, with arms named `study: arm`. Trials that ran on
-    other hosts come from the MLflow server that --tracking-uri names.
+    other hosts come from the MLflow server that --mirror names.
     """
     files = api.report(*studies, runs=runs)
     terminal.say(files.answer)
@@ -35,11 +35,11 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
     browser: Annotated[bool, typer.Option("--open", help="Open the newest study's page in a browser.")] = False,
     runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
+    mirror: Mirror = None,
 ) -> None:
     """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C, with all that its records have.
 
-    With the --tracking-uri of an MLflow server, print the addresses of its pages instead.
+    With --mirror mlflow=http://HOST:PORT, print the addresses of its pages instead.
     """
 
     def show(pages: Mapping[str, str]) -> None:

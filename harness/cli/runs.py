@@ -1,4 +1,4 @@
-"""`cohort train`, `evaluate` and `register`."""
+"""`cohort train` and `evaluate`."""
 
 import json
 import sys
@@ -120,22 +120,3 @@ def evaluate(
     ]
     terminal.show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], some)
     terminal.say(f"Files: {found.folder}")
-
-
-@command(
-    "register",
-    "cohort register runs/train/my-run --name arithmetic-grpo",
-)
-def register(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],
-    name: Annotated[str, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")],
-    runs: options.Runs = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
-) -> None:
-    """Register the final policy of a run as a version of a model in MLflow.
-
-    The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
-    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
-    """
-    version, policy = api.register(run, name, runs=runs)
-    terminal.say(f"{name}, version {version}: {policy}")

@@ -120,16 +120,6 @@ def study_work(
         raise typer.Exit(AGAIN if {signal.SIGUSR1, signal.SIGUSR2} & {*signals} else 130)
 
 
-@command("study list", "cohort study list", "cohort study list --runs /data/runs --json")
-def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
-    """List the shipped studies and those in the runs folder."""
-    documents = api.list_studies(runs)
-    if as_json:
-        return terminal.print_json(documents)
-    rows = [(d["name"], d["where"], d["question"]) for d in documents]
-    terminal.show_table("", ["study", "where", "question"], rows)
-
-
 @command(
     "study show",
     "cohort study show quickstart",
@@ -157,17 +147,21 @@ def study_show(
         views.show_study(found.spec, document)
 
 
-@command("study status", "cohort study status quickstart", "cohort study status quickstart --json")
+@command("study status", "cohort study status quickstart --json", "cohort study status group_size --watch")
 def study_status(
     study: options.Started,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow it, one line per arm, until Ctrl-C.")] = False,
     storage: options.Storage = None,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
     """Show the progress of each trial of a study, its cost so far and the time left.
 
-    Exit code 0 only if all trials are complete; trials of stopped arms do not count.
+    Exit code 0 only if all trials are complete; trials of stopped arms do not count. --watch prints only once if stdout
+    is not a terminal or nothing is left to run.
     """
+    if watch:
+        return api.watch(study, runs, storage)
     status = api.study_status(study, runs, storage)
     spent = api.cost(status)
     if as_json:
@@ -182,15 +176,6 @@ def study_status(
         if not status.finished:
             terminal.say(f"Time left: {views.time_left(status.left, status.workers, status.measured)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
-
-
-@command("study watch", "cohort study watch quickstart", "cohort study watch group_size --runs /data/runs")
-def study_watch(study: options.Started, storage: options.Storage = None, runs: options.Runs = options.RUNS) -> None:
-    """Show a running study, one line per arm, until Ctrl-C. It changes nothing.
-
-    Prints only once if stdout is not a terminal or nothing is left to run.
-    """
-    api.watch(study, runs, storage)
 
 
 @command("study stop", "cohort study stop compare_algorithms dapo", "cohort study stop group_size group_size=2")
@@ -216,23 +201,26 @@ def study_resume(
     terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
 
-@command("study drop", "cohort study drop compare_algorithms 'clone 1 of grpo: algorithm.kl_beta=0.1'")
-def study_drop(
-    study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
-) -> None:
-    """Take back a clone or an arm that has not begun; the study's record and report say so."""
-    new = api.drop_arm(study, runs, arm, storage)
-    terminal.say(f"{arm} {'is taken back: none of its trials will run.' if new else 'was already taken back.'}")
-
-
-@command("study rm", "cohort study rm quickstart", "cohort study rm quickstart --yes")
+@command(
+    "study rm",
+    "cohort study rm quickstart --yes",
+    "cohort study rm compare_algorithms 'clone 1 of grpo: algorithm.kl_beta=0.1'",
+)
 def study_rm(
     study: options.Started,
+    arm: Annotated[str | None, typer.Argument(metavar="[ARM]", help="Take back only this arm or clone.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     storage: options.Storage = None,
     runs: options.Runs = options.RUNS,
 ) -> None:
-    """Delete a study: its trials, checkpoints and report, and its runs in MLflow. It cannot be brought back."""
+    """Delete a study: its trials, checkpoints and report, and its runs in MLflow. It cannot be brought back.
+
+    With ARM, take back a clone or an arm that has not begun; the study's record and report say so.
+    """
+    if arm is not None:
+        new = api.drop_arm(study, runs, arm, storage)
+        words = "is taken back: none of its trials will run" if new else "was already taken back"
+        return terminal.say(f"{arm} {words}.")
     counts = ", ".join(f"{n} {state}" for state, n in api.study_status(study, runs, storage).counts().items())
     if yes or typer.confirm(f"Delete '{study}' of {runs} for good ({counts})?"):
         api.remove_study(study, runs, storage)

@@ -1,7 +1,6 @@
 """Text and tables on a terminal: foreign text is made harmless, errors go to stderr."""
 
 import json
-import logging
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,21 +37,6 @@ def say(text: object, *, style: str = "", stderr: bool = False) -> None:
     for line in str(text).splitlines() or [""]:
         indent = " " * (len(line) - len(line.lstrip(" ")))
         console(stderr=stderr).print(Text(indent) + plain(line), style=style, soft_wrap=True)
-
-
-class HubOutage(logging.Filter):
-    """Of the lines of the Hub's client on requests that it tries again, lets the first through, in words."""
-
-    is_told = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        words = record.getMessage()
-        if " thrown while requesting " not in words and not words.startswith("Retrying in "):
-            return True
-        is_first, self.is_told = not self.is_told, True
-        record.msg = f"The Hub does not answer ({words.partition(' thrown ')[0]}); each request is tried for some 25 s"
-        record.args = ()
-        return is_first
 
 
 def fail(message: object) -> None:

@@ -78,8 +78,14 @@ def time_left(seconds: float, workers: int, measured: int) -> str:
         return "none, for all trials have ended"
     if not math.isfinite(seconds):
         return "unknown, because no trial of this model ran here, and its shape or its device is not here"
-    source = f"from {measured} trial{'s' * (measured > 1)}" if measured else "by arithmetic, for no such trial ran here"
-    return f"about {duration(seconds)} to the report with {workers} worker{'s' * (workers > 1)}, {source}"
+    return f"about {duration(seconds)} to the report with {workers} worker{'s' * (workers > 1)}, {source_of(measured)}"
+
+
+def source_of(measured: int, what: str = "trial") -> str:
+    """Words that say whence an estimate of time is."""
+    return (
+        f"from {measured} {what}{'s' * (measured > 1)}" if measured else f"by arithmetic, for no such {what} ran here"
+    )
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:

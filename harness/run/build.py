@@ -103,11 +103,23 @@ class Run:
         self.writer.check(wait=True)  # a checkpoint may still copy what the last learner has
         policy, shares_prompts = self.learner.policy, self.learner.shares_prompts
         del self.learner  # its moments and models are not needed beside the next ones
+        origin = policy if ranks.world_size() == 1 else self._unsharded(policy)
         self.stage, self.answers, self.gates = stage, None, GateState()
-        self.learner = learner_of(stage, policy, self.directory)
+        self.learner = learner_of(stage, policy, self.directory, origin)
         self.learner.shares_prompts = shares_prompts
         self.spec = self.learner.spec
         self._count()
+
+    def _unsharded(self, policy: nn.Module) -> nn.Module:
+        """A copy of the policy as `prepare` has it before it is sharded: the first process has the weights."""
+        weights = assembled(copied(policy.state_dict(), on_first=True), self.writer.group)
+
+        def first() -> nn.Module:
+            model = placed(start_policy(self.whole, self.cache)[0], self.whole)
+            model.load_state_dict(weights)
+            return model
+
+        return recomputing(ranks.from_first(first), recomputes(policy))
 
     def _count(self) -> None:
         """Note a completion's tokens, the operations of the models, and whether the engine's log-probs are exact."""
@@ -254,8 +266,9 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
     return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
 
 
-def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
-    """The learner of a stage that begins with this policy. ValueError if a model that a reward reads is torn."""
+def learner_of(stage: Stage, policy: nn.Module, directory: Path, origin: nn.Module | None = None) -> Learner:
+    """The learner of a stage that begins with this policy; of a sharded one `origin` is the whole copy. ValueError if a
+    model that a reward reads is torn."""
     spec = stage.placed(directory)
     for reward in spec.rewards.values():
         reward.check()
@@ -263,7 +276,7 @@ def learner_of(stage: Stage, policy: nn.Module, directory: Path) -> Learner:
     spec = spec if stage.does is None else stage.does.learner_spec(spec)
     name = spec.kl.reference
     reference = None if name is None else ranks.from_first(lambda: placed(load_policy(name, seed=0), spec, scores=True))
-    learner = Learner(spec, policy, reference)
+    learner = Learner(spec, policy, reference, origin)
     learner.start = stage.start
     return learner
 
@@ -274,6 +287,13 @@ def placed(policy: nn.Module, spec: RunSpec, *, scores: bool = False) -> nn.Modu
     device = resolve_device(spec.device) if ranks.world_size() == 1 else None  # else the learner moves it, in parts
     dtype = getattr(torch, spec.dtype)
     return hold_scorer(policy.to(dtype=dtype), spec.autocast).to(device) if scores else policy.to(device, dtype)
+
+
+def recomputing(policy: nn.Module, enabled: bool) -> nn.Module:
+    """The policy itself, whose backward pass computes activations again, if `enabled`."""
+    if enabled:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+    return policy
 
 
 def prepare(
@@ -299,9 +319,7 @@ def prepare(
         policy = placed(start_policy(spec, cache, partial(note_progress, log, should_stop))[0], spec)
         return policy if spec.lora is None else add_adapter(policy, spec.lora, spec.seed)
 
-    policy, codec = ranks.from_first(start), codec_of(spec)
-    if recompute:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+    policy, codec = recomputing(ranks.from_first(start), recompute), codec_of(spec)
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
     learner = learner_of(stage, policy, directory)
     engine = build_engine(spec, policy, codec)

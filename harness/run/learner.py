@@ -56,8 +56,11 @@ SAMPLED = 4096  # weights of each tensor that show whether an update changed it
 class Learner:
     """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
 
-    def __init__(self, spec: RunSpec, policy: nn.Module, reference: nn.Module | None = None):
-        """`reference` is the model of `kl.reference`, on its device, which the learner freezes."""
+    def __init__(
+        self, spec: RunSpec, policy: nn.Module, reference: nn.Module | None = None, origin: nn.Module | None = None
+    ):
+        """`reference` is the model of `kl.reference`, on its device, which the learner freezes. `origin` is what
+        reference and critic are copies of: of a policy that is sharded already a whole copy, by default the policy."""
         self.spec = spec
         self.start = 0  # training steps of the run before its own
         self.sampler_is_exact = False  # whether the engine's log-probs are the policy's before the step, to rounding
@@ -71,13 +74,14 @@ class Learner:
         self.fits_head = False  # whether the last update has fitted the critic's head
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
-            reference = around_frozen(policy)
+            reference = around_frozen(origin or policy)
         self.reference = reference and hold_scorer(reference, spec.autocast)
-        self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
+        shared = spec.algorithm.shares_trunk
+        self.critic = Critic(origin or policy, shared=shared) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             critic = () if self.critic is None else (self.critic.backbone, self.critic.head)  # each a group of its own
             for part in (policy, self.reference, *critic):
-                if part is not None:
+                if part is not None and not is_sharded(part):
                     shard(part, resolve_device(spec.device), autocast=spec.autocast)
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
         rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight

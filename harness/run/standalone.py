@@ -45,6 +45,7 @@ def train_once(
             arm=name, seed=spec.seed, state="running", reason=None, phase=progress["phase"] or "loading",
             done=progress["done"], total=progress["total"], accuracy=progress.get("accuracy"),
             tokens_per_second=progress.get("tokens_per_second"), seconds=progress.get("seconds"), directory=directory,
+            step=progress["step"], steps=spec.steps,
         )  # fmt: skip
         on_status(StudyStatus(name=name, question="", trials=(trial,)))
 

@@ -333,7 +333,7 @@ class RunSpec(Section):
             raise ValueError(f"{rule}, got {self.control}")
         if self.sampler.sees_gold and not self.algorithm.sees_gold:
             rule = f"sampler must not see gold answers with {algorithm}, which must not"
-            raise ValueError(f"{rule}, got {self.sampler.name}; use uniform or easy_to_hard")
+            raise ValueError(f"{rule}, got {self.sampler.name}; use uniform")
         if (last := self.evaluation.test_last) > 1 and (self.max_flops is not None or self.stages):
             why = "stages" if self.stages else "max_flops, whose last step is not known"
             raise ValueError(f"evaluation.test_last must be 1 with {why}, got {last}")

@@ -81,7 +81,6 @@ def completed(spec: RunSpec) -> dict[str, Any]:
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise ValueError(f"stages must have distinct words as names, got {', '.join(names)}")
     for key, off, why in (
-        ("devices", 1, "each of which begins with a copy of its policy, and FSDP2 copies no sharded model"),
         ("staleness", 0, "whose first rollouts come from the newest weights"),
         ("lora", None, "which train all weights"),
     ):

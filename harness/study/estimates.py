@@ -154,6 +154,23 @@ class TrialTimes:
         return self._sizes.get(arm.label) or next(iter(self._sizes.values()), {})
 
 
+class RunTime:
+    """The seconds that a run outside a study takes, at its start from `measured` past runs (0: from arithmetic)."""
+
+    def __init__(self, spec: RunSpec, runs: Path, sizes: Mapping[str, float]) -> None:
+        self._spec, self._sizes = spec, sizes
+        plan = Plan(StudySpec(name="run", question="?", run=spec.model_dump(mode="json"), seeds=[spec.seed]), runs)
+        (arm,) = plan.arms.values()
+        plan.sizes = {arm.label: sizes}
+        times = TrialTimes(plan, StudyStatus("", "", ()), 1)
+        self._whole, self.measured = times.left(arm), sum(times.used.values())
+
+    def left(self, step: int, seconds: float | None) -> float:
+        """Seconds until the end from a step (0: the begin), logged so many seconds after the begin (None: unknown)."""
+        work, done = passes(self._spec, sizes=self._sizes), passes(self._spec, step, self._sizes) if step else 0.0
+        return (seconds / done if done and seconds else self._whole / work) * (work - done)
+
+
 def with_time_left(
     status: StudyStatus, plan: Plan, coming: Sequence[tuple[Arm, int]] = (), workers: int | None = None
 ) -> StudyStatus:

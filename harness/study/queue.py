@@ -271,16 +271,12 @@ class Queue:
         def turn(key: Key) -> tuple[int, int]:
             if key not in attempts.by_key:
                 return 1, 0
-            begun = attempts.by_key[key][-1].number
-            if attempts.state(key) == "waiting" or self._is_stuck(key, attempts):
+            begun, state = attempts.by_key[key][-1].number, attempts.state(key)
+            if state == "waiting" or (state == "lost" and attempts.num_stuck(key, attempts.step(key)) > 1):
                 return 3, begun
             return 0, begun
 
         return min((key for key in self.plan.keys if self._waits(key, attempts)), key=turn, default=None)
-
-    def _is_stuck(self, key: Key, attempts: Attempts) -> bool:
-        """Whether a trial loses its workers without progress."""
-        return attempts.state(key) == "lost" and attempts.num_stuck(key, attempts.step(key)) > 1
 
     def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> ClaimedTrial:
         """The claim of a new attempt at a trial. The caller holds the lock."""

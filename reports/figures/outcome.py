@@ -1,4 +1,4 @@
-"""Draws outcomes: of arms, by difficulty, over a grid (maps, interactions), over a search (importances, slices)."""
+"""Draws outcomes: of arms, by difficulty, over a grid, over a search (importances, slices)."""
 
 import math
 import re
@@ -14,11 +14,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from ...harness.base.arms import short_path
-from ..analysis import Analysis, Comparison, Contrast, marginal
+from ..analysis import Analysis, Comparison, Contrast
 from ..anova import Grid
 from ..claims import JudgedClaim
 from ..prose import wording
-from ..statistics import ALPHA
 from ..trials import ArmSummary, score, search_of, tuning_of
 from . import style
 from .style import Drawing, End, chart, drawn, scale_of, unit_of, wrapped
@@ -93,38 +92,6 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
         caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
         plot = partial(_difficulty_map, means=means, across=across, name=name)
         drawings.append(style.row_chart(f"difficulty_{len(drawings)}", title, caption, down, plot))
-    return drawings
-
-
-def interactions(analysis: Analysis) -> list[Drawing]:
-    """For each two factors of a grid: the outcome over one, a line per level of the other.
-
-    At most six pairs, those with the smallest p first. Parallel lines do not interact.
-    """
-    grid = analysis.grid
-    if grid is None or len(grid.factors) < 2:
-        return []
-    effects = {effect.factors: effect for effect in grid.effects}
-    levels = dict(zip(grid.factors, grid.levels, strict=True))
-    pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
-    pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
-    num_others = len(grid.factors) - 2
-    others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
-    caption = (
-        f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
-        "Parallel lines show no interaction."
-    )
-    drawings = []
-    for number, pair in enumerate(pairs[:6]):
-        across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
-        if len(levels[lines]) <= len(style.PALETTE):
-            p = effects[pair].p_adjusted if pair in effects else math.nan
-            found = "they interact" if p < ALPHA else "no interaction detected"
-            tested = "no test possible" if math.isnan(p) else f"{found} (Holm-adjusted {wording.p_equals(p)})"
-            title = f"{wording.factor_title((across, lines))}: {tested}"
-            plot = partial(_interaction, analysis, across, levels[across], lines, levels[lines])
-            draw = chart(plot, short_path(across), unit_of(analysis.outcome.name))
-            drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
 
 
@@ -280,28 +247,6 @@ def _columns(axes: Axes, names: Sequence[Any], label: str) -> None:
 def _name_places(axes: Axes, names: Sequence[Any]) -> None:
     """Whole names below 0, 1, 2, ..., in lines that leave each other room."""
     axes.set_xticks(range(len(names)), ["\n".join(wrapped(str(name), max(4, 44 // len(names)))) for name in names])
-
-
-def _interaction(
-    analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any], axes: Axes
-) -> list[End]:
-    scale, ends = scale_of(analysis.outcome.name), []
-    for color, marker, level in zip(style.PALETTE, style.MARKERS, levels, strict=False):
-        shift = 0.05 * (len(ends) - (len(levels) - 1) / 2)  # so that intervals do not hide each other
-        points = []
-        for place, position in enumerate(positions):
-            if (found := marginal(analysis, {across: position, lines: level})) is not None:
-                points.append((place + shift, scale * found.estimate))
-                if found.interval is not None:
-                    limits = [scale * found.interval.low, scale * found.interval.high]
-                    axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
-        if points:
-            axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
-            ends.append((points[-1][1], str(level), color))
-    axes.set_xlim(-0.3, len(positions) - 0.7)
-    _name_places(axes, positions)
-    axes.text(1.02, 1.05, short_path(lines), transform=axes.transAxes, color=style.MUTED, size=7.5)
-    return ends
 
 
 def _slice(settings: Sequence[Any], values: Sequence[float], axes: Axes) -> list[End]:

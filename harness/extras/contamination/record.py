@@ -17,13 +17,9 @@ def kept(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapp
     exact; exact_reference; examples."""
     starts = [_start(trial.spec) for trial in trials if "task" in trial.spec]
     files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    found = [one for one in map(read_json, files) if _start(one["spec"]) in starts and _agree(inputs, one["inputs"])]
-    return [{key: value for key, value in one.items() if key not in OWN} for one in found]
-
-
-def _agree(one: Inputs, other: Inputs) -> bool:
-    """Whether both have read the same."""
-    return all(one[source] == other[source] for source in one.keys() & other.keys())
+    found = [one for one in map(read_json, files) if _start(one["spec"]) in starts]
+    same = [one for one in found if all(inputs.get(source, read) == read for source, read in one["inputs"].items())]
+    return [{key: value for key, value in one.items() if key not in OWN} for one in same]
 
 
 def _start(spec: Mapping[str, Any]) -> list[Any]:

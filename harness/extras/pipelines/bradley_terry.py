@@ -191,7 +191,7 @@ def fit_ranked(parts: Parts, model: str, out: Path, how: Any, seed: int, on_prog
                 scores = scorer([row for item in batch for row in item.rows()]).split(sizes)
                 loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(scores, batch, strict=True)]).mean()
                 if not torch.isfinite(loss):
-                    raise InvalidRun(f"the loss is {float(loss)} at step {len(losses)}; lower --learning-rate")
+                    raise InvalidRun(f"the loss is {float(loss)} at step {len(losses)}; lower learning_rate")
                 loss.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()

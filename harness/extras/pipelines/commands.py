@@ -21,22 +21,23 @@ def reward_model_train(
     model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
     by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or a reward's name.")] = "reward",
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
     seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of data order and initial head.")] = 0,
+    sets: options.Sets = None,
     as_json: options.Json = False,
 ) -> None:
     """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
 
-    Train with it: --set rewards.reward_model.path=DIR.
+    --set takes the settings of the stage reward_model (`cohort list stages`), such as epochs=2. Train with the model:
+    --set rewards.reward_model.path=DIR.
     """
     from ...console.progress import phase_bar
     from ...record.run import model_folder
+    from ...settings.errors import parsed
+    from ...settings.raw import parse_overrides
     from .bradley_terry import train_reward_model
     from .stages.reward_model import RewardFit
 
-    how = RewardFit(epochs=epochs, prompts_per_batch=batch, learning_rate=learning_rate)
+    how = parsed(RewardFit, parse_overrides(sets or ()), "--set")
     with phase_bar("reward model") as bar:
         fit = train_reward_model(
             rollouts, model_folder(model), out, how, by=by, seed=seed,

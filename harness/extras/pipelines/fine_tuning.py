@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...base.streams import generator
 from ...data import Demonstration, GradedGroup, Group, InvalidRun, Prompt, Rollout, Score
+from ...devices import ranks
 from ...devices.device import mixed_precision, resolve_device
+from ...devices.sharding import spread
 from ...interfaces import Codec, RolloutEngine
 from ...policy import flops
 from ...policy.model import load_policy
@@ -39,12 +42,12 @@ def fine_tuning_step(
     if step == stage.start:
         found, sampled = _sampled(settings, run, prompts, should_stop)
         if settings.restart:
-            first, _ = start_policy(run.whole, run.cache)
-            learner.policy.load_state_dict(first.state_dict())
+            first = ranks.from_first(lambda: start_policy(run.whole, run.cache)[0])
+            learner.policy.load_state_dict(spread(learner.policy, first.state_dict()))
         clock.lap("generate")
     run.engine.sleep()
     if run.answers is None:
-        lines = run.rollouts(stage.start + 1).read_text(encoding="utf-8").splitlines()
+        lines = ranks.same(lambda: run.rollouts(stage.start + 1).read_text(encoding="utf-8").splitlines())
         run.answers = kept_answers(list(map(json.loads, lines)), settings.keep)
     if not run.answers:
         raise InvalidRun(
@@ -69,15 +72,18 @@ def _sampled(
     prompts = prompts[: settings.num_prompts]
     groups: list[Group] = []
     graded: list[GradedGroup] = []
+    at_once = PROMPTS_AT_ONCE * ranks.world_size()
     with _sampler(settings.teacher, run) as engine, mixed_precision(resolve_device(run.spec.device), run.spec.autocast):
-        for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-            part, sampling = prompts[first : first + PROMPTS_AT_ONCE], stage.spec.sampling_with_limit()
-            new = engine.sample(part, settings.num_samples, sampling, seed=run.spec.seed, step=stage.start)
-            groups, graded = groups + new, graded + grade(task, new, run.spec.max_tokens)
-            note_progress(run.log, should_stop, "sample", len(groups), len(prompts))
+        for first in range(0, len(prompts), at_once):
+            part, sampling = prompts[first : first + at_once], stage.spec.sampling_with_limit()
+            sample = partial(engine.sample, seed=run.spec.seed, step=stage.start)
+            new = ranks.shared(part, lambda own: sample(own, settings.num_samples, sampling), run.spec.engine.processes)  # noqa: B023
+            groups, graded = groups + new, graded + ranks.shared(new, lambda own: grade(task, own, run.spec.max_tokens))
+            note_progress(run.log, lambda: ranks.same(should_stop), "sample", len(groups), len(prompts))
     scores = [Score(paid, paid, None, {}) for paid in ([float(right) for right in g.correct or ()] for g in graded)]
     rows = [asdict(row) for row in sample_rows(groups, graded, scores, step=stage.start + 1, split="train")]
-    run.keep(stage.start + 1, rows)
+    if ranks.rank() == 0:
+        run.keep(stage.start + 1, rows)
     run.answers = kept = kept_answers(rows, settings.keep)
     counts = {
         "samples": len(rows), "correct": sum(row["correct"] for row in rows), "kept": len(kept),
@@ -92,7 +98,7 @@ def _sampler(teacher: str | None, run: Run) -> AbstractContextManager[RolloutEng
     if not teacher:
         return nullcontext(run.engine)
     run.engine.sleep()
-    model = placed(load_policy(teacher, seed=0), run.spec, scores=True)
+    model = placed(load_policy(teacher, seed=0), run.spec, scores=True).to(resolve_device(run.spec.device))
     return closing(build_engine(run.spec, model, codec_of(run.spec, teacher)))
 
 

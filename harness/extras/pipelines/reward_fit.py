@@ -12,6 +12,7 @@ from typing import Any
 
 from ...base.streams import generator
 from ...data import InvalidRun
+from ...devices import ranks
 from ...policy import flops
 from ...policy.sources import start_name
 from ...run.build import Run, note_progress
@@ -30,7 +31,7 @@ def reward_fit_step(
     """
     stage, clock = run.stage, Clock(run.now)
     run.engine.sleep()
-    new, older = (read_ranked(files, "correct")[0] for files in kept)
+    new, older = ranks.same(lambda: [read_ranked(files, "correct")[0] for files in kept])
     order = generator("reward model replay", run.spec.seed, stage.start).permutation(len(older))
     replayed = [older[i] for i in sorted(order[: round(fit.replay * len(older))])]
     parts = split([*new, *replayed])
@@ -42,9 +43,9 @@ def reward_fit_step(
     *before, out = models
     start = str(before[-1]) if before else start_name(run.whole, run.cache)
     on_progress = partial(note_progress, run.log, should_stop, "reward model")
-    found = fit_ranked(parts, start, out, fit, run.spec.seed, on_progress)
+    found = ranks.from_first(lambda: fit_ranked(parts, start, out, fit, run.spec.seed, on_progress))
     read, said = run.codec.encode, run.codec.encode_completion
-    rows, held_out = ([(len(read(p)), [len(said(text)) for text in ranks]) for p, ranks in part] for part in parts)
+    rows, held_out = ([(len(read(p)), [len(said(text)) for text in texts]) for p, texts in part] for part in parts)
     run.charge_flops(
         lambda costs: {
             "learning": fit.epochs * flops.fitted(costs, rows, headed=False),

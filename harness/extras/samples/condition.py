@@ -11,13 +11,27 @@ from typing import Any
 from ...settings.errors import SpecError
 
 _MOST = 1000  # characters, so that no tree is deep enough to end Python's stack
+# fmt: off
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-}  # fmt: skip
-_ALLOWED = (ast.Name, ast.Constant, ast.Tuple, ast.List, ast.BoolOp, ast.Compare, ast.Not, ast.USub, ast.UnaryOp,
-            ast.boolop, ast.expr_context, *_COMPARE)  # fmt: skip
+}
+# fmt: on
+_ALLOWED = (
+    ast.Name,
+    ast.Constant,
+    ast.Tuple,
+    ast.List,
+    ast.BoolOp,
+    ast.Compare,
+    ast.Not,
+    ast.USub,
+    ast.UnaryOp,
+    ast.boolop,
+    ast.expr_context,
+    *_COMPARE,
+)  # fmt: skip
 
 
 def condition(text: str) -> tuple[Callable[[Mapping[str, Any]], bool], set[str]]:

@@ -1,9 +1,9 @@
 """Grades stored completions: a verdict per row and grader, the rows on which graders disagree, and their speed.
 
-`strict` is the task's own grader, which rewards and evaluations use; `lenient` also accepts an answer that is not
-marked as final; `math_verify` is that library alone. A row has `gold` and `completion`, and optionally `label`
-(or `correct`, as the rollouts that a run keeps have): whether the completion is right, and `question` (or `prompt`):
-without it `strict` cannot tell an answer from a restatement of its question.
+`strict` is the task's own grader, which rewards and evaluations use; `lenient` takes the last number or formula where
+no answer is marked, as `task.answers=last` does; `math_verify` is that library alone. A row has `gold` and
+`completion`, and optionally `label` (or `correct`, as the rollouts that a run keeps have): whether the completion is
+right, and `question` (or `prompt`): without it `strict` cannot tell an answer from a restatement of its question.
 """
 
 import json
@@ -11,20 +11,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from ....tasks._answers import AnswerTask
+from ....tasks._latex import Checker
 from ...api.settings import Settings, as_texts
 from ...data import as_graded
 from ...interfaces import Task
 from ...settings.errors import did_you_mean, parsed
 from ...settings.load import load_run
-from .readers import lenient, math_verify
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
+LIBRARY_CHARS = 20_000  # math-verify's patterns are slow on more, and the end of a completion states its answer
+FOUND = "(found by math-verify)"  # the library gives its verdict only
 
 
 class Case(BaseModel, frozen=True, coerce_numbers_to_str=True):
@@ -69,8 +71,8 @@ class Regraded:
 
 
 def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
-    """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has: not
-    math-verify for one with a verifier of its own, which scores in part."""
+    """Name -> (completion, gold, question) -> (answer, whether it is right), for every grader that the task has: only
+    `strict` for one without markers, and not math-verify for one with a verifier of its own, which scores in part."""
 
     def grade(extract: Callable[[str], str | None], completion: str, gold: str, question: str) -> Grade:
         answer = extract(as_graded(question, completion))
@@ -78,9 +80,28 @@ def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
             return answer, answer is not None
         return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
 
-    own = {"strict": partial(grade, task.extract), "lenient": partial(grade, partial(lenient, task))}
-    is_peer = isinstance(task, AnswerTask) and not task.partial_credit
-    return own | ({"math_verify": lambda completion, gold, _: math_verify(completion, gold)} if is_peer else {})
+    found = {"strict": partial(grade, task.extract)}
+    if isinstance(task, AnswerTask):
+        found["lenient"] = partial(grade, task.model_copy(update={"answers": "last"}).extract)
+        if not task.partial_credit:
+            found["math_verify"] = math_verify
+    return found
+
+
+def math_verify(completion: str, gold: str, _: str = "") -> Grade:
+    """math-verify alone, for comparison and never for a reward: (FOUND or None, whether the answer is right).
+
+    The library (version 0.9.0) finds the answer itself, reads LaTeX and plain numbers with its defaults, and compares
+    one way, as its users do. Departure: it does not read expressions without LaTeX, such as `2*(3+4)`, because it would
+    evaluate their text as Python. A text that exceeds the limits of a checker counts as unanswered.
+    """
+    verdict = _library().verdict("compare", gold, completion[-LIBRARY_CHARS:])
+    return (None if verdict == "unparsable" else FOUND), verdict == "equal"
+
+
+@cache
+def _library() -> Checker:
+    return Checker(f"{__package__}.library")
 
 
 def read_cases(file: Path) -> list[Case]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ranks_at_work
 import torch
 import yaml
 from cohort.harness.base.files import sha256
@@ -35,6 +36,8 @@ from cohort.harness.study.preflight import check_claimed
 from factories import FEW, make_spec
 from factories import staged as a_run
 from fakes import MemoryLog, check_same_run, final_weights, gone_on, rollout_rows, tiny_codec
+from ranks_at_work import begun, ends
+from test_devices import check_equal
 from transformers import LlamaForCausalLM
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
@@ -326,3 +329,20 @@ def test_stages_are_counted_before_the_start():
 def test_stages_that_cannot_sample_are_refused(stage, changes, message):
     with pytest.raises(SpecError, match=message):
         a_run({"name": "a", "steps": 1}, {**FIT, **stage}, **changes)
+
+
+@pytest.mark.slow
+def test_stages_on_two_devices_learn_what_they_do_on_one_and_go_on_within_a_stage(tmp_path):
+    fit = {**FIT, "steps": 2, "rejection": {"num_prompts": 48, "num_samples": 8, "restart": True}}
+    valued = {"name": "value", "steps": 1, "algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.1}}
+    stages = [{"name": "first", "steps": 1}, fit, {"name": "rank", "kind": "reward_model"}, valued]
+    changes = {
+        "stages": stages, "steps": 5, "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2},
+        "cold_start": {"steps": 60}, "sampling": {"max_tokens": 24}, "gradient_checkpointing": True,
+    }  # fmt: skip
+    (tmp_path / "cache").mkdir()
+    for name, parts in (("whole", [(1, None)]), ("parts", [(2, 3), (2, None)])):
+        for size, steps in parts:
+            own = [begun(ranks_at_work.attempt, rank, size, tmp_path, name, changes, steps) for rank in range(size)]
+            assert ends(*own) == [0] * size
+    check_equal("parts", tmp_path / "whole", tmp_path / "parts", since=2)

@@ -69,11 +69,12 @@ def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path,
         train_reward_model([file], "tiny", tmp_path / "out", RewardFit(), by=by)
 
 
-def test_a_folder_without_rollouts_an_existing_target_and_a_language_model_are_refused(tmp_path, rollouts):
+def test_a_folder_without_rollouts_an_existing_target_and_a_language_model_are_refused(tmp_path, rollouts, cohort):
     with pytest.raises(ValueError, match="has no rollouts"):
         train_reward_model([tmp_path], "tiny", tmp_path / "out", RewardFit())
-    with pytest.raises(ValueError, match="--out must be a new folder"):
-        train_reward_model([rollouts], "tiny", rollouts, RewardFit())
+    fit = ["reward-model", rollouts, "--model", "tiny", "--out"]
+    assert cohort(*fit, rollouts) == 2 and "--out must be a new folder" in cohort.said
+    assert cohort(*fit, tmp_path / "out", "--set", "epochs=0") == 2 and "--set: epochs: Input should be" in cohort.said
     tiny_model(0).save_pretrained(tmp_path / "policy")
     tiny_tokenizer().save_pretrained(tmp_path / "policy")
     with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model"):

@@ -104,7 +104,7 @@ def test_a_url_that_is_refused_does_not_show_its_password(tmp_path, cohort, reco
         with pytest.raises(SpecError, match=r"`storage` must be a URL as postgresql://.*%40") as caught:
             open_storage(tmp_path, "sizes", url)
         assert SECRET not in str(caught.value)
-        assert cohort("report", "sizes", "--tracking-uri", url) == 2
+        assert cohort("report", "sizes", "--mirror", f"mlflow={url}") == 2
         assert SECRET not in cohort.out + cohort.err
     record_property("tried", 2 * len(refused))
 

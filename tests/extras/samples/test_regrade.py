@@ -1,15 +1,10 @@
 """Stored completions are graded again by every grader, and what they disagree on is told."""
 
 import json
-import time
 
 import pytest
 from cohort.harness.extras.samples.grade import grade, graders, read_cases
-from cohort.harness.extras.samples.readers import TAIL_CHARS, lenient, unmarked_latex, unmarked_number
-from cohort.tasks import _numbers
-from cohort.tasks._answers import first_readable
 from cohort.tasks.gsm8k import GSM8K
-from cohort.tasks.math import Math
 
 TASK = GSM8K()
 
@@ -37,14 +32,14 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
     file = labelled(tmp_path, cases)
     result = grade("gsm8k", file, grader="all", workers=2)
     assert [v.correct["strict"] for v in result.verdicts] == [True, False, False, False, True, False]
-    assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False, True, False]
+    assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False, True, True]
     assert [v.answers["lenient"] for v in result.verdicts[:5]] == ["18", "18", "19", None, "5"]
     assert [v.correct["math_verify"] for v in result.verdicts] == [True, True, False, False, True, True]
     assert result.disagreements == [2, 6]
     strict, lenient = result.summaries["strict"], result.summaries["lenient"]
     # of the four labelled rows strict misses one that is right, and one that is right has a wrong label
     assert (strict.agreement, strict.false_negatives, strict.false_positives) == (0.5, 1, 1)
-    assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 3 / 6, 5 / 6)
+    assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 4 / 6, 5 / 6)
     assert strict.rows_per_second > 0
     grading = ["samples", file, "--task", "gsm8k", "--grader", "all"]
     assert cohort(*grading, "--json") == 0
@@ -109,50 +104,3 @@ def test_math_verify_reads_what_is_latex_or_a_number_and_never_runs_text():
     assert judge("nothing", "18", "") == (None, False)
     # The library alone would evaluate this text as Python.
     assert not judge("the answer is 2*(3+6)", "18", "")[1]
-
-
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("The answer is 18.", "18"), ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
-        ("Answer: 18\nI checked it 3 times.", "18"), ("**Final answer:** 18", "18"),
-        ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
-        ("The answer is that each of them pays 18 dollars and 5 stay", "18"), ("The answer is 3 million", "3000000"),
-        (r"the answer is $\frac{1}{2}$", "0.5"), ("The answer is:\n-5", "-5"),
-        ("The answer is plain. 20 - 2 = 18 clips", "18"), ("So 4 bags = 18 clips, 2 of them torn", "18"),
-        ("It is 5 or 6", "6"), ("10-3", "3"), ("it fell to -3", "-3"), ("costs $1,200.50.", "1200.5"),
-        ("about 3/4 of it", "0.75"), ("\u7b54\u6848\u662f18\u5143", "18"), ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
-        ("none", None), ("5" + " " * TAIL_CHARS, None),
-    ],
-)  # fmt: skip
-def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
-    assert first_readable(unmarked_number(completion), _numbers.canonical) == number
-
-
-@pytest.mark.parametrize(
-    ("completion", "texts"),
-    [
-        (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
-        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]), ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
-        ("The answer is 3.5.", ["3.5", "3.5"]), (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
-        ("It costs $5 and then $6", ["6"]), ("nothing", []),
-    ],
-)  # fmt: skip
-def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
-    found = [text.removeprefix("$") for text in unmarked_latex(completion)]
-    assert found == texts
-
-
-@pytest.mark.parametrize("text", ["the answer is ", "= ", "$", "$x", "1,", "1/", "-", "answer" + " " * 99 + "is "])
-def test_no_flood_of_text_takes_long_to_read_or_raises(text):
-    start = time.process_time()
-    flood = text * (10**5 // len(text))
-    assert all(isinstance(found, str) and found for found in [*unmarked_number(flood), *unmarked_latex(flood)])
-    assert time.process_time() - start < 2.0
-
-
-def test_a_last_sentence_without_a_marker_is_read_by_the_lenient_grader_alone():
-    for task, gold in ((TASK, "18"), (Math(), r"\frac{x}{2}")):
-        completion = f"Let us see. The answer is ${gold}$."
-        assert task.extract(completion) is None
-        assert task.equivalent(lenient(task, completion), gold)

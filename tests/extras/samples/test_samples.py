@@ -30,7 +30,7 @@ def test_a_condition_compares_names_and_constants(text, meets):
 
 
 @pytest.mark.parametrize(
-    "text", ["f()", "a.b", "a[0]", "[x for x in a]", "lambda: 1", "a + 1", "f'{a}'", "1 <", "(" * 999, "a" * 1001]
+    "text", ["f()", "a.b", "a[0]", "[x for x in a]", "lambda: 1", "a + 1", "f'{a}'", "1 <", "(" * 999]
 )
 def test_a_condition_of_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="`where` must compare"):

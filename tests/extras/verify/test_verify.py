@@ -202,7 +202,7 @@ def test_a_family_that_the_completions_do_not_have_is_found(folder):
 
 
 def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder):
-    hub = pytest.importorskip("cohort.harness.extras.hub.publish")
+    hub = pytest.importorskip("cohort.harness.extras.publish.hub")
     card = hub.model_card(sorted((folder / "trials").iterdir())[0])
     assert "Does it help?" in card and "One of 1 seed (0) of the arm `group_size=" in card
     assert f"`{sha256(folder / EVIDENCE)}`" in card

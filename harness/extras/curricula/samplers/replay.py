@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..base.streams import generator
-from ..data import Prompt, PromptDraw
-from ..interfaces import Sampler
-from .uniform import Uniform, shuffled
+from ....base.streams import generator
+from ....data import Prompt, PromptDraw
+from ....interfaces import Sampler
+from ....samplers.uniform import Uniform, shuffled
 
 
 class Replay(Sampler):

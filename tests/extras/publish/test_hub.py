@@ -1,4 +1,4 @@
-"""`cohort publish`: the card says what the record says; the Hub gets it with the policy."""
+"""`cohort publish` to the Hub: the card says what the record says; the Hub gets it with the policy."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cohort.harness.base.files import sha256
-from cohort.harness.extras.hub import publish
+from cohort.harness.extras.publish import hub
 from cohort.harness.record.events import EVENTS
 from cohort.harness.record.run import RunLog
 from cohort.harness.run.loop import train
@@ -55,7 +55,7 @@ def ended(tmp_path_factory) -> Path:
 
 
 def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
-    _, head, body = publish.model_card(ended).split("---\n", 2)
+    _, head, body = hub.model_card(ended).split("---\n", 2)
     data = yaml.safe_load(head)
     assert data["tags"] == ["cohort", "rlvr", "grpo"] and data["library_name"] == "transformers"
     assert "base_model" not in data  # `tiny` is on no Hub
@@ -75,16 +75,16 @@ def test_a_card_says_what_the_record_says_and_text_of_others_is_text(ended):
 
 
 def test_the_hub_gets_the_policy_and_its_card_in_a_private_repository_of_a_name_that_is_one(ended, monkeypatch, cohort):
-    hub = Hub()
-    monkeypatch.setattr(publish, "HfApi", lambda: hub)
+    there = Hub()
+    monkeypatch.setattr(hub, "HfApi", lambda: there)
     assert cohort("publish", ended, "me/policy") == 0
     assert cohort.out == "me/policy: https://hub/me/policy\n"
-    assert hub.created == [("me/policy", True)]
+    assert there.created == [("me/policy", True)]
     policy = next(ended.glob("checkpoints/*/policy"))
-    assert hub.files.pop("README.md").decode() == publish.model_card(ended)
-    assert hub.files == {f.name: f.read_bytes() for f in policy.iterdir() if f.is_file()}
-    hub.refuses = True
+    assert there.files.pop("README.md").decode() == hub.model_card(ended)
+    assert there.files == {f.name: f.read_bytes() for f in policy.iterdir() if f.is_file()}
+    there.refuses = True
     with pytest.raises(ValueError, match=r"does not take 'me/policy' \(Token is required\); log in with"):
-        publish.publish(ended, "me/policy")
-    assert cohort("publish", ended, "policy") == 2
-    assert "must be the name of a user and a repository, got 'policy'" in cohort.said
+        hub.publish(ended, "me/policy")
+    assert cohort("publish", ended, "me/her/policy") == 2
+    assert "must be the name of a user and a repository, got 'me/her/policy'" in cohort.said

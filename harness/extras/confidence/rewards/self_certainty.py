@@ -5,8 +5,8 @@ over the whole vocabulary, under the policy that is trained. Departures: the dis
 temperature, as all log-probs here; the end-of-sequence token counts; ln V, which the authors' code leaves out, is in.
 """
 
-from ..data import GradedGroup
-from ..interfaces import Reward
+from ....data import GradedGroup
+from ....interfaces import Reward
 
 
 class SelfCertainty(Reward):

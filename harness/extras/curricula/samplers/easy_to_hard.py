@@ -13,9 +13,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..data import Prompt, PromptDraw
-from ..interfaces import Sampler
-from .uniform import shuffled
+from ....data import Prompt, PromptDraw
+from ....interfaces import Sampler
+from ....samplers.uniform import shuffled
 
 FIRST_SHARE = 0.1  # easiest share of the problems, for the first step
 ALL_AFTER = 0.5  # share of the run's steps that begin with a part

@@ -12,9 +12,9 @@ from math import inf, log
 
 from pydantic import Field
 
-from ..data import GradedGroup
-from ..interfaces import Reward
-from .majority_vote import votes
+from ....data import GradedGroup
+from ....interfaces import Reward
+from ....rewards.majority_vote import votes
 
 
 class AnswerEntropy(Reward):

@@ -1,0 +1,1 @@
+"""Prompt samplers that order problems by difficulty, or draw those again that were not solved."""
