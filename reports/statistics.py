@@ -331,6 +331,23 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def flip_tests(differences_SN: Floats) -> tuple[Floats, Floats, Floats]:
+    """[N] p of no difference by flipping the signs of each column (Fisher 1935; drawn beyond 13 seeds), p after Holm's
+    correction over the columns that are not all zero (no flip changes which), and the number of seeds at which the
+    latter would fall below ALPHA: of a normal score that grows with the root of seeds, and for the number of flips."""
+    seeds = len(differences_SN)
+    flips = np.arange(2 ** min(seeds - 1, 12))[:, None] >> np.arange(seeds)
+    flips = flips if seeds <= 13 else np.random.default_rng(0).integers(2, size=(4096, seeds))
+    totals, found = np.abs((1 - 2 * (flips & 1)) @ differences_SN), np.abs(differences_SN.sum(axis=0))
+    p, tested = (totals >= found - 1e-9).mean(axis=0), differences_SN.any(axis=0)
+    adjusted, level = np.ones_like(p), ALPHA / max(tested.sum(), 1)
+    adjusted[tested] = holm(p[tested].tolist())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scores = found / np.sqrt((differences_SN**2).sum(axis=0))
+        needed = np.ceil(np.maximum(seeds * (special.ndtri(level / 2) / scores) ** 2, 1 - np.log2(level)))
+    return p, adjusted, np.where(tested & (found > 1e-9), needed, np.inf)
+
+
 def probability_of_improvement(scores_S: ArrayLike, baseline_S: ArrayLike) -> float:
     """Chance that a run of the arm beats a run of the baseline, ties counting half (Agarwal et al. 2021, eq. 1)."""
     arm, baseline = np.asarray(scores_S, dtype=float)[:, None], np.asarray(baseline_S, dtype=float)[None, :]

@@ -23,8 +23,8 @@ from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
 from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
 from ...reports.section import sections
-from ...reports.statistics import fraction_interval, in_blocks, wilson_interval
-from ...reports.trials import blocks_of, search_of
+from ...reports.statistics import flip_tests, fraction_interval, in_blocks, wilson_interval
+from ...reports.trials import blocks_of, families_of, search_of
 from ..base.words import first_look, quoted
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord
@@ -118,6 +118,32 @@ class Result:
             for prompt, accuracy in trial.per_problem.items()
         ]
         return frame_of(["arm", "seed", "prompt_id", "family", "accuracy", "accuracy_initial"], rows)
+
+    def compare_problems(self, a: str, b: str) -> pd.DataFrame:
+        """A row for each test problem of two arms, over the seeds that both completed.
+
+        prompt_id, family                    as in `problems`
+        accuracy_a, accuracy_b, difference   means over seeds and samples; a minus b (fractions)
+        solved_by                            a, b, both or neither, by at least half of an arm's samples
+        p, p_holm                            of no difference: the seeds' differences change signs (all ways up to 13
+                                             seeds); Holm's correction covers the problems with any difference
+        seeds_needed                         of both arms, for p_holm < 0.05 if the differences go on like these
+        """
+        pairs = {(t.arm, t.seed): t for t in self._record.trials if t.state == "complete" and t.per_problem}
+        seeds = [seed for arm, seed in pairs if arm == a and (b, seed) in pairs]
+        both = [[pairs[arm, seed].per_problem for seed in seeds] for arm in (a, b)]
+        if not (names := sorted(set[str]().union(*both[0]).intersection(*both[0], *both[1]))):
+            known = quoted(list(dict.fromkeys(arm for arm, _ in pairs)))
+            raise SpecError(
+                f"two arms must have test problems and a seed in common, got '{a}' and '{b}'; arms: {known}"
+            )
+        scores_2SN = np.array([[[one[name] for name in names] for one in arm] for arm in both])
+        families = families_of(pairs[arm, seed] for arm in (a, b) for seed in seeds)
+        means, tests = scores_2SN.mean(axis=1), flip_tests(scores_2SN[0] - scores_2SN[1])
+        halves = [("neither", "b", "a", "both")[2 * (x >= 0.5) + (y >= 0.5)] for x, y in means.T]
+        rows = zip(names, map(families.get, names), *means, means[0] - means[1], halves, *tests, strict=True)
+        compared = ["accuracy_a", "accuracy_b", "difference", "solved_by", "p", "p_holm", "seeds_needed"]
+        return frame_of(["prompt_id", "family", *compared], list(rows))
 
     @cached_property
     def rollouts(self) -> pd.DataFrame:

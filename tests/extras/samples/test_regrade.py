@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cohort.harness.extras.regrade.grade import grade, graders, read_cases
+from cohort.harness.extras.samples.grade import grade, graders, read_cases
 from cohort.tasks.gsm8k import GSM8K
 
 TASK = GSM8K()
@@ -41,14 +41,14 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
     assert (strict.agreement, strict.false_negatives, strict.false_positives) == (0.5, 1, 1)
     assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 4 / 6, 5 / 6)
     assert strict.rows_per_second > 0
-    grading = ["grade", "--task", "gsm8k", "--cases", file, "--grader", "all"]
+    grading = ["samples", file, "--task", "gsm8k", "--grader", "all"]
     assert cohort(*grading, "--json") == 0
     found = cohort.json()
     assert [v["correct"]["strict"] for v in found["verdicts"]] == [v.correct["strict"] for v in result.verdicts]
     assert (found["summaries"]["lenient"]["agreement"], found["disagreements"]) == (0.75, [2, 6])
     assert cohort(*grading, "--show", "1") == 0
     assert "Graders disagree on" in cohort.out and "5 more rows" in cohort.out
-    assert cohort("grade", "--task", "gsm8k", "--cases", tmp_path / "case.jsonl") == 2
+    assert cohort("samples", tmp_path / "case.jsonl", "--task", "gsm8k") == 2
     assert "case.jsonl'; did you mean 'cases.jsonl'? give" in cohort.said
 
 

@@ -1,3 +1,0 @@
-"""Grades stored completions again, by several graders side by side."""
-
-API = {"grade": "grade"}

@@ -1,0 +1,86 @@
+"""Stored completions are found by a condition and a text, and a page compares two arms by problem."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from cohort.harness.extras.samples.condition import condition
+from cohort.harness.extras.samples.page import page
+from cohort.harness.extras.samples.reading import samples
+from cohort.harness.record.events import EVENTS
+from cohort.harness.record.run import RunLog
+from cohort.harness.run.loop import train
+from cohort.harness.study.plan import Plan
+from cohort.reports.statistics import flip_tests
+from factories import FEW, make_study
+from fake_trials import begin_study
+
+from cohort import open_result
+
+
+@pytest.mark.parametrize(("text", "meets"), [
+    ("correct and tokens > 200", True), ("not correct or level in ('1', '2')", False), ("reward > 0", False),
+    ("reward is None and -1 < step <= 5", True), ("'b' in completion", True),
+])  # fmt: skip
+def test_a_condition_compares_names_and_constants(text, meets):
+    row = {"correct": True, "tokens": 201, "level": "3", "reward": None, "step": 5, "completion": "abc"}
+    assert condition(text)[0](row) is meets
+
+
+@pytest.mark.parametrize(
+    "text", ["f()", "a.b", "a[0]", "[x for x in a]", "lambda: 1", "a + 1", "f'{a}'", "1 <", "(" * 999]
+)
+def test_a_condition_of_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match="`where` must compare"):
+        condition(text)
+
+
+def test_a_difference_between_seeds_is_tested_by_flipping_its_signs():
+    # four seeds agree: 2 of 16 ways are as far from zero, and Holm counts the 2 columns with a difference
+    p, adjusted, needed = flip_tests(np.array([[1.0, 0, 1], [1, 0, -1], [1, 0, 0], [1, 0, 0]]))
+    assert (p.tolist(), adjusted.tolist()) == ([0.125, 1.0, 1.0], [0.25, 1.0, 1.0])
+    # level 0.025: 2 / 2^n <= 0.025 from 7 seeds on
+    assert needed.tolist() == [7, math.inf, math.inf]
+
+
+@pytest.mark.slow
+def test_two_arms_their_problems_and_their_samples(tmp_path, cohort):
+    few = {"num_prompts": 4, "num_test_prompts": 6, "num_samples": 2}
+    task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3, "num_train": 64}
+    run = {
+        **FEW,
+        "task": task,
+        "evaluation": few,
+        "sampling": {"max_tokens": 14},
+        "cold_start": {"steps": 80},
+        "steps": 1,
+    }
+    study = make_study(name="sizes", run=run, factors={"algorithm.group_size": [4, 8]}, seeds=[0])
+    plan = Plan(study, tmp_path)
+    begin_study(tmp_path, study)
+    for key in plan.keys:
+        spec, folder = plan.spec(key), plan.directory(key)
+        with RunLog(
+            tmp_path, folder, spec, experiment="sizes", run_name=plan.run_name(key), tags=plan.tags(key)
+        ) as log:
+            ended = train(spec, folder, log, cache=tmp_path / "cache")
+            log.finish(ended.state, ended.reason, ended.summary)
+        assert (folder / EVENTS).is_file()
+    result = open_result("sizes", runs=tmp_path)
+    a, b = dict.fromkeys(result.trials.arm)
+    frame = result.compare_problems(a, b).set_index("prompt_id")
+    tests = list(samples("sizes", where="area == 'test' and not greedy", runs=tmp_path))
+    assert len(tests) == 2 * 6 * 2
+    for arm, side in ((a, "accuracy_a"), (b, "accuracy_b")):  # grading again agrees with the record
+        for problem in frame.index:
+            own = [row["correct"] for row in tests if (row["arm"], row["problem"]) == (arm, problem)]
+            assert sum(own) / 2 == frame[side][problem]
+    assert (frame.difference == frame.accuracy_a - frame.accuracy_b).all()
+    assert {row["arm"] for row in samples("sizes", b, grep=tests[0]["prompt"], runs=tmp_path)} == {b}
+    written = page(result, a, b, tmp_path)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', written)[1])
+    assert {one["id"]: len(one["runs"]) for one in data["problems"]} == dict.fromkeys(frame.index, 2 * 3)
+    assert cohort("samples", "sizes", "--runs", tmp_path, "--where", "corect") == 2
+    assert "did you mean 'correct'" in cohort.said
