@@ -28,8 +28,7 @@ class AnswerTask(Task):
         default="hash", description="how the prompt and the worked solutions ask for or state answers"
     )
     answers: Literal["marked", "last"] = Field(
-        default="marked",
-        description="last: without a marked one the last number or formula counts, for rewards too",
+        default="marked", description="last: without a marked one the last number or formula counts, for rewards too"
     )
 
     def read(self, text: str) -> str | None:
@@ -85,8 +84,7 @@ class QuestionTask(AnswerTask):
     }
 
     template: str = Field(
-        default="",
-        description="prompt, in which {question} stands for the problem; by default the answer format's",
+        default="", description="prompt, in which {question} stands for the problem; by default the answer format's"
     )
 
     @model_validator(mode="before")

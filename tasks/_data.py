@@ -83,10 +83,7 @@ class DatasetTask(QuestionTask):
         description="Hub id, or a local file or folder of the test split, if it is not in path",
     )
     test_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="share of the training rows that becomes the test split",
+        default=None, gt=0, lt=1, description="share of the training rows that becomes the test split"
     )
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
@@ -313,9 +310,8 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
 
 
 def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
-    both = "it serves evaluation on the test split only; to train, give a folder with a train and a test file, or set "
-    both += "task.test_fraction, which divides one file"
-    fix = both if split == "train" else "set task.test_path"
+    both = "it serves evaluation on the test split only; to train, give a folder with a train and a test file"
+    fix = f"{both}, or set task.test_fraction" if split == "train" else "set task.test_path or task.test_fraction"
     return MissingSplit(f"{path}: there is no {split} split ({reason}); {fix}")
 
 

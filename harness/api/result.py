@@ -134,9 +134,8 @@ class Result:
         both = [[pairs[arm, seed].per_problem for seed in seeds] for arm in (a, b)]
         if not (names := sorted(set[str]().union(*both[0]).intersection(*both[0], *both[1]))):
             known = quoted(list(dict.fromkeys(arm for arm, _ in pairs)))
-            raise SpecError(
-                f"two arms must have test problems and a seed in common, got '{a}' and '{b}'; arms: {known}"
-            )
+            rule = "two arms must have test problems and a seed in common"
+            raise SpecError(f"{rule}, got '{a}' and '{b}'; arms: {known}")
         scores_2SN = np.array([[[one[name] for name in names] for one in arm] for arm in both])
         families = families_of(pairs[arm, seed] for arm in (a, b) for seed in seeds)
         means, tests = scores_2SN.mean(axis=1), flip_tests(scores_2SN[0] - scores_2SN[1])

@@ -193,12 +193,7 @@ class Ended:
 
 
 def run_to_report(
-    study: Study,
-    runs: Path,
-    workers: int | None = None,
-    *,
-    storage: str | None = None,
-    cluster: Launcher | None = None,
+    study: Study, runs: Path, workers: int | None = None, *, storage: str | None = None, cluster: Launcher | None = None
 ) -> Ended:
     """Run a study, show its progress, and write its report.
 

@@ -11,9 +11,7 @@ from ...console import terminal
 
 
 @command(
-    "publish",
-    "cohort publish runs/train/my-run arithmetic-grpo",
-    "cohort publish runs/train/my-run me/gsm8k-grpo",
+    "publish", "cohort publish runs/train/my-run arithmetic-grpo", "cohort publish runs/train/my-run me/gsm8k-grpo"
 )
 def publish(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],

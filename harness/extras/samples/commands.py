@@ -11,7 +11,6 @@ from ...cli.commands import command
 from ...cli.options import RUNS, Json, Runs, Sets
 from ...console import terminal
 from ...console.terminal import percent, shortened, yes
-from ...settings.errors import SpecError
 
 
 @command(
@@ -31,7 +30,6 @@ def samples(
     task: Annotated[str | None, typer.Option(help="Task that grades FILE.jsonl: gold, completion, label.")] = None,
     grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
     show: Annotated[int, typer.Option(min=0, metavar="N", help="Samples to show, disagreements first.")] = 20,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes for symbolic comparison.")] = 1,
     sets: Sets = None,
     runs: Runs = RUNS,
     as_json: Json = False,
@@ -45,9 +43,9 @@ def samples(
     agreement with labels, and rows per second.
     """
     if task is not None:
-        return _grade(task, Path(study), grader, show, workers, sets, as_json)
+        return _grade(task, Path(study), grader, show, sets, as_json)
     if study.endswith(".jsonl"):
-        raise SpecError(f"'{study}' is a file of completions, which a task grades; add --task")
+        raise ValueError(f"'{study}' is a file of completions, which a task grades; add --task")
     from .reading import samples as read
 
     if out is not None:
@@ -57,7 +55,7 @@ def samples(
         result = open_result(study, runs=runs)
         pair = arms or list(dict.fromkeys(result.trials.arm))[:2]
         if len(pair) != 2:
-            raise SpecError(f"`out` compares two arms, got {len(pair)}; name two")
+            raise ValueError(f"`out` compares two arms, got {len(pair)}; name two")
         write_text(out, page(result, *pair, runs=runs), sync=False)
         return terminal.say(f"Written: {out}")
     rows = read(study, *(arms or ()), where=where, grep=grep, runs=runs)
@@ -73,18 +71,17 @@ def samples(
     terminal.say(f"{len(shown) + sum(1 for _ in rows):,} samples; --json has all")
 
 
-def _grade(task: str, cases: Path, grader: str, show: int, workers: int, sets: list[str] | None, as_json: bool) -> None:
+def _grade(task: str, cases: Path, grader: str, show: int, sets: list[str] | None, as_json: bool) -> None:
     from .grade import grade as graded
 
-    result = graded(task, cases, grader=grader, workers=workers, settings=sets or ())
+    result = graded(task, cases, grader=grader, settings=sets or ())
     if as_json:
         terminal.print_json({"task": task, "cases": cases, **vars(result)})
         return
     verdicts, summaries, disagree = result.verdicts, result.summaries, {*result.disagreements}
     labelled = any(summary.agreement is not None for summary in summaries.values())
-    headers = ["grader", "correct", "answered"]
-    headers += ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
-    headers += ["rows/s"]
+    against = ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
+    headers = ["grader", "correct", "answered", *against, "rows/s"]
     rows = []
     for name, s in summaries.items():
         against = [percent(s.agreement), s.false_positives, s.false_negatives] if labelled else []

@@ -11,42 +11,28 @@ from typing import Any
 from ...settings.errors import SpecError
 
 _MOST = 1000  # characters, so that no tree is deep enough to end Python's stack
-# fmt: off
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-}
-# fmt: on
-_ALLOWED = (
-    ast.Name,
-    ast.Constant,
-    ast.Tuple,
-    ast.List,
-    ast.BoolOp,
-    ast.Compare,
-    ast.Not,
-    ast.USub,
-    ast.UnaryOp,
-    ast.boolop,
-    ast.expr_context,
-    *_COMPARE,
-)  # fmt: skip
+}  # fmt: skip
+_LEAVES = (ast.Name, ast.Constant, ast.Tuple, ast.List, ast.expr_context)
+_ALLOWED = (*_LEAVES, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, *_COMPARE)
 
 
 def condition(text: str) -> tuple[Callable[[Mapping[str, Any]], bool], set[str]]:
     """The function that says whether a sample meets the condition, and the names in it. SpecError for another text."""
     rule = '`where` must compare names and constants, as in "correct and tokens > 200"'
+    if len(text) > _MOST:
+        raise SpecError(f"{rule}, in at most {_MOST:,} characters, got {len(text):,}")
     try:
-        if len(text) > _MOST:
-            raise SpecError(f"{rule}, in at most {_MOST:,} characters, got {len(text):,}")
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise error if isinstance(error, SpecError) else SpecError(f"{rule}, got {text!r:.80}: {error}") from None
+        raise SpecError(f"{rule}, got {text!r:.80}: {error}") from None
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
-            raise SpecError(f"{rule}, got {ast.unparse(tree):.80} with {type(node).__name__}; use and, or, not, in, "
-                            "comparisons, numbers and quoted texts")  # fmt: skip
+            fix = "use and, or, not, in, comparisons, numbers and quoted texts"
+            raise SpecError(f"{rule}, got {ast.unparse(tree):.80} with {type(node).__name__}; {fix}")
 
     def meets(sample: Mapping[str, Any]) -> bool:
         try:

@@ -19,6 +19,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from ....tasks._answers import AnswerTask
 from ....tasks._latex import Checker
 from ...api.settings import Settings, as_texts
+from ...base.machine import usable_cores
 from ...data import as_graded
 from ...interfaces import Task
 from ...settings.errors import did_you_mean, parsed
@@ -80,7 +81,7 @@ def graders(task: Task) -> dict[str, Callable[[str, str, str], Grade]]:
             return answer, answer is not None
         return answer, task.equivalent(answer, gold) and task.is_answered(answer, question, gold)
 
-    found = {"strict": partial(grade, task.extract)}
+    found: dict[str, Callable[[str, str, str], Grade]] = {"strict": partial(grade, task.extract)}
     if isinstance(task, AnswerTask):
         found["lenient"] = partial(grade, task.model_copy(update={"answers": "last"}).extract)
         if not task.partial_credit:
@@ -125,9 +126,9 @@ def read_cases(file: Path) -> list[Case]:
 
 
 def grade(
-    task: str, cases: str | Path, *, grader: str = "strict", workers: int = 1, settings: Settings = ()
+    task: str, cases: str | Path, *, grader: str = "strict", workers: int | None = None, settings: Settings = ()
 ) -> Regraded:
-    """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file.
+    """The verdicts of one grader of a task, or of `all`, on a JSON Lines file, by a process a core or `workers`.
 
     ValueError for a grader that the task does not have, and for a row that is no case.
     """
@@ -139,6 +140,7 @@ def grade(
     golds = [judge.extract(case.expected) or case.expected for case in rows]
     grades: dict[str, list[Grade]] = {}
     summaries: dict[str, Summary] = {}
+    workers = workers or usable_cores()
     with ThreadPoolExecutor(workers) as pool:
         for name in known if grader == "all" else [grader]:
             # A grader may have to start a process for each thread before its first verdict.

@@ -47,10 +47,8 @@ def page(result: Result, a: str, b: str, runs: Path) -> str:
     loaders = [FileSystemLoader(Path(__file__).parent), environment.loader]
     pages = environment.overlay(loader=ChoiceLoader([one for one in loaders if one is not None]))
     policy = f"default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; script-src 'sha256-{code}'"
-    return pages.get_template("page.html").render(
-        name=result.name, a=visible(a), b=visible(b), policy=policy,
-        data=Markup(embedded), script=Markup(_SCRIPT),
-    )  # fmt: skip
+    shown = {"name": result.name, "a": visible(a), "b": visible(b), "policy": policy}
+    return pages.get_template("page.html").render(**shown, data=Markup(embedded), script=Markup(_SCRIPT))
 
 
 _FIELDS = {"arm", "seed", "step", "area", "problem", "family", "prompt", "gold", "sample", "greedy", "completion",
@@ -59,12 +57,9 @@ _FIELDS = {"arm", "seed", "step", "area", "problem", "family", "prompt", "gold",
 
 def compared(result: Result, a: str, b: str) -> list[dict[str, Any]]:
     """The problems as plain data, the surest differences first."""
-    frame = result.compare_problems(a, b).sort_values(["p", "difference"], kind="stable")
-    return [
-        {
-            "id": row.prompt_id, "family": row.family or "", "solved": SOLVED[row.solved_by], "p": row.p_holm,
-            "needed": int(row.seeds_needed) if np.isfinite(row.seeds_needed) else None,
-            "shares": [row.accuracy_a, row.accuracy_b], "tags": {}, "prompt": "", "gold": "", "runs": [],
-        }
-        for row in frame.fillna({"family": ""}).itertuples()
-    ]  # fmt: skip
+    frame: Any = result.compare_problems(a, b).sort_values(["p", "difference"], kind="stable")
+    return [{
+        "id": row.prompt_id, "family": row.family or "", "solved": SOLVED[row.solved_by], "p": row.p_holm,
+        "needed": int(row.seeds_needed) if np.isfinite(row.seeds_needed) else None,
+        "shares": [row.accuracy_a, row.accuracy_b], "tags": {}, "prompt": "", "gold": "", "runs": [],
+    } for row in frame.astype({"family": object}).fillna({"family": ""}).itertuples()]  # fmt: skip

@@ -45,8 +45,8 @@ def samples(
     if not infos:
         raise SpecError(f"'{study}' must be a study or run with completions, in '{runs_folder(runs)}' or by its folder")
     if wrong := [arm for arm in arms if arm not in known]:
-        raise SpecError(f"`arms` must be of '{study}', got '{wrong[0]}'; {did_you_mean(wrong[0], known)}it has: "
-                        f"{', '.join(known)}")  # fmt: skip
+        fix = f"{did_you_mean(wrong[0], known)}it has: {', '.join(known)}"
+        raise SpecError(f"`arms` must be of '{study}', got '{wrong[0]}'; {fix}")
     seen, sought = set[str](), grep.casefold()
     for folder, info in sorted(infos, key=lambda one: (_arm(one[1]), int(one[1].spec["seed"]))):
         for row in _of_run(folder, info) if not arms or _arm(info) in arms else ():
@@ -64,11 +64,8 @@ def _arm(info: RunInfo) -> str:
 
 def _of_run(folder: Path, info: RunInfo) -> Iterator[dict[str, Any]]:
     history, about = read_history(folder / EVENTS), {"arm": _arm(info), "seed": int(info.spec["seed"])}
-    tests = info.spec.get("evaluation", {}).get("tests", ())
-    first, *others = [
-        parsed(cast(type[Task], plugins.load("task", str(one["name"]))), one, "task")
-        for one in (info.spec["task"], *tests)
-    ]
+    named = [info.spec["task"], *info.spec.get("evaluation", {}).get("tests", ())]
+    first, *others = [parsed(cast(type[Task], plugins.load("task", str(one["name"]))), one, "task") for one in named]
     tasks, whole = {other.name: other for other in others}, set[int]()
     for file, (step, _) in sorted(history.kept.items(), key=lambda kept: (kept[1][0], kept[0])):
         if not (name := _FILE.fullmatch(file)):
@@ -87,7 +84,7 @@ def _evaluated(file: Path, task: Task, about: Mapping[str, Any]) -> Iterator[dic
     for line in _lines(file):
         for group, greedy in zip(groups_of(line), (False, True), strict=True):
             graded, prompt = grade(task, [group], NO_LIMIT)[0], group.prompt
-            of = {"problem": prompt.id, "family": prompt.family, "prompt": prompt.text, "gold": prompt.gold}
+            of = {"problem": prompt.id, "family": prompt.family, "prompt": prompt.text, "gold": line["gold"]}
             for i, rollout in enumerate(group.rollouts):
                 yield {
                     **dict(prompt.tags), **about, **of, "sample": i, "greedy": greedy, "completion": rollout.text,
