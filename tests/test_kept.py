@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import factories
 import pytest
 import torch
 from cohort.harness import plugins
+from cohort.harness.base.inputs import InputsChanged
 from cohort.harness.devices import ranks
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.engines.transformers import TransformersEngine
@@ -18,6 +20,8 @@ from cohort.harness.run.evaluate import EndedRows, evaluate_run, kept_problems
 from cohort.harness.run.standalone import evaluate_once
 from cohort.harness.settings.run import RunSpec
 from fakes import tiny_codec
+from test_inputs import write_rows
+from test_power_cut import Disk, Image, restore
 
 
 class CountingEngine(ScriptedEngine):
@@ -190,3 +194,42 @@ def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engin
     with pytest.raises(RuntimeError, match="out of order"):
         evaluate_once(spec, "validation", runs, "other")
     assert seen[3:] == [True, "closed"]
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A power cut at every write of an evaluation, then other data")
+def test_an_evaluation_that_loses_power_at_any_write_ends_as_ever_and_on_its_own_data_alone(
+    tmp_path, monkeypatch, record_property
+):
+    monkeypatch.setenv("COHORT_MIRROR", "none")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(evaluate, "PROMPTS_AT_ONCE", 2)
+    task = {"name": "gsm8k", "path": str(data := tmp_path / "data"), "validation_fraction": 0.2}
+    spec = factories.make_spec(**{**factories.FEW, "task": task, "sampling": {"max_tokens": 3}})
+    write_rows(data)
+
+    def images_of(runs: Path) -> list[Image]:
+        with (disk := Disk(runs)).recorded():
+            assert measured(runs) == want
+        return list(disk.images.values())
+
+    def measured(runs: Path) -> object:
+        return evaluate_once(spec, "validation", runs, "one")["validation"]
+
+    def kept(image: Image) -> bool:
+        return any(b"\n" in (image.get(f"evaluate/one/validation{end}") or b"") for end in (".jsonl", evaluate.ROWS))
+
+    want = measured(tmp_path / "first")
+    (tmp_path / "whole").mkdir()
+    images = images_of(tmp_path / "whole")
+    begun = [image for image in images if kept(image)]
+    images = begun[::9] + images_of(restore(begun[len(begun) // 2], tmp_path / "begun"))
+    for number, image in enumerate(images):
+        runs = restore(image, tmp_path / str(number))
+        if kept(image):
+            write_rows(data, first=77)
+            with pytest.raises(InputsChanged, match="the inputs of a started run cannot change"):
+                measured(runs)
+            write_rows(data)
+        assert measured(runs) == want
+    record_property("tried", len(images))

@@ -133,12 +133,13 @@ class RunLog(AbstractContextManager["RunLog", None]):
         for folder in directory.parents:  # a power cut loses a folder whose name is not on disk
             if folder.is_relative_to(runs):
                 sync(folder)
-        RunInfo.load(directory)  # an unreadable one is left for the user to see
+        before = RunInfo.load(directory)  # an unreadable one is left for the user to see
         (directory / RESULT).unlink(missing_ok=True)
         if "cohort.study" not in tags:  # a study keeps it for all its trials
             write_diff(directory)
         self.directory, self._on_progress = directory, on_progress
-        self._info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
+        read = before.inputs if before is not None else {}  # kept, or a kill before `about` would let them change
+        self._info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"), inputs=read)
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self.latest: dict[str, float] = {}  # the last value of every metric of this run
