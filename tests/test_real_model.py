@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not here; `make test-real` makes it and runs this"),
 ]
 
+REPEATS: dict[str, object] = {"rewards": {"repetition": {"ngram": 1}}}  # pays differently though no answer is right
+
 
 @pytest.fixture(scope="module")
 def policy():
@@ -37,10 +39,11 @@ def run(tmp_path):
     """The settings of the shortest run: sums after worked examples, answers of 6 tokens."""
     for split, count in (("train", 40), ("test", 3)):
         rows = [{"question": f"{split}: {n} + 3 =", "answer": f"That is {n + 3}.\n#### {n + 3}"} for n in range(count)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return {
         "model": str(MODEL), "prompt.format": "plain", "sampling.max_tokens": 6, "sampling.stop": ["\n\n"],
-        "task": {"name": "gsm8k", "path": str(tmp_path), "template": "{question} ", "shots": 3}, "steps": 2,
+        "task": {"name": "gsm8k", "path": str(tmp_path / "data"), "template": "{question} ", "shots": 3}, "steps": 2,
         "optimizer.learning_rate": 1e-4, "gates.stuck_groups": None, "rollouts_per_step": 4, "checkpoints.every": 1,
         "evaluation": {"every": 2, "num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
     }  # fmt: skip
@@ -98,10 +101,10 @@ def test_the_head_of_a_large_vocabulary_in_closed_form_has_the_gradient_of_its_n
     assert (first - second).norm() <= 1e-5 * second.norm()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo_self_consistency"])
-def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, tmp_path):
+@pytest.mark.parametrize(("algorithm", "paid"), [("ppo", REPEATS), ("grpo_self_consistency", {})])
+def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, paid, tmp_path):
     log = MemoryLog()
-    result = train(of(run, algorithm), tmp_path / "run", log, cache=tmp_path / "cache")
+    result = train(of(run, algorithm, **paid), tmp_path / "run", log, cache=tmp_path / "cache")
     assert (result.state, result.summary["rollouts"]) == ("complete", 8)
     assert all(abs(value) < 1e-4 for _, value in log.history("mismatch/kl"))
     critic = log.history("critic/grad_norm")
@@ -109,7 +112,7 @@ def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, tmp_path):
 
 
 def test_an_adapter_survives_a_kill_bit_for_bit(run, tmp_path):
-    spec = of(run, "grpo", **{"lora.rank": 4, "rewards": {"repetition": {"ngram": 1}}})
+    spec = of(run, "grpo", **{"lora.rank": 4, **REPEATS})
     whole = gone_on(spec, tmp_path / "whole", tmp_path / "cache")
     killed = gone_on(spec, tmp_path / "killed", tmp_path / "cache", {"kill": 2})
     assert killed.resumed_at == [-1, 1]
