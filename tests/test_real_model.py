@@ -16,7 +16,7 @@ from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import LoRA
 from factories import make_spec
-from fakes import MemoryLog, check_same_run, gone_on
+from fakes import MemoryLog
 from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2"  # of `make smollm2`
@@ -109,14 +109,6 @@ def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, paid, tmp_
     assert all(abs(value) < 1e-4 for _, value in log.history("mismatch/kl"))
     critic = log.history("critic/grad_norm")
     assert len(critic) == (2 if algorithm == "ppo" else 0) and all(value > 0 for _, value in critic)
-
-
-def test_an_adapter_survives_a_kill_bit_for_bit(run, tmp_path):
-    spec = of(run, "grpo", **{"lora.rank": 4, **REPEATS})
-    whole = gone_on(spec, tmp_path / "whole", tmp_path / "cache")
-    killed = gone_on(spec, tmp_path / "killed", tmp_path / "cache", {"kill": 2})
-    assert killed.resumed_at == [-1, 1]
-    check_same_run((tmp_path / "killed", killed), (tmp_path / "whole", whole))
 
 
 def test_a_saved_adapter_alone_loads_as_the_policy_that_it_made(policy, tmp_path):
