@@ -237,15 +237,15 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
             family = named.get("family")
             is_known = family is not None and family == family  # not NaN, which tables have for nothing
             problems.append(replace(problem, family=str(family).strip()) if is_known else problem)
-    if split == "test" and task.test_fraction is not None:
-        problems = [p for p in problems if stable_fraction(f"test:{p.family or p.question}") < task.test_fraction]
     sources = _sources(task, split)
     check_expected(sources)
     if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:
-        filters = f"; {'raise test_fraction' if task.test_fraction else 'loosen its filters'}" if rows else ""
+        filters = "; loosen its filters" if rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
+    if split == "test" and task.test_fraction is not None:
+        problems = [p for p in problems if stable_fraction(f"test:{p.family or p.question}") < task.test_fraction]
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
@@ -253,6 +253,9 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
     kept = {problem.question: problem for problem in reversed(problems) if problem.question not in taken}
     if len(kept) < len(problems):
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
+    if not kept and (share := task.test_fraction) is not None:
+        fix = "raise" if split == "test" else "lower"
+        raise ValueError(f"{path}: a test_fraction of {share} leaves the {split} split empty; {fix} it")
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
     return sorted(kept.values(), key=lambda problem: stable_id(problem.question))

@@ -19,9 +19,9 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
 from cohort.harness.settings.run import PART_WEIGHTS, RunSpec
-from cohort.harness.settings.study import StudySpec
+from cohort.harness.settings.study import Arm, StudySpec
 from cohort.harness.study import estimates
-from cohort.harness.study.estimates import RunTime, _stamped, budget, cost, passes, with_time_left
+from cohort.harness.study.estimates import TrialTimes, _stamped, budget, cost, passes, with_time_left
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, TrialOutcome, study_status
 from cohort.harness.study.runner import dry_run, run_study
@@ -173,15 +173,19 @@ def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing
 
 def test_a_run_of_its_own_takes_what_past_runs_took_and_then_what_its_own_steps_take(tmp_path, monkeypatch):
     spec = make_spec(steps=8)
-    whole, half = passes(spec), passes(spec, 4)
+    whole, half, arm = passes(spec), passes(spec, 4), Arm("own", {}, {}, spec)
     monkeypatch.setattr(estimates, "_by_arithmetic", lambda *a: 2.0)
-    arithmetic = RunTime(spec, tmp_path, {})
-    assert (arithmetic.measured, arithmetic.left(0, None)) == (0, pytest.approx(2.0 * (whole + estimates.LOAD[0])))
+
+    def told(step: int, seconds: float | None = None) -> tuple[float, int]:
+        now = status(trial("own", "running", step=step, seconds=seconds))
+        times = TrialTimes(tmp_path, {"own": arm}, now, workers=1)
+        return times.left(arm, step), sum(times.used.values())
+
+    assert told(0) == (pytest.approx(2.0 * (whole + estimates.LOAD[0])), 0)
     past_run(tmp_path, spec, seconds=3.0 * whole, besides=7.0)
-    ran = RunTime(spec, tmp_path, {})
-    assert (ran.measured, ran.left(0, None)) == (1, pytest.approx(3.0 * whole + 7.0))
-    assert ran.left(4, None) == pytest.approx((3.0 * whole + 7.0) * (whole - half) / whole)  # resumed
-    assert ran.left(4, 5.0 * half) == pytest.approx(5.0 * (whole - half))
+    assert told(0) == (pytest.approx(3.0 * whole + 7.0), 1)
+    assert told(4) == (pytest.approx(3.0 * (whole - half)), 1)  # resumed
+    assert told(4, 5.0 * half) == (pytest.approx(5.0 * (whole - half)), 1)
 
 
 def test_a_cold_start_counts_once_until_it_is_there(tmp_path):

@@ -181,8 +181,9 @@ def test_a_fraction_divides_one_source_into_train_and_test_and_no_family_is_in_b
     kinds = [{prompt.family for prompt in whole.prompts(split)} for split in ("train", "test")]
     assert not families or not set.intersection(*kinds)
     assert whole.inputs("test").keys() != whole.inputs("train").keys()
-    with pytest.raises(ValueError, match=r"no usable problem among 400 rows; raise test_fraction"):
-        task(path, test_fraction=1e-9).prompts("test")
+    for share, split, fix in ((1e-9, "test", "raise"), (1 - 1e-9, "train", "lower")):
+        with pytest.raises(ValueError, match=f"a test_fraction of .* leaves the {split} split empty; {fix} it"):
+            task(path, test_fraction=share).prompts(split)
     with pytest.raises(ValueError, match="test_fraction must be null where test_path"):
         task(path, test_fraction=0.2, test_path="other.jsonl")
 

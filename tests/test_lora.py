@@ -180,7 +180,7 @@ def test_under_autocast_a_reference_holds_its_products_in_bfloat16_and_scores_th
     for step in (0, 1):  # the second refreshes the reference
         with torch.no_grad():
             scores = [learner.logprobs(model, batch) for model in (learner.policy, reference)]
-            # mamba's own layers give two copies of the same weights other last digits, once in a hundred draws
+            # in 1 of 85 draws mamba's `out_proj` gives two copies of equal weights, on equal input, other last digits
             assert torch.equal(*scores) if is_held else torch.allclose(*scores, atol=0.01)
             assert scores[0].any()
             for parameter in learner.policy.parameters():

@@ -321,7 +321,7 @@ BATCHES = {"optimizer.num_minibatches": [1, 4]}
         ({"factors": {"algorithm": {"group_size": [4, 8]}}},
          "factors must be named by their full path, got 'algorithm' with nested settings; write "
          "'algorithm.group_size: [4, 8]'"),
-        ({"seeds": 3}, "toy.yaml: seeds: Input should be a valid list, got 3"),
+        ({"seeds": 3}, "toy.yaml: seeds must be a list of seeds, got 3; write seeds: [0, 1, 2]"),
         ({"factors": {"steps": {"low": 2, "high": 9}}},
          "levels of factor 'steps' must be a list, got the range {'low': 2, 'high': 9}; list its levels, or search: "
          "design: search, search: {space: {steps: {'low': 2, 'high': 9}}}"),

@@ -67,21 +67,25 @@ def train(
 
 def _with_time_left(view: Callable[[StudyStatus], None], spec: RunSpec, runs: Path) -> Callable[[StudyStatus], None]:
     """A function that shows a run's status with the time left; at first it says what time and memory the run takes."""
-    from ..checks.memory import gib, judge, run_sizes
-    from ..study.estimates import RunTime
+    from ..checks.memory import gib, judge
+    from ..settings.study import Arm
+    from ..study.estimates import TrialTimes
 
-    begun: list[RunTime] = []
+    left: dict[int, float] = {}  # from a step
 
     def show(status: StudyStatus) -> None:
         (trial,) = status.trials
-        if not begun:
-            begun.append(RunTime(spec, runs, run_sizes(spec)))
-            left, peak = begun[0].left(trial.step, None), judge(spec)["peak_bytes"]
-            words = [f"about {duration(left)}, {source_of(begun[0].measured, 'run')}"] * math.isfinite(left)
-            words += [f"at most {gib(peak)} of memory"] * (peak is not None)
-            say(f"{trial.arm}: {'; '.join(words) or 'its time and memory are unknown'}", stderr=True)
-        left = begun[0].left(trial.step, trial.seconds)
-        view(replace(status, trials=(replace(trial, left=left),), left=left))
+        if trial.step not in left:
+            arm = Arm(trial.arm, {}, {}, spec)
+            times = TrialTimes(runs, {trial.arm: arm}, status, workers=1)
+            left[trial.step] = seconds = times.left(arm, trial.step)
+            if len(left) == 1:
+                source, peak = source_of(sum(times.used.values()), "run"), judge(spec)["peak_bytes"]
+                words = [f"about {duration(seconds)}, {source}"] * math.isfinite(seconds)
+                words += [f"at most {gib(peak)} of memory"] * (peak is not None)
+                say(f"{trial.arm}: {'; '.join(words) or 'its time and memory are unknown'}", stderr=True)
+        here = left[trial.step]
+        view(replace(status, trials=(replace(trial, left=here),), left=here))
 
     return show
 

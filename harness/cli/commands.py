@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from types import SimpleNamespace
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 from rich.markup import escape
@@ -20,14 +20,12 @@ from ..console import terminal
 
 class _Commands(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes the help without what rich imports for Markdown and objects of `attrs`, which no help here holds: a
-        third of its time."""
-        markdown, loaded = ModuleType("rich.markdown"), dict(sys.modules)
-        vars(markdown)["Markdown"] = None
-        modules: dict[str, Any] = sys.modules
-        modules |= {"rich.markdown": markdown, "attr": None} | loaded
+        """Writes the help without what rich loads for Markdown and `attrs`, a third of its time; none here has any."""
+        unused: dict[str, Any] = {"rich.markdown": SimpleNamespace(Markdown=None), "attr": None}
+        new, modules = unused.keys() - sys.modules.keys(), cast(dict[str, Any], sys.modules)
+        modules |= {name: unused[name] for name in new}
         importlib.import_module("typer.rich_utils")
-        for name in {"rich.markdown", "attr"} - loaded.keys():
+        for name in new:
             del modules[name]
         super().format_help(ctx, formatter)
 

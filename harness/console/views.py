@@ -83,9 +83,8 @@ def time_left(seconds: float, workers: int, measured: int) -> str:
 
 def source_of(measured: int, what: str = "trial") -> str:
     """Words that say whence an estimate of time is."""
-    return (
-        f"from {measured} {what}{'s' * (measured > 1)}" if measured else f"by arithmetic, for no such {what} ran here"
-    )
+    found = f"from {measured} {what}{'s' * (measured > 1)}"
+    return found if measured else f"by arithmetic, for no such {what} ran here"
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:

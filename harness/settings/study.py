@@ -136,6 +136,14 @@ class StudySpec(Section):
                 raise ValueError(f"levels of factor '{path}' must be a list, got {levels!r}; write [{levels}]")
         return factors
 
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _listed(cls, seeds: Any) -> Any:
+        if isinstance(seeds, int):
+            shown = list(range(seeds)) if 0 < seeds <= 20 else [seeds]
+            raise ValueError(f"seeds must be a list of seeds, got {seeds}; write seeds: {shown}")
+        return seeds
+
     @model_validator(mode="after")
     def _sections_fit_the_design(self) -> Self:
         owners = {"search": ("search", "compare"), "compare": ("compare",), "components": tuple(REFERENCE)}

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ START, REPORT, LOAD = (9e5, 6.0, 20.0), (5e5, 6.0, 12.0), (2700.0, 1.0, math.inf
 # A step of decoding and an optimiser step take as long as so many passes of a token besides; in a model of NARROW
 # outputs a layer's other operations take as long as its products. See docs/bounds.md.
 DECODE, MOVE, NARROW = 40, 240, 120
+Sizes = Mapping[str, float]  # what `checks.memory.run_sizes` says of a run
 NEWEST = 50  # runs of the folder that say how fast this machine is
 
 
@@ -76,7 +77,7 @@ def passes(spec: RunSpec, step: int | None = None, sizes: Mapping[str, float] = 
     return float(work + validations * validation + tests * test * (1 + len(evaluation.tests)))
 
 
-def _evaluated(spec: RunSpec, problems: int, samples: int, sizes: Mapping[str, float]) -> float:
+def _evaluated(spec: RunSpec, problems: int, samples: int, sizes: Sizes) -> float:
     """Passes for so many problems, sampled greedily and at random, each time part by part as `run.evaluate` does."""
     tokens = (1 + samples) * spec.max_tokens
     part = max(1, min(PROMPTS_AT_ONCE, PART_WEIGHTS / (sizes.get("cpu_weights", 1.0) * tokens)))
@@ -84,7 +85,7 @@ def _evaluated(spec: RunSpec, problems: int, samples: int, sizes: Mapping[str, f
     return problems * each + 2 * math.ceil(problems / part) * DECODE * spec.max_tokens
 
 
-def _passes(stage: Stage, done: int, sizes: Mapping[str, float]) -> float:
+def _passes(stage: Stage, done: int, sizes: Sizes) -> float:
     """Passes in so many steps of a stage."""
     spec, algorithm, limit = stage.spec, stage.spec.algorithm, stage.spec.max_tokens
     if stage.does is not None:
@@ -107,26 +108,32 @@ def _passes(stage: Stage, done: int, sizes: Mapping[str, float]) -> float:
 
 
 class TrialTimes:
-    """Says how long trials take, from a study's progress and the past runs in its runs folder."""
+    """Says how long the trials of these arms take, from their progress and the past runs in the runs folder. `sizes`
+    are those of arms that have not begun, as far as they are known."""
 
-    def __init__(self, plan: Plan, status: StudyStatus, workers: int) -> None:
+    def __init__(
+        self, runs: Path, arms: Mapping[str, Arm], status: StudyStatus, workers: int, sizes: Mapping[str, Sizes] = {}
+    ) -> None:
         found: dict[str, list[Timed]] = defaultdict(list)
-        self._sizes = dict(plan.sizes)
+        self._runs, self._sizes = runs, dict(sizes)
         for trial in status.trials:
             with suppress(OSError, ValueError, KeyError):  # not begun
                 self._sizes.setdefault(trial.arm, json.loads((trial.directory / INFO).read_text())["sizes"])
         for trial in status.trials:
             step = None if trial.state == "complete" else trial.step
             if trial.seconds and step != 0:
-                found[trial.arm].append(Timed(trial.seconds, self._passes(plan.arms[trial.arm], step)))
+                found[trial.arm].append(Timed(trial.seconds, self._passes(arms[trial.arm], step)))
         self._paces = {arm: _pace(ones) for arm, ones in found.items()}
         here = [one for ones in found.values() for one in ones]
         self._here = _pace(here) if here else None
-        starts = tuple(ended for ended, _ in _stamped((plan.runs / "cache" / "cold-start").glob("*/")))
-        newest = heapq.nlargest(NEWEST, _stamped(_results(plan.runs)))
-        self.past = [run for ended, file in newest if (run := _past_run(file, ended, starts))]
         self._threads = max(1, usable_cores() // workers)
         self.used: dict[object, int] = {"here": len(here)}  # numbers of trials from which the times so far come
+
+    @cached_property
+    def past(self) -> list[Timed]:
+        starts = tuple(ended for ended, _ in _stamped((self._runs / "cache" / "cold-start").glob("*/")))
+        newest = heapq.nlargest(NEWEST, _stamped(_results(self._runs)))
+        return [run for ended, file in newest if (run := _past_run(file, ended, starts))]
 
     def pace(self, arm: Arm) -> float:
         """Seconds for a pass of one token; NaN if they are unknown."""
@@ -149,26 +156,9 @@ class TrialTimes:
     def _passes(self, arm: Arm, step: int | None = None) -> float:
         return passes(arm.spec, step, self.sizes(arm))
 
-    def sizes(self, arm: Arm) -> Mapping[str, float]:
+    def sizes(self, arm: Arm) -> Sizes:
         """The sizes of the arm's runs, or else of an arm that has begun."""
         return self._sizes.get(arm.label) or next(iter(self._sizes.values()), {})
-
-
-class RunTime:
-    """The seconds that a run outside a study takes, at its start from `measured` past runs (0: from arithmetic)."""
-
-    def __init__(self, spec: RunSpec, runs: Path, sizes: Mapping[str, float]) -> None:
-        self._spec, self._sizes = spec, sizes
-        plan = Plan(StudySpec(name="run", question="?", run=spec.model_dump(mode="json"), seeds=[spec.seed]), runs)
-        (arm,) = plan.arms.values()
-        plan.sizes = {arm.label: sizes}
-        times = TrialTimes(plan, StudyStatus("", "", ()), 1)
-        self._whole, self.measured = times.left(arm), sum(times.used.values())
-
-    def left(self, step: int, seconds: float | None) -> float:
-        """Seconds until the end from a step (0: the begin), logged so many seconds after the begin (None: unknown)."""
-        work, done = passes(self._spec, sizes=self._sizes), passes(self._spec, step, self._sizes) if step else 0.0
-        return (seconds / done if done and seconds else self._whole / work) * (work - done)
 
 
 def with_time_left(
@@ -184,7 +174,7 @@ def with_time_left(
     workers = workers or running or default_workers(plan.study.devices)
     if not todo and not coming:
         return replace(status, left=0.0, workers=workers)
-    times = TrialTimes(plan, status, workers)
+    times = TrialTimes(plan.runs, plan.arms, status, workers, plan.sizes)
     left_at = cache(lambda label, step: times.left(plan.arms[label], step))
     seconds = {(trial.arm, trial.seed): left_at(trial.arm, trial.step) for trial in todo}
     ends = [0.0] * workers  # trials go to the first free worker
@@ -293,7 +283,7 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
     `measured` trials say how long the others take (0: arithmetic); a time that is unknown is NaN.
     """
     counts = Counter(trial.arm for trial in status.trials)
-    times = TrialTimes(plan, status, status.workers)
+    times = TrialTimes(plan.runs, plan.arms, status, status.workers, plan.sizes)
     listed = {label: plan.arms[label] for label in counts} | {arm.label: arm for arm, _ in coming}
     counts.update({arm.label: count for arm, count in coming})
     arms: list[dict[str, Any]] = [{

@@ -125,10 +125,8 @@ def read_cases(file: Path) -> list[Case]:
     return cases
 
 
-def grade(
-    task: str, cases: str | Path, *, grader: str = "strict", workers: int | None = None, settings: Settings = ()
-) -> Regraded:
-    """The verdicts of one grader of a task, or of `all`, on a JSON Lines file, by a process a core or `workers`.
+def grade(task: str, cases: str | Path, *, grader: str = "strict", settings: Settings = ()) -> Regraded:
+    """The verdicts of one grader of a task, or of `all`, on a JSON Lines file, by a process a core.
 
     ValueError for a grader that the task does not have, and for a row that is no case.
     """
@@ -140,7 +138,7 @@ def grade(
     golds = [judge.extract(case.expected) or case.expected for case in rows]
     grades: dict[str, list[Grade]] = {}
     summaries: dict[str, Summary] = {}
-    workers = workers or usable_cores()
+    workers = usable_cores()
     with ThreadPoolExecutor(workers) as pool:
         for name in known if grader == "all" else [grader]:
             # A grader may have to start a process for each thread before its first verdict.
