@@ -76,8 +76,7 @@ def _grade(task: str, cases: Path, grader: str, show: int, sets: list[str] | Non
 
     result = graded(task, cases, grader=grader, settings=sets or ())
     if as_json:
-        terminal.print_json({"task": task, "cases": cases, **vars(result)})
-        return
+        return terminal.print_json({"task": task, "cases": cases, **vars(result)})
     verdicts, summaries, disagree = result.verdicts, result.summaries, {*result.disagreements}
     labelled = any(summary.agreement is not None for summary in summaries.values())
     against = ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []

@@ -125,8 +125,10 @@ def read_cases(file: Path) -> list[Case]:
     return cases
 
 
-def grade(task: str, cases: str | Path, *, grader: str = "strict", settings: Settings = ()) -> Regraded:
-    """The verdicts of one grader of a task, or of `all`, on a JSON Lines file, by a process a core.
+def grade(
+    task: str, cases: str | Path, *, grader: str = "strict", workers: int | None = None, settings: Settings = ()
+) -> Regraded:
+    """The verdicts of one grader of a task, or of `all`, on a JSON Lines file, by a process a core or `workers`.
 
     ValueError for a grader that the task does not have, and for a row that is no case.
     """
@@ -138,8 +140,7 @@ def grade(task: str, cases: str | Path, *, grader: str = "strict", settings: Set
     golds = [judge.extract(case.expected) or case.expected for case in rows]
     grades: dict[str, list[Grade]] = {}
     summaries: dict[str, Summary] = {}
-    workers = usable_cores()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers := workers or usable_cores()) as pool:
         for name in known if grader == "all" else [grader]:
             # A grader may have to start a process for each thread before its first verdict.
             list(pool.map(known[name], *([first] * workers for first in (rows[0].completion, golds[0], ""))))

@@ -30,7 +30,7 @@ def test_strict_wants_a_marked_answer_lenient_takes_the_last_number_and_disagree
         ("0.5", r"$\frac12$", None),
     ]
     file = labelled(tmp_path, cases)
-    result = grade("gsm8k", file, grader="all")
+    result = grade("gsm8k", file, grader="all", workers=2)
     assert [v.correct["strict"] for v in result.verdicts] == [True, False, False, False, True, False]
     assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False, True, True]
     assert [v.answers["lenient"] for v in result.verdicts[:5]] == ["18", "18", "19", None, "5"]
