@@ -1,11 +1,13 @@
 """On-policy distillation: the policy learns from a teacher, `kl.reference`, which its rewards do not touch."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cohort.harness.checks.memory import estimate
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.policy.flops import Costs
@@ -18,6 +20,7 @@ from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import FEW, make_spec
 from fakes import MemoryLog
+from test_learner import make_batch
 
 DISTILL = {"name": "distill", "group_size": 4}
 
@@ -45,6 +48,22 @@ def test_the_policy_comes_nearer_to_its_teacher_and_rewards_are_only_measured(ru
     # every reward is 0, which no gate calls stuck: there is credit
     assert {e["values"]["reward/mean"] for e in events if "reward/mean" in e.get("values", {})} == {0.0}
     assert {e["values"]["train/stuck_groups"] for e in events if "train/stuck_groups" in e.get("values", {})} == {0.0}
+
+
+def test_the_advantage_is_the_log_ratio_of_teacher_and_policy(teacher):
+    policy, other = tiny_model(0), tiny_model(3)
+    learner = Learner(distilled(teacher), policy, other)
+    assert learner.reference is other and not any(p.requires_grad for p in other.parameters())
+    batch = make_batch(policy)
+    with torch.no_grad():
+        one = {m: torch.log_softmax(m(batch.tokens_BT).logits.float(), -1) for m in (policy, other)}
+    batch = learner.annotate(batch)
+    credit = learner.algorithm.advantages(batch).advantages_BT
+    for row, column in batch.completion_mask_BT.nonzero()[:20].tolist():
+        if column < int(batch.lengths_B[row]):
+            token = int(batch.tokens_BT[row, column])
+            expected = float(one[other][row, column - 1, token] - one[policy][row, column - 1, token])
+            assert math.isclose(float(credit[row, column]), expected, abs_tol=2e-5)
 
 
 def test_the_teachers_operations_and_memory_are_counted_by_its_own_size(tmp_path, teacher):

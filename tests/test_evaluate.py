@@ -22,6 +22,7 @@ from cohort.harness.run.evaluate import evaluate_run, evaluation_metrics, metric
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import logged_evaluation
 from cohort.harness.settings.run import EvaluationSettings
+from cohort.reports.statistics import wilson_interval
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
 from fakes import MemoryLog, graded_group, tiny_codec
@@ -165,3 +166,11 @@ def test_accuracy_is_broken_down_by_the_tags_of_the_problems():
     result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], evaluate.breakdown(prompts, scores))
     logged = {"test/accuracy": 0.75, "test/accuracy_kind_x": 1.0}
     assert evaluation_metrics(result, "test") == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}
+
+
+def test_wilson_intervals_match_the_textbook():
+    # p = 0.5, n = 10, z = 1.96: centre 0.5, half-width 1.96 * sqrt(0.025 + 0.009604) / 1.38416 = 0.2634
+    assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
+    assert wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
+    assert all(wilson_interval(0.0, count)[0] >= 0 and wilson_interval(1.0, count)[1] <= 1 for count in range(1, 99))

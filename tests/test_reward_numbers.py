@@ -1,6 +1,7 @@
 """The numbers of every reward, what a run is paid in all, and where in a completion it is earned."""
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -14,9 +15,10 @@ from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.repetition import Repetition
 from cohort.harness.run.grading import MOST_PAID, reward_metrics, score
+from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import Rollouts, collate, rewarded, token_at
-from factories import make_spec
-from fakes import graded_group
+from factories import FEW, make_spec
+from fakes import MemoryLog, graded_group
 
 
 def test_votes_are_counted_over_classes_and_every_tied_class_wins():
@@ -251,6 +253,14 @@ def test_dense_rewards_are_added_by_their_weights_and_one_without_weight_is_only
     (found,) = score(rewards, [graded_group([0, 1], [True, False])])
     assert found.steps == [[(2, 2.0), (0, 3.0)], []] and found.totals == [5.0, 0] and found.outcomes is None
     assert found.parts == {"a": [1, 0], "b": [3, 0], "c": [5, 0]}
+
+
+@pytest.mark.attack("A reward that gives no finite number")
+def test_a_run_with_a_reward_that_is_not_a_number_is_invalid(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(Accuracy, "score", lambda self, group: [math.nan] + [0.0] * (len(group.completions) - 1))
+    result = train(make_spec(**{**FEW, "cold_start": {"steps": 0}}), tmp_path, MemoryLog(), cache=cache)
+    assert result.state == "invalid"
+    assert re.search("reward 'accuracy' .* got nan for problem [0-9a-f]{16} in step 1; ", str(result.reason))
 
 
 @pytest.mark.parametrize(("weight", "value"), [(0.0, 1.01 * MOST_PAID), (10.0, 0.11 * MOST_PAID), (1.0, MOST_PAID)])
