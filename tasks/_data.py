@@ -244,8 +244,9 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
     if not problems:
         filters = "; loosen its filters" if rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {len(rows)} rows{filters}")
-    if split == "test" and task.test_fraction is not None:
-        problems = [p for p in problems if stable_fraction(f"test:{p.family or p.question}") < task.test_fraction]
+    if (share := task.test_fraction) is not None:
+        part = [stable_fraction(f"test:{p.family or p.question}") < share for p in problems]
+        problems = [p for p, is_test in zip(problems, part, strict=True) if is_test == (split == "test")]
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
@@ -253,9 +254,8 @@ def _read_version(task: Any, split: SourceSplit, version: str) -> Sequence[Probl
     kept = {problem.question: problem for problem in reversed(problems) if problem.question not in taken}
     if len(kept) < len(problems):
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
-    if not kept and (share := task.test_fraction) is not None:
-        fix = "raise" if split == "test" else "lower"
-        raise ValueError(f"{path}: a test_fraction of {share} leaves the {split} split empty; {fix} it")
+    if not kept and share is not None:
+        raise ValueError(f"{path}: a test_fraction of {share} leaves the {split} split empty; take one nearer to 0.5")
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
     return sorted(kept.values(), key=lambda problem: stable_id(problem.question))

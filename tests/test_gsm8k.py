@@ -171,18 +171,21 @@ def test_a_single_file_is_the_test_split_unless_its_name_says_train(tmp_path):
 
 @pytest.mark.parametrize("source", ["mine.jsonl", "mine/train.jsonl"])
 @pytest.mark.parametrize("families", [{}, {"family": "kind"}])
-def test_a_fraction_divides_one_source_into_train_and_test_and_no_family_is_in_both(tmp_path, source, families):
+def test_a_fraction_divides_one_source_into_train_and_test_and_no_family_is_in_both(tmp_path, caplog, source, families):
     rows = [{**row, "kind": f"{place // 4}"} for place, row in enumerate(rows_like(400))]
     path = write(tmp_path / source, *rows)
     whole = task(path.parent if "train" in source else path, columns=families, test_fraction=0.25)
     found = {split: whole.questions(split).keys() for split in ("train", "validation", "test")}
     assert sum(map(len, found.values())) == len(set().union(*found.values())) == 400
     assert 60 <= len(found["test"]) <= 140
+    assert "repeated" not in caplog.text
     kinds = [{prompt.family for prompt in whole.prompts(split)} for split in ("train", "test")]
     assert not families or not set.intersection(*kinds)
     assert whole.inputs("test").keys() != whole.inputs("train").keys()
-    for share, split, fix in ((1e-9, "test", "raise"), (1 - 1e-9, "train", "lower")):
-        with pytest.raises(ValueError, match=f"a test_fraction of .* leaves the {split} split empty; {fix} it"):
+    for share, split in ((1e-9, "test"), (1 - 1e-9, "train")):
+        with pytest.raises(
+            ValueError, match=f"a test_fraction of .* leaves the {split} split empty; take one nearer to"
+        ):
             task(path, test_fraction=share).prompts(split)
     with pytest.raises(ValueError, match="test_fraction must be null where test_path"):
         task(path, test_fraction=0.2, test_path="other.jsonl")

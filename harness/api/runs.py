@@ -82,7 +82,7 @@ def _with_time_left(view: Callable[[StudyStatus], None], spec: RunSpec, runs: Pa
             if len(left) == 1:
                 source, peak = source_of(sum(times.used.values()), "run"), judge(spec)["peak_bytes"]
                 words = [f"about {duration(seconds)}, {source}"] * math.isfinite(seconds)
-                words += [f"at most {gib(peak)} of memory"] * (peak is not None)
+                words += [f"about {gib(peak)} of memory"] * (peak is not None)
                 say(f"{trial.arm}: {'; '.join(words) or 'its time and memory are unknown'}", stderr=True)
         here = left[trial.step]
         view(replace(status, trials=(replace(trial, left=here),), left=here))
