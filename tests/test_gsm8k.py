@@ -183,9 +183,7 @@ def test_a_fraction_divides_one_source_into_train_and_test_and_no_family_is_in_b
     assert not families or not set.intersection(*kinds)
     assert whole.inputs("test").keys() != whole.inputs("train").keys()
     for share, split in ((1e-9, "test"), (1 - 1e-9, "train")):
-        with pytest.raises(
-            ValueError, match=f"a test_fraction of .* leaves the {split} split empty; take one nearer to"
-        ):
+        with pytest.raises(ValueError, match=f"a test_fraction of .* leaves the {split} split empty; take one nearer"):
             task(path, test_fraction=share).prompts(split)
     with pytest.raises(ValueError, match="test_fraction must be null where test_path"):
         task(path, test_fraction=0.2, test_path="other.jsonl")
