@@ -52,4 +52,4 @@ def test_numpy_draws_under_names_that_each_have_one_use():
             if isinstance(call.func, ast.Name) and call.func.id == "generator":
                 assert isinstance(call.args[0], ast.Constant), file
                 names.append(call.args[0].value)
-    assert len(names) == len(set(names)) >= 8  # the core's own
+    assert len(names) == len(set(names)) >= 7  # as many in the core alone
