@@ -47,7 +47,7 @@ def first_look(metrics: Mapping[str, float], limit: int | None) -> list[str]:
     if answered < 0.5:
         found.append(
             f"{1 - answered:.0%} mark no answer ({lenient:.0%} are right if the last number counts): show the form "
-            "(task.shots=4, or cold_start.steps where a task has no shots), ask for it (prompt.system), or try another "
+            "(more task.shots, or cold_start.steps where a task has none), ask for it (prompt.system), or try another "
             "prompt.format"
         )
     if not found and accuracy in (0, 1):
