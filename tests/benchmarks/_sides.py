@@ -1,7 +1,7 @@
 """One side of the speed comparison in a process of its own: `python _sides.py JOB.json RESULT.json`.
 
 A job names the side, the setting and how many steps to leave out and to measure. Every side reports a list of steps,
-each with seconds and tokens, and the peak of its resident memory.
+each with seconds, seconds of sampling and tokens, and the peak of its resident memory.
 """
 
 import json
@@ -28,6 +28,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
     raw = {
         "model": str(folder), "task": task, "device": "cpu", "checkpoints": {"rollouts_every": 0},
+        "autocast": setting.bfloat16,
         "algorithm": {"name": "grpo", "group_size": GROUP_SIZE, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
         "optimizer": {"learning_rate": LEARNING_RATE, "num_inner_epochs": setting.num_inner_epochs},
         "rollouts_per_step": setting.rollouts,
@@ -41,7 +42,8 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
         began = time.perf_counter()
         metrics, _ = train_step(run, prompts, number)
         tokens = metrics["completion/length"] * setting.rollouts
-        steps.append({"seconds": time.perf_counter() - began, "tokens": tokens})
+        seconds = time.perf_counter() - began
+        steps.append({"seconds": seconds, "sampling": metrics["seconds/generate"], "tokens": tokens})
     return steps
 
 
@@ -54,22 +56,27 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
 
     logging.disable_progress_bar()
     steps: list[Step] = []
-    began, tokens = time.perf_counter(), 0
+    began, tokens, sampling = time.perf_counter(), 0, 0.0
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            nonlocal began, tokens
+            nonlocal began, tokens, sampling
             if state.global_step % setting.num_inner_epochs:
                 return
-            steps.append({"seconds": time.perf_counter() - began, "tokens": tokens})
-            began, tokens = time.perf_counter(), 0
+            steps.append({"seconds": time.perf_counter() - began, "sampling": sampling, "tokens": tokens})
+            began, tokens, sampling = time.perf_counter(), 0, 0.0
 
-    def reward(completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(digit_sum(text) % 2 == 0) for text in completions]
+    def asked(text: str) -> Any:  # in a chat's turns the template of the model is applied
+        return text if setting.prompt_tokens else [{"role": "user", "content": text}]
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
+        return [float(digit_sum(text) % 2 == 0) for text in texts]
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=folder.parent), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=tempfile.mkdtemp(dir=folder.parent), use_cpu=True, bf16=setting.bfloat16,
+        gradient_checkpointing=False, report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,
         model_init_kwargs={"attn_implementation": job["attention"], "dtype": "float32"},
         cache_implementation=job["cache"], per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=setting.rollouts // job["micro_batch"], num_generations=GROUP_SIZE,
@@ -81,14 +88,16 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=str(folder), reward_funcs=reward, args=config,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(setting.prompt_tokens)]),
+        train_dataset=Dataset.from_list([{"prompt": asked(text)} for text in prompt_texts(setting.prompt_tokens)]),
         callbacks=[Watch()],
     )  # fmt: skip
     sample: Any = trainer._generate_single_turn
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal tokens
+        nonlocal tokens, sampling
+        start = time.perf_counter()
         result = sample(*args, **kwargs)
+        sampling += time.perf_counter() - start
         tokens += sum(map(len, result[0]))
         return result
 

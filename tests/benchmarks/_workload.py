@@ -6,6 +6,8 @@ is set so that a token ends the text with a probability of 1/25 for natural stop
 a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
 """
 
+import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,9 @@ LEARNING_RATE = 1e-6
 GROUP_SIZE = 8
 NUM_PROMPTS = 512  # distinct, read in turn
 _CONSTANT = 0.5  # the coordinate that all embeddings share
+ROOT = Path(__file__).resolve().parents[2]
+CHAT_MODEL = ROOT / "models" / "smollm2"  # `make smollm2`
+QUESTIONS = Path(os.environ.get("COHORT_DATA") or ROOT.parent / "shared" / "data") / "gsm8k" / "train.jsonl"
 QWEN = {
     "vocab_size": 151_936, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -33,13 +38,14 @@ class Setting:
     """One row of the comparison."""
 
     name: str
-    shape: Literal["168k", "3.4M", "100M"]
+    shape: Literal["168k", "3.4M", "100M", "135M"]
     prompts_per_step: int
-    prompt_tokens: int
+    prompt_tokens: int  # 0: questions of GSM8K in the model's own chat template
     max_tokens: int
     natural_stops: bool = True
     kl_beta: float = 0.04
     num_inner_epochs: int = 1
+    bfloat16: bool = False  # products in bfloat16 over float32 weights, on both sides
 
     @property
     def rollouts(self) -> int:
@@ -55,7 +61,13 @@ SETTINGS = [
         for beta in (0.04, 0.0)
     ),
     Setting("c: Qwen's shape, 100M, vocabulary 151,936, beta 0, mu 1", "100M", 2, 128, 64, False, 0.0),
-]
+    *(
+        Setting(f"{row}: SmolLM2-135M, GSM8K, {prompts} x 8 x 128, {precision}", "135M", prompts, 0, 128,
+                kl_beta=0.0, bfloat16=precision == "bfloat16")
+        for row, prompts in (("d", 2), ("e", 8))
+        for precision in ("float32", "bfloat16")
+    ),
+]  # fmt: skip
 
 
 class DigitSum(Task):
@@ -84,7 +96,9 @@ class DigitSum(Task):
 
 
 def prompt_texts(num_tokens: int) -> list[str]:
-    """Distinct sums of exactly `num_tokens` characters, each of which is one token."""
+    """Distinct sums of exactly `num_tokens` characters, each of which is one token; 0: questions of GSM8K."""
+    if not num_tokens:
+        return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:NUM_PROMPTS]]
     draw = random.Random(0)
     texts = {"".join(draw.choice("0123456789+-") for _ in range(num_tokens - 1)) + "=" for _ in range(2 * NUM_PROMPTS)}
     return sorted(texts)[:NUM_PROMPTS]
@@ -96,6 +110,8 @@ def digit_sum(text: str) -> int:
 
 def write_model(setting: Setting, folder: Path) -> None:
     """Save the setting's model with its tokenizer where both sides load it."""
+    if setting.shape == "135M":
+        return folder.symlink_to(CHAT_MODEL)
     from transformers import LlamaForCausalLM
 
     tokenizer = tiny_tokenizer()
