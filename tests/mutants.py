@@ -42,7 +42,7 @@ NOTES = "_reached_lines"  # the built-in name by which functions know where to n
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 SLOW = 20.0  # seconds of processor; a slower file of tests is asked only about lines that no quicker one reaches
 SHORT = ("algorithms/_functional.py", 12, ("tests/test_objectives.py",))
-FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/scaling/fits.py",
+FILES = ("algorithms", "harness/rewards", "harness/run",
          "harness/extras/confidence/rewards", "reports/statistics.py", "reports/capability.py", "reports/analysis.py",
          "reports/anova.py")  # fmt: skip
 HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
