@@ -1,6 +1,7 @@
 """The formula of operations against PyTorch's own counter, and what a run writes of its costs."""
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -58,8 +59,11 @@ STEPS = {
 
 def counted(work):
     """The result of some work and its operations as PyTorch counts them, with attention as the products that it is."""
-    in_place = {torch.ops.aten.addmm_: lambda x, one, other, **_: 2 * one[0] * one[1] * other[1]}
-    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    others = {
+        torch.ops.aten.addmm_: lambda x, one, other, **_: 2 * one[0] * one[1] * other[1],  # in place
+        torch.ops.mkldnn._linear_pointwise: lambda x, *_, out_shape, **__: 2 * math.prod(out_shape) * x[-1],
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=others)
     counter.mod_tracker = MagicMock(parents=("Global",))  # whose hooks would meet no inference mode
     with sdpa_kernel(SDPBackend.MATH), counter:
         result = work()

@@ -1,5 +1,6 @@
 """The transformers engine against a plain loop without cache, and its sampling against the exact distribution."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,11 @@ from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder, _draw, uniforms
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy import library
+from cohort.harness.policy.library import packed_products
 from cohort.harness.policy.tiny import tiny_model
 from fakes import tiny_codec
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
@@ -89,6 +93,27 @@ def test_a_decoder_writes_keys_in_place_and_reads_shared_ones_without_repeating_
         assert model.config._attn_implementation == "sdpa"
         for row, found in zip(rows, logits, strict=True):
             assert torch.allclose(found, model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_products_are_the_layers_own_by_copies_of_their_weights(autocast):
+    layers, given = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 8, bias=False)), torch.randn(5, 24)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = layers(given)
+        with packed_products(layers):
+            layers[0].weight.zero_()  # nobody reads it here
+            torch.testing.assert_close(layers(given), expected)
+        torch.testing.assert_close(layers(given), layers[1](layers[0].bias.expand(5, -1)))
+
+
+def test_sampling_packs_the_products_of_models_without_a_path_of_their_own(monkeypatch):
+    packed = []
+    monkeypatch.setattr(library, "packed_products", lambda model: packed.append(model) or nullcontext())
+    config = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    for model in (tiny_model(0), LlamaForCausalLM(LlamaConfig(**config, num_attention_heads=4, num_key_value_heads=2))):
+        engine = TransformersEngine(TransformersEngine.Settings(), model, tiny_codec())
+        engine.generate(PROMPTS, 1, Sampling(max_tokens=2), seed=0, step=0)
+    assert packed == [model]
 
 
 def test_the_beginning_that_all_prompts_share_is_read_once(monkeypatch):

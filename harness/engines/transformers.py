@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -51,12 +52,14 @@ class TransformersEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
         from ..devices.sharding import whole
+        from ..policy.fused_llama import recognised
+        from ..policy.library import packed_products
         from ._decoding import sample_batch, uniforms
 
         assert sampling.max_tokens is not None
         groups: list[Group] = []
         at_once = max(1, self.settings.max_batch_rows // group_size)
-        with whole(self.policy):
+        with whole(self.policy), nullcontext() if recognised(self.policy) else packed_products(self.policy):
             for start in range(0, len(prompts), at_once):
                 part = prompts[start : start + at_once]
                 noise = uniforms(seed, step, [prompt.id for prompt in part], group_size, sampling.max_tokens)
