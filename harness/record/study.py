@@ -22,6 +22,7 @@ from .. import extras
 from ..base.files import read_json, write_json
 from ..base.inputs import NO_INPUTS, Inputs, digest, short
 from ..data import FINAL, SampleRow, TrialState
+from ..settings.claim import Claim, Weights
 from ..settings.effect import identical
 from ..settings.errors import did_you_mean
 from ..settings.study import StudySpec
@@ -144,7 +145,7 @@ def study_document(
     shown     how a mirror shows it: paths of the varied settings, colour of each arm
     amendments  for each start that added any: time (milliseconds since 1970), arms, seeds, the digest before
     references  arm -> the arm that it is compared with, where that is not the baseline for all
-    registered  the claims of the first start: time, digest, and for each its contrasts and its region (None: no end)
+    registered  the claims of the first start: `registered`
     The other keys are the settings of the study.
     """
     known = known or {}
@@ -158,12 +159,7 @@ def study_document(
     amendments = known.get("amendments", [])
     if any(added.values()):
         amendments = [*amendments, {"time": round(1000 * time.time()), **added, "digest": known.get("digest")}]
-    regions = [[end if math.isfinite(end) else None for end in claim.region] for claim in study.claim]
-    registered = known.get("registered") or {
-        "time": round(1000 * time.time()),
-        "digest": digest([claim.model_dump(mode="json") for claim in study.claim]),
-        "claims": [{"contrasts": c, "region": r} for c, r in zip(study.claimed(), regions, strict=True)],
-    }
+    fixed = known.get("registered") or registered(study.claim, study.claimed())
     return {
         "id": known.get("id") or uuid.uuid4().hex,
         "digest": study.digest(),
@@ -173,9 +169,20 @@ def study_document(
         "labels": study.arm_labels(),
         "shown": {"factors": [*factors], "colors": shown},
         "amendments": amendments,
-        **({"registered": registered} if study.claim else {}),
+        **({"registered": fixed} if study.claim else {}),
         **({"references": references} if (references := study.references()) else {}),
         **study.model_dump(mode="json"),
+    }
+
+
+def registered(claims: Sequence[Claim], contrasts: Sequence[Sequence[Weights]]) -> dict[str, Any]:
+    """Claims as they are fixed now: time (milliseconds since 1970), digest, for each its contrasts and its region
+    (None: no end)."""
+    regions = [[end if math.isfinite(end) else None for end in claim.region] for claim in claims]
+    return {
+        "time": round(1000 * time.time()),
+        "digest": digest([claim.model_dump(mode="json") for claim in claims]),
+        "claims": [{"contrasts": c, "region": r} for c, r in zip(contrasts, regions, strict=True)],
     }
 
 

@@ -2,11 +2,13 @@
 
 A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/ with the files of one run: sample logs
 of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl dump, or a table. A run is an arm with a
-seed; its last step counts. Scores are taken as they are. Files are hostile: sizes are bounded before they are unpacked.
+seed; its last step counts. Scores are taken as they are, but a run is invalid if its training log says so (`gates`).
+Files are hostile: sizes are bounded before they are unpacked.
 """
 
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -33,11 +35,15 @@ from ...api.study import open_result
 from ...base.files import publish_folder, read_json, write_json, write_text
 from ...base.inputs import digest, digested
 from ...base.words import quoted
+from ...data import Section
 from ...record.events import EVENTS, event_line, summed
 from ...record.provenance import versions
 from ...record.run import INFO, RESULT, RunInfo
-from ...record.study import STUDY
-from ...settings.errors import SpecError, did_you_mean
+from ...record.study import STUDY, registered
+from ...settings.claim import Claim, Listed
+from ...settings.errors import SpecError, did_you_mean, parsed
+from ...settings.raw import read_yaml
+from . import gates
 
 MOST_ROWS, MOST_RUNS, MOST_FILES = 2_000_000, 2_000, 10_000
 MOST_BYTES, MOST_JSON = 2**29, 2**26  # of a file; of one JSON value, which takes up to 30 times its bytes in memory
@@ -64,30 +70,41 @@ class Scores(BaseModel, coerce_numbers_to_str=True, allow_inf_nan=False):
     family: Annotated[list[Annotated[str, Field(max_length=300)]], FailFast()] = []
 
 
+class _Claims(Section):
+    claim: Annotated[list[Claim], Listed] = Field(default_factory=list)
+
+
 def import_scores(
     scores: pd.DataFrame | str | Path,
     name: str,
     *,
     baseline: str | None = None,
     score: str | None = None,
+    claims: Sequence[Mapping[str, Any]] = (),
     runs: str | Path | None = None,
 ) -> Result:
     """The result of a new study, RUNS/studies/NAME, of scores that something else measured.
 
     `scores` is a frame with the columns of a table, or a file or folder, as `cohort import` takes it; the other
-    arguments are its options. The same scores again change nothing. ValueError with rule, value and fix for all others.
+    arguments are its options; `claims` are predictions as a study file has them, by default those of the folder's
+    claims.yaml. The same scores again change nothing. ValueError with rule, value and fix for all others.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name):
         raise SpecError(f"`name` must be letters, digits, '.', '_' or '-', at most 80, got {name!r:.100}; rename it")
-    inputs, command = {}, "cohort.import_scores(frame)"
+    file = None if isinstance(scores, pd.DataFrame) else Path(scores) / "claims.yaml"
+    raw = read_yaml(file) if file is not None and file.is_file() and not claims else {"claim": claims}
+    predicted = parsed(_Claims, raw, "claims").claim  # before the scores are read
+    inputs, command, faults = {}, "cohort.import_scores(frame)", dict[tuple[str, int], str]()
     if isinstance(scores, pd.DataFrame):
         frame = scores.rename(columns={"prompt_id": "problem", score or "accuracy": "score"})
         columns = {str(key): values.tolist() for key, values in frame.items() if key in Scores.model_fields}
     else:
         path, given = Path(scores), {"--as": name, "--baseline": baseline, "--score": score}
-        columns, command = _read(path, score), shell(f"cohort import {shlex.quote(str(path))}", given)
+        columns, faults = _read(path, score)
+        command = shell(f"cohort import {shlex.quote(str(path))}", given)
         inputs = digested({"scores": {path.name: path}}) if path.is_file() else {}
-    trials = _checked(columns)
+    trials = _checked(columns, faults)
+    trials |= {run: [] for run in faults if run not in trials}
     arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
     baseline = baseline or arms[0]
     if baseline not in arms:
@@ -98,23 +115,30 @@ def import_scores(
                             f"seed, and '{arm}' has none; number the runs of each arm 0, 1, 2")  # fmt: skip
     settings = {"name": name, "question": f"How do imported scores of {quoted(arms, 8)} compare?",
                 "design": "imported", "metric": "test/accuracy", "baseline": baseline, "seeds": seeds}  # fmt: skip
-    identity = digest([settings, sorted((*run, events) for run, events in trials.items())])
+    if predicted:
+        settings["claim"] = [claim.model_dump(mode="json") for claim in predicted]
+    fixed = registered(predicted, [claim.contrasts({arm: {} for arm in arms}) for claim in predicted])
+    identity = digest([settings, sorted((*run, events) for run, events in trials.items()), *sorted(faults.items())])
     folder = runs_folder(runs) / "studies" / name
     if (folder / STUDY).exists() and read_json(folder / STUDY)["digest"] != identity:
         raise SpecError(f"'{folder}' holds another study, or other scores; import these under another name")
     if not (folder / STUDY).exists():
         about = {"id": uuid.uuid4().hex, "digest": identity, "inputs": inputs, "command": command, "labels": arms,
-                 "versions": {**versions()}, "shown": {"factors": [], "colors": {}}, "amendments": []}  # fmt: skip
+                 "versions": {**versions()}, "shown": {"factors": [], "colors": {}}, "amendments": [],
+                 **({"registered": fixed} if predicted else {})}  # fmt: skip
         with publish_folder(folder) as new:
             write_json(new / STUDY, {**about, **settings}, sync=False)
             for arm, seed in ((arm, seed) for arm in arms for seed in seeds):
-                _write_trial(new / "trials", name, identity, arm, seed, trials.get((arm, seed), []))
+                events, why = trials.get((arm, seed), []), faults.get((arm, seed), "no scores of it")
+                is_sound = bool(events) and (arm, seed) not in faults
+                _write_trial(new / "trials", name, identity, arm, seed, events, None if is_sound else why)
     return open_result(name, runs=runs)
 
 
-def _read(path: Path, score: str | None) -> dict[str, Any]:
-    """The columns of a file or a folder, as they stand there."""
+def _read(path: Path, score: str | None) -> tuple[dict[str, Any], dict[tuple[str, int], str]]:
+    """The columns of a file or a folder, as they stand there, and the runs that their logs make invalid."""
     found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
+    logs = defaultdict[tuple[str, int], dict[int, dict[str, float]]](dict)
     places: list[tuple[Path, dict[str, Any]]] = [(path, {})]
     if path.is_dir():
         folders = (os.path.join(place, name) for place, names, _ in os.walk(path) for name in names)  # links unfollowed
@@ -130,6 +154,11 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
     for file, place in places:
         try:
             for number, row in enumerate(_rows(file)):
+                if place and row.keys() == {"step", "data"}:
+                    logged = logs[place["arm"], int(place["seed"])].setdefault(int(row["step"]), {})
+                    logged |= {k: math.nan if (v := row["data"][k]) is None else float(v)
+                               for k in gates.READ & row["data"].keys()}  # fmt: skip
+                    continue
                 known, scores = _split(row, file, number, score)
                 about = tuple(map({**known, **place}.get, _KNOWN))
                 for name, value in scores.items():
@@ -147,7 +176,8 @@ def _read(path: Path, score: str | None) -> dict[str, Any]:
         raise SpecError(f"'{path}' has no score '{name}'; {did_you_mean(name, list(found))}choose one with `score`: "
                         f"{', '.join(sorted(found)):.400}")  # fmt: skip
     columns = {key: [row[i] for row in found[name]] for i, key in enumerate((*_KNOWN, "score"))}
-    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
+    columns = {key: values for key, values in columns.items() if any(value is not None for value in values)}
+    return columns, {run: reason for run, log in logs.items() if (reason := gates.fault(log))}
 
 
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -176,10 +206,11 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         leaves = ["doc.id", "doc.task_name"] if "doc" in table.schema_arrow.names else []
         for batch in table.iter_batches(columns=[*names, *leaves]):
             yield from batch.to_pylist()
-    else:  # of inspect; other JSON has no samples
+    else:  # of inspect, or TRL's log; other JSON has no samples
         with zipfile.ZipFile(file) if file.suffix == ".eval" else file.open("rb") as log:
             about = _member(log, "header.json") if isinstance(log, zipfile.ZipFile) else _json(log.read())
             samples = _member(log, "summaries.json") if isinstance(log, zipfile.ZipFile) else about.get("samples")
+        yield from ({"step": one["step"], "data": one} for one in about.get("log_history", ()))
         for one in samples or ():
             yield {**one, "eval": about["eval"]["task"]}
 
@@ -245,8 +276,10 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
 
 
-def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The events of each run. SpecError for the first fault of the columns."""
+def _checked(
+    given: Mapping[str, Any], faults: Mapping[tuple[str, int], str]
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The events of each run. SpecError for the first fault of the columns; invalid runs may end anywhere."""
     try:
         scores = Scores.model_validate(given)
     except ValidationError as error:
@@ -277,15 +310,16 @@ def _checked(given: Mapping[str, Any]) -> dict[tuple[str, int], list[dict[str, A
             raise SpecError(f"a problem has one family, got '{family}' and '{families[problem]}' for '{problem}'")
         samples[sample] = value
         spent += [tokens] if scores.tokens else []
-    ends = {run: max(steps) for run, steps in runs.items()}
+    ends = {run: max(steps) for run, steps in runs.items() if run not in faults} or {("", 0): 0}
     early, late = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
     if ends[early] < ends[late]:
         raise SpecError(f"runs must end at the same step to be compared, and '{early[0]}', seed {early[1]}, ends at "
                         f"{ends[early]}, '{late[0]}', seed {late[1]}, at {ends[late]}; leave out later steps, or the "
                         "column step for runs that are meant to differ in length")  # fmt: skip
-    problems = {problem for steps in runs.values() for problem in steps[max(steps)][0]}
-    for (arm, seed), steps in runs.items():
-        if lost := problems - steps[max(steps)][0].keys():
+    last = {run: runs[run][step][0].keys() for run, step in ends.items() if run in runs}
+    problems = {problem for each in last.values() for problem in each}
+    for (arm, seed), each in last.items():
+        if lost := problems - each:
             raise SpecError(f"every run must score the same problems at its last step, and '{arm}', seed {seed}, lacks "
                             f"{len(lost):,} of {len(problems):,}, such as '{min(lost)}'; add them, with 0 for a failed "
                             "completion, or leave them out everywhere")  # fmt: skip
@@ -306,17 +340,18 @@ def _events(steps: _Run, families: Mapping[str, str]) -> list[dict[str, Any]]:
     return [*events, found | (known if known["families"] else {})]
 
 
-def _write_trial(trials: Path, study: str, design: str, arm: str, seed: int, events: list[dict[str, Any]]) -> None:
-    """The record of a run; one without scores is invalid, because nothing says why they are missing."""
+def _write_trial(
+    trials: Path, study: str, design: str, arm: str, seed: int, events: list[dict[str, Any]], reason: str | None
+) -> None:
+    """The record of a run, invalid for a reason; one without scores is, because nothing says why they are missing."""
     folder = trials / f"seed{seed}-{digest([arm, seed])}"
     tags = {"study": study, "arm": arm, "seed": str(seed), "factors": "{}", "phase": "final", "trial": folder.name}
     tags = {f"cohort.{key}": tag for key, tag in {**tags, "design": design}.items()}
     info = RunInfo(study, f"{arm} | seed {seed}", tags, {"seed": seed})
     latest = {key: value for event in events for key, value in event.get("values", {}).items()}
     reached = {"test_accuracy": "test/accuracy", "generated_tokens": "train/generated_tokens"}
-    state, reason = ("complete", None) if events else ("invalid", "no scores of it")
     summary = {key: latest[metric] for key, metric in reached.items() if metric in latest}
-    end = {"state": state, "reason": reason, "summary": summary}
+    end = {"state": "invalid" if reason else "complete", "reason": reason, "summary": summary}
     folder.mkdir(parents=True)
     write_json(folder / INFO, vars(info), sync=False)
     lines = [{"type": "start", **info.identity(), "threads": ""}, *events, {"type": "finish", **end}]

@@ -17,10 +17,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cohort.harness.extras.imports import gates
 from cohort.harness.extras.imports import scores as imports
 from cohort.harness.extras.verify.verification import verify_study
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import StudyRecord, read_study
+from cohort.reports.claims import check_claims
 from cohort.reports.join import join
 from cohort.reports.prose.methods import best_checkpoint, methods
 from cohort.reports.render import analysed, write_report
@@ -423,3 +425,78 @@ def test_compute_is_the_sum_over_runs_on_named_hardware():
     text = dict(methods(analysed(record)))["How much compute, on what?"]
     spent = "2 h 00 min, 6 core-hours, 3 GPU-hours, at most 1.00 GiB of memory with the engine"
     assert text == f"All runs took {spent}, on H100 and Xeon."
+
+
+def logged(folder: Path, log: Mapping[str, Any], steps: int = 10) -> Path:
+    """Runs of two arms with four seeds; seed 3 of b stopped at step 5 with other scores, and has this log of training,
+    the others have sound ones. (TRL writes trainer_state.json, verl's logger `file` lines of step and data.)"""
+    frame = table().query("seed == 0").drop(columns="seed")
+    for arm, seed in itertools.product("ab", range(4)):
+        rows, bad = frame[frame.arm == arm].drop(columns="arm"), (arm, seed) == ("b", 3)
+        (run := folder / arm / str(seed)).mkdir(parents=True)
+        rows = rows.assign(step=5 if bad else 10, score=0.0 if bad else rows.score).iloc[int(bad) :]
+        rows.to_csv(run / "x.csv", index=False)
+        sound = {"loss": 0.1, "grad_norm": 0.5, "reward": 0.4, "reward_std": 0.3, "entropy": 0.2, "learning_rate": 1e-6}
+        lines = [{"step": step, "data": {**sound, **(log if bad else {})}} for step in range(steps)]
+        if "actor/lr" in log and bad:
+            logs(run, {"verl.jsonl": lines})
+        else:
+            logs(run, {"trainer_state.json": {"log_history": [{**one["data"], "step": one["step"]} for one in lines]}})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ({"loss": math.nan}, "its log has loss = nan at step 0"),
+        ({"grad_norm": math.inf}, "its log has grad_norm = inf at step 0"),
+        ({"actor/pg_loss": None, "actor/lr": 1e-6}, "its log has actor/pg_loss = nan at step 0"),
+        ({"rollout_corr/kl": 0.2, "actor/lr": 1e-6}, "its log has rollout_corr/kl = 0.2 at step 0, above 0.1"),
+        ({"critic/score/max": 1.0, "critic/score/min": 1.0, "actor/lr": 1e-6},
+         "its log shows that no rewards of a step ever differ, so nothing is learnt"),
+        ({"reward_std": 0.0}, "its log shows that no rewards of a step ever differ, so nothing is learnt"),
+        ({"grad_norm": 0.0}, "its log shows that the gradient is 0 throughout, so weights do not move"),
+        ({"actor/lr": 0.0}, "its log shows that the learning rate is 0 throughout, so weights do not move"),
+        ({"entropy": 1e-5}, "its log has an entropy of 1e-05 nats per token at most in its last 20 steps"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_log_shows_what_ends_a_run_of_ours_is_invalid_and_not_averaged_in(log, reason, tmp_path):
+    result = cohort.import_scores(logged(tmp_path / "logs", log, 20), "x", runs=tmp_path)
+    found = {(trial.arm, trial.seed): (trial.state, trial.reason) for trial in record_of(result).trials}
+    assert found.pop(("b", 3)) == ("invalid", reason) and set(found.values()) == {("complete", None)}
+    assert "(3 seeds, Holm-adjusted p" in result.answer and "1 invalid trial is left out" in result.answer
+    assert analysed(record_of(result)).arm("b").scores.keys() == {0, 1, 2}
+
+
+def test_a_log_of_fewer_steps_with_zeros_and_a_low_entropy_in_some_of_them_is_sound():
+    row = {"reward_std": 0.0, "grad_norm": 0.0, "entropy": 0.0, "critic/score/max": 1.0, "critic/score/min": 1.0}
+    later = {"reward_std": 0.1, "grad_norm": 0.1, "entropy": 2e-4, "critic/score/max": 1.0, "critic/score/min": 0.0}
+    assert gates.fault({**dict.fromkeys(range(18), row), 18: later, 19: row}) is None  # one of the last 20 is high
+    assert gates.fault({step: {"entropy": 0.0} for step in range(19)}) is None
+    assert gates.fault({}) is None
+
+
+def test_a_run_that_left_a_log_alone_is_invalid_for_its_reason(tmp_path):
+    folder = logged(tmp_path / "logs", {"loss": math.nan})
+    (folder / "b/3/x.csv").unlink()
+    (trial,) = [t for t in record_of(cohort.import_scores(folder, "x", runs=tmp_path)).trials if t.state == "invalid"]
+    assert (trial.arm, trial.seed, trial.reason) == ("b", 3, "its log has loss = nan at step 0")
+
+
+CLAIM = {"sentence": "b is better.", "source": "us", "predicts": "above", "contrast": {"b": 1, "a": -1}}
+
+
+def test_claims_are_fixed_with_an_import_and_judged_in_its_report(tmp_path):
+    result = cohort.import_scores(table(arms={"a": 0.1, "b": 0.9}), "x", claims=[CLAIM], runs=tmp_path)
+    (claim,) = check_claims(analysed(record_of(result)))
+    assert claim.verdict == "supported" and claim.registered.startswith("registered 20")
+    folder = logged(tmp_path / "logs", {})
+    (folder / "claims.yaml").write_text(json.dumps({"claim": CLAIM}))
+    (folder / "b/3/x.csv").unlink()
+    assert len(record_of(cohort.import_scores(folder, "y", runs=tmp_path)).claims) == 1
+    (folder / "claims.yaml").write_text(json.dumps({"claim": {**CLAIM, "predicts": "below"}}))
+    with pytest.raises(ValueError, match="holds another study, or other scores"):
+        cohort.import_scores(folder, "y", runs=tmp_path)  # no other prediction of scores that were read
+    for wrong, words in (({"margin": -1}, "claim.0.margin"), ({"contrast": {"c": 1, "a": -1}}, "got 'c'")):
+        with pytest.raises(ValueError, match=words):
+            cohort.import_scores(table(), "z", claims=[{**CLAIM, **wrong}], runs=tmp_path)
