@@ -221,7 +221,8 @@ def gradients(rank: int, size: int, folder: Path) -> None:
                 parameter.data += 0.01 * torch.randn(parameter.shape)
         if "again" in name and size > 1:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers(policy)[1].register_forward_pre_hook(lambda _, given, read=read: read.append(given[0].shape[:2].numel()))
+        inside: Any = layers(policy)[1].input_layernorm  # which is computed again, hooks of a layer perhaps not
+        inside.register_forward_pre_hook(lambda _, given, read=read: read.append(given[0].shape[:2].numel()))
         spec, batch = make_spec("ppo", tokens_per_microbatch=20), shared_prompts()
         learner = Learner(spec, policy)
         learner.optimizers, learner.shares_prompts = {}, size > 1

@@ -9,6 +9,8 @@ from architectures import PROMPTS, build_config, build_model, small_run
 from cohort.harness.checks.preflight import check_length
 from cohort.harness.data import InvalidRun
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.forward import keeps_keys_and_values
+from cohort.harness.policy.library import missing
 from cohort.harness.policy.model import length_limit
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run.guards.agreement import check_agreement
@@ -87,6 +89,21 @@ def test_shared_prompts_that_alone_are_off_are_given_up(size, caplog):
     assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
     assert not run.learner.shares_prompts
     assert "sharing them is 0.01 nats off" in caplog.text
+
+
+def test_a_run_says_once_that_a_pass_which_takes_no_cache_is_slow_and_what_the_library_lacks(caplog, monkeypatch):
+    model = build_model("llama")
+    assert keeps_keys_and_values(model) and not missing()
+    check_agreement(small_run(model), PROMPTS, 0)
+    assert not caplog.records
+    forward = model.forward
+    model.forward = lambda input_ids, use_cache=False: forward(input_ids=input_ids, use_cache=use_cache)
+    monkeypatch.delattr("transformers.modeling_layers.GradientCheckpointingLayer._can_checkpoint_with_cache")
+    check_agreement(small_run(model), PROMPTS, 0)
+    engine, shared, lacking = caplog.messages
+    assert "reads the whole row again for every token of a llama" in engine
+    assert shared.endswith("which is slower: a llama cannot share them")
+    assert "lacks GradientCheckpointingLayer._can_checkpoint_with_cache, so" in lacking
 
 
 def test_an_engine_may_differ_by_the_rounding_of_the_coarser_precision_unless_its_logprobs_are_exact(monkeypatch):

@@ -11,6 +11,7 @@ from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
 from cohort.harness.policy import forward, fused_llama
 from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
+from cohort.harness.policy.library import given_cache
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
@@ -296,7 +297,8 @@ def test_prompts_that_rows_share_are_read_once_where_activations_are_computed_ag
         policy = tiny_model(0).double()
         if recompute:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            policy.model.layers[1].register_forward_pre_hook(lambda _, given: read.append(given[0].shape[:2].numel()))
+            inside = policy.model.layers[1].input_layernorm  # which is computed again, hooks of a layer perhaps not
+            inside.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[:2].numel()))
         learner = Learner(spec, policy)
         credited = spec.algorithm.advantages(learner.annotate(batch))
         read.clear()
@@ -318,7 +320,7 @@ def test_rows_that_share_no_prompt_or_whose_model_drops_the_cache_where_it_recom
     states = prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT)
     assert states is not None and states.lean is None  # that one would keep its activations
     forward = policy.model.forward
-    policy.model.forward = lambda **given: forward(**given | {"past_key_values": None})
+    policy.model.forward = lambda **given: forward(**given | given_cache(policy, None))
     assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
     other, empty = make_batch(), batch.completion_mask_BT.clone()
     assert prompt_states(tiny_model(0), other.tokens_BT, other.completion_mask_BT) is None

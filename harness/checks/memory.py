@@ -50,7 +50,9 @@ def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None
             "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
             "engine=transformers"
         )
-    spec = decided(spec, alone=copies == 1) if learns else _sampled_alone(spec)
+    small = {"gradient_checkpointing": True, "stages": (), "rollouts_per_step": spec.algorithm.group_size}
+    # In steps so small an evaluation decides how many rows are sampled at once.
+    spec = decided(spec, alone=copies == 1) if learns else spec.model_copy(update=small)
     found, _ = estimate_run(spec)
     if found is not None and not learns:  # an engine with weights of its own reads the policy on the host
         is_apart = spec.engine.name == "vllm" and device.type == "cuda"
@@ -58,13 +60,6 @@ def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None
         found = {name: size if name in needed else 0 for name, size in found.items()}
     if found is not None:
         check_fits(found, device, spec, copies)
-
-
-def _sampled_alone(spec: RunSpec) -> RunSpec:
-    """The run with steps so small that an evaluation decides how many rows it samples at once."""
-    return spec.model_copy(
-        update={"gradient_checkpointing": True, "stages": (), "rollouts_per_step": spec.algorithm.group_size}
-    )
 
 
 def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
@@ -104,11 +99,8 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
     wider = ["spread it over more GPUs (devices)"] * bool(beside)
     saved = {words: size for words, size in _savings(spec, device, components) if 50 * size > needed}
-    others = {
-        "teacher": "a smaller teacher",
-        "critic": "an algorithm without a critic",
-        "rewards": "smaller reward models",
-    }
+    others = {"teacher": "a smaller teacher", "critic": "an algorithm without a critic"}
+    others["rewards"] = "smaller reward models"
     uses = [*["fewer `workers`"] * (copies > 1), *(others[name] for name in large if name in others), "a smaller model"]
     fix = [f"set {words} ({gib(copies * saved[words])} less)" for words in sorted(saved, key=lambda one: -saved[one])]
     raise SpecError(

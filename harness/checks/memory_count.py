@@ -23,7 +23,7 @@ from ..devices.device import mixed_precision
 from ..devices.sharding import layers, total_bytes
 from ..policy.forward import Critic, PromptStates, backbone, can_share_prompts, prompt_cache, state_logprobs
 from ..policy.fused_llama import recognised
-from ..policy.library import import_generation
+from ..policy.library import given_cache, import_generation
 from ..policy.lora import add_adapter, hold_frozen_products, hold_scorer
 from ..policy.model import empty_model
 from ..settings.run import LoRA, RunSpec
@@ -88,9 +88,7 @@ class Counts:
     layer: int  # of the policy's largest layer
     root: int  # outside of layers: embeddings, norm and head
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
-    shared: (
-        Kept | None
-    )  # of completions alone, after keys and values that the rows of a prompt share; None: they cannot
+    shared: Kept | None  # of completions alone, after keys and values that rows of a prompt share; None: they cannot
     states: int  # of the completions, which the head reads
     logprobs: int  # kept after the trunk, the states and all logits among them
     values: int
@@ -173,8 +171,8 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
         policy, *value_heads = copies = deepcopy(real, fakes)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
         with _watched(copies) as kept, mixed_precision(tokens_BT.device, shape.autocast):
-            cache = PassingCache(config=policy.config)  # pyright: ignore[reportArgumentType]
-            states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
+            cache = given_cache(policy, PassingCache(config=policy.config))  # pyright: ignore[reportArgumentType]
+            states_BTH = backbone(policy)(input_ids=tokens_BT, use_cache=True, **cache).last_hidden_state
             trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
             targets_N = tokens_BT[:, shape.prompt_tokens :].flatten()
@@ -191,7 +189,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             with _watched(copies) as shared, mixed_precision(tokens_BT.device, shape.autocast):
                 backbone(policy)(
                     input_ids=completions_BT, position_ids=before + torch.arange(shape.max_tokens)[None],
-                    past_key_values=prompt_cache(policy, prompts), use_cache=True,
+                    use_cache=True, **given_cache(policy, prompt_cache(policy, prompts)),
                 )  # fmt: skip
     return trunk, shared, with_logprobs - trunk.all, kept.all - with_logprobs
 

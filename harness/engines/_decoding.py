@@ -18,7 +18,7 @@ from ..base.tensors import num_shared, pad_left
 from ..data import Group, Prompt, Sampling
 from ..policy.forward import SAVED, can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
-from ..policy.library import decoding_cache, grouped_attention
+from ..policy.library import decoding_cache, given_cache, grouped_attention
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -110,6 +110,7 @@ class LibraryDecoder:
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
         self.model, self.cache, self.padded = model, decoding_cache(model, capacity), False
+        self.given = given_cache(model, self.cache)
         self.mask = torch.ones(0, 0, dtype=torch.bool, device=next(model.parameters()).device)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -151,9 +152,9 @@ class LibraryDecoder:
                 input_ids=tokens,
                 attention_mask=self.mask if self.padded else None,
                 position_ids=positions,
-                past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **self.given,
             )
         return output.logits[:, -1].float()
 

@@ -102,13 +102,11 @@ class Costs:
             keys_gradient += 0 if id(p) in last and not read_by_keys.search(name) else needed
         head = policy.get_output_embeddings().weight  # pyright: ignore
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        pair = 4 * config.num_attention_heads * width * len(every)
+        pair, last_pairs = (4 * config.num_attention_heads * width * count for count in (len(every), 2))
         return cls(
             forward=Work(token, pair, 2 * head.numel()),
             backward=Work(gradient, 2 * pair, (2 if adapted else 4) * head.numel()),
-            keys=Work(gradient, 2 * pair)
-            if is_sharded(policy)
-            else Work(keys_gradient, 2 * pair - 2 * pair / len(every)),
+            keys=Work(gradient, 2 * pair) if is_sharded(policy) else Work(keys_gradient, 2 * pair - last_pairs),
             again=Work(again, pair),
             adapter=adapter,
             vocabulary=len(head),

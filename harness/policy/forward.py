@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from ..devices.sharding import is_sharded, under_hooks
 from ..interfaces import Distribution
 from ..settings.run import Optimizer
 from . import fused_llama
+from .library import given_cache
 from .lora import around_frozen
 
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
@@ -108,7 +108,7 @@ def keeps_keys_and_values(model: nn.Module, *, windows: bool = True) -> bool:
     return (
         all(type(layer) is DynamicLayer or (windows and type(layer) is DynamicSlidingWindowLayer) for layer in layers)
         and not getattr(model, "_is_stateful", False)
-        and "past_key_values" in signature(model.forward).parameters
+        and bool(given_cache(model, None))
     )
 
 
@@ -134,14 +134,10 @@ def token_logprobs(
     return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
 
 
-def uniform_kl(logits: Tensor) -> Tensor:
-    """KL(uniform || policy) in nats, uniform over all V logits of the head: logsumexp(logits) - mean(logits) - ln V."""
-    return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
-
-
 MEASURES: dict[Distribution, Callable[[Tensor], Tensor]] = {
     "entropy": lambda logits: torch.special.entr(logits.softmax(-1)).sum(-1),
-    "uniform_kl": uniform_kl,
+    # KL(uniform || policy) in nats, uniform over all V logits of the head
+    "uniform_kl": lambda logits: logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1]),
     "collision": lambda logits: logits.softmax(-1).square().sum(-1),
 }
 
@@ -375,7 +371,7 @@ def _prompt_pass(
     """(the last hidden states, keys and values of each layer, or None if it keeps none), after a beginning of all."""
     rows_U = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
     cache = prompt_cache(model, None if begun is None else PromptStates(begun, [], rows_U, rows_U), keeps=True)
-    read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), past_key_values=cache)
+    read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), **given_cache(model, cache))
     states = [layer.first for layer in cache.layers]
     return read.last_hidden_state, None if None in states else states
 
@@ -402,8 +398,8 @@ def completion_states(
             input_ids=inputs,
             attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
             position_ids=positions,
-            past_key_values=prompt_cache(model, prompts),
             use_cache=not _is_recomputing(model),
+            **given_cache(model, prompt_cache(model, prompts)),
         ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]
 

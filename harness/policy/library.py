@@ -5,13 +5,26 @@ multiplies by the same weights again and again."""
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from importlib import import_module
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..devices.sharding import is_spread
+
+
+def missing() -> list[str]:
+    """The insides that the installed version lacks and that fast paths lean on, which would be off in silence."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_utils import PreTrainedModel
+
+    used = {"_is_stateful": PreTrainedModel, "_supports_attention_backend": PreTrainedModel}
+    used |= {"_can_checkpoint_with_cache": GradientCheckpointingLayer}
+    return [f"{owner.__name__}.{name}" for name, owner in used.items() if not hasattr(owner, name)]
 
 
 def import_generation() -> None:
@@ -33,6 +46,19 @@ def import_generation() -> None:
     finally:
         for name, available in found.items():
             setattr(utils, name, available)
+
+
+def hold_date() -> None:
+    """Let every chat template that asks for today's date get the same one, so that a prompt is the same every day."""
+    templates: Any = import_module("transformers.utils.chat_template_utils")
+    templates.datetime = SimpleNamespace(now=lambda: datetime(2024, 7, 26))
+
+
+def given_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The cache as the argument in which the forward pass of the model, or of its backbone, takes it: `cache` from
+    transformers 5.24 on. Empty if it takes none; XLM's `cache` is a dict of its own."""
+    takes, names = signature(model.forward).parameters, ("past_key_values", "cache")
+    return {name: cache for name in names if name in takes and "dict" not in str(takes[name].annotation)}
 
 
 def decoding_cache(model: nn.Module, capacity: int) -> Any:

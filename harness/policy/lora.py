@@ -78,12 +78,6 @@ def hold_scorer(model: M, autocast: bool) -> M:
     return model
 
 
-def holds_products(policy: nn.Module) -> bool:
-    """Whether `hold_frozen_products` or sharding has changed the model, which then runs under autocast only."""
-    frozen = {p.dtype for p in policy.parameters() if not p.requires_grad}
-    return len(frozen) > 1 or getattr(policy, "needs_autocast", False)
-
-
 def has_adapter(model: nn.Module) -> bool:
     return any(True for _ in adapted_layers(model))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..data import Group, Prompt, PromptFormat, Rollout
+from .library import hold_date
 from .model import load_tokenizer, model_config
 from .tiny import TINY
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..settings.run import RunSpec
 
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
-TODAY = datetime(2024, 7, 26)  # for templates that contain today's date, so that a prompt is the same every day
 AUTO = PromptFormat()
 QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
@@ -69,6 +68,7 @@ class TextCodec:
         settings: PromptFormat = AUTO,
         in_words: Callable[[str], str] = lambda text: text,
     ):
+        hold_date()
         self.in_words = in_words
         self.tokenizer, self.settings, self._model = tokenizer, settings, tokenizer.name_or_path or TINY
         self.encode = cache(self._encode)
@@ -123,13 +123,8 @@ class TextCodec:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)]
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=len(turns) == 1,
-                strftime_now=TODAY.strftime,  # takes precedence over the one that transformers gives to every template
-                **self.settings.template_arguments,  # pyright: ignore
-            )
+            arguments: Any = {"add_generation_prompt": len(turns) == 1, **self.settings.template_arguments}
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception as error:  # a template is foreign code, which may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             raise self._refusal(f"fails ({reason})") from None

@@ -103,23 +103,21 @@ class Run:
         self.writer.check(wait=True)  # a checkpoint may still copy what the last learner has
         policy, shares_prompts = self.learner.policy, self.learner.shares_prompts
         del self.learner  # its moments and models are not needed beside the next ones
-        origin = policy if ranks.world_size() == 1 else self._unsharded(policy)
+        origin = policy
+        if ranks.world_size() > 1:  # a copy as `prepare` has it before it is sharded: the first process has the weights
+            weights = assembled(copied(policy.state_dict(), on_first=True), self.writer.group)
+
+            def first() -> nn.Module:
+                model = placed(start_policy(self.whole, self.cache)[0], self.whole)
+                model.load_state_dict(weights)
+                return model
+
+            origin = recomputing(ranks.from_first(first), recomputes(policy))
         self.stage, self.answers, self.gates = stage, None, GateState()
         self.learner = learner_of(stage, policy, self.directory, origin)
         self.learner.shares_prompts = shares_prompts
         self.spec = self.learner.spec
         self._count()
-
-    def _unsharded(self, policy: nn.Module) -> nn.Module:
-        """A copy of the policy as `prepare` has it before it is sharded: the first process has the weights."""
-        weights = assembled(copied(policy.state_dict(), on_first=True), self.writer.group)
-
-        def first() -> nn.Module:
-            model = placed(start_policy(self.whole, self.cache)[0], self.whole)
-            model.load_state_dict(weights)
-            return model
-
-        return recomputing(ranks.from_first(first), recomputes(policy))
 
     def _count(self) -> None:
         """Note a completion's tokens, the operations of the models, and whether the engine's log-probs are exact."""
@@ -248,14 +246,6 @@ def build_engine(
     return engine_class(engine_settings(spec, codec, prompts), policy, codec)
 
 
-def lone_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec, prompts: Sequence[Prompt]) -> RolloutEngine:
-    """The same over a policy that never learns. An engine with weights of its own reads it on the host, in its own
-    precision, and fills the GPU alone; the caller may then let the policy go."""
-    own = getattr(engine_settings(spec, codec, prompts), "dtype", None)
-    policy = placed(policy, spec) if own is None else policy.to(dtype=getattr(torch, own))
-    return build_engine(spec, policy, codec, prompts)
-
-
 def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] | None = None) -> Any:
     """The settings of the run's engine, complete."""
 
@@ -292,7 +282,8 @@ def placed(policy: nn.Module, spec: RunSpec, *, scores: bool = False) -> nn.Modu
 def recomputing(policy: nn.Module, enabled: bool) -> nn.Module:
     """The policy itself, whose backward pass computes activations again, if `enabled`."""
     if enabled:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        enable = "activation_checkpointing_enable"  # from transformers 5.24 on
+        getattr(policy, enable, policy.gradient_checkpointing_enable)()  # pyright: ignore
     return policy
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 from ..base.files import read_json
@@ -23,7 +24,7 @@ from ..record.run import RunLog, drop_checkpoints, final_result
 from ..record.status import StudyStatus, TrialStatus
 from ..settings.errors import SpecError
 from ..settings.run import RunSpec
-from .build import RunResult, first_prompt, lone_engine
+from .build import RunResult, build_engine, engine_settings, first_prompt, placed
 from .cold_start import start_policy
 from .evaluate import ROWS, EndedRows, evaluate_run, evaluation_metrics, weights_read
 from .loop import train
@@ -94,7 +95,10 @@ def evaluate_once(
     with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
         found: dict[str, EvaluationResult] = {}
-        with closing(lone_engine(spec, policy, codec, prompts)) as engine:
+        own = getattr(engine_settings(spec, codec, prompts), "dtype", None)
+        # An engine with weights of its own reads them on the host, in its own precision, and fills the GPU alone.
+        policy = placed(policy, spec) if own is None else policy.to(dtype=getattr(torch, own))
+        with closing(build_engine(spec, policy, codec, prompts)) as engine:
             weights = weights_read(spec, engine, policy)
             del policy  # the engine has it, or weights of its own
             for area, on in measures.items():

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ...data import Batch, InvalidRun, Prompt
 from ...devices import ranks
 from ...devices.device import mixed_precision, resolve_device
-from ...policy.forward import recomputes
+from ...policy.forward import can_share_prompts, recomputes
+from ...policy.library import missing
 from ..build import Run
 from ..rollout import collate
 from .sync import BOUNDS, precision
@@ -61,10 +62,12 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     _check("the learner", learner_off, batch, bound, "use another model")
     shared = float((shared_BT - own_BT).abs().max())
     learner.shares_prompts &= shared <= bound
-    if shares and not learner.shares_prompts:
-        log.warning(
-            "prompts are read anew for every completion, which is slower: sharing them is %.3g nats off", shared
-        )
+    why = "" if can_share_prompts(policy) else f"a {policy.config.model_type} cannot share them"  # pyright: ignore
+    why = why if shared <= bound else f"sharing them is {shared:.3g} nats off"
+    if shares and why:
+        log.warning("prompts are read anew for every completion, which is slower: %s", why)
+    if lacking := missing():
+        log.warning("transformers lacks %s, so this run may be slower; see docs/install.md", ", ".join(lacking))
     used = [float(engine_off.max()), float(learner_off.max()), *([shared] if learner.shares_prompts else [])]
     return {"mismatch/at_start": max(used)}
 

@@ -22,7 +22,6 @@ from ...data import Group, InvalidRun
 from ...devices.device import mixed_precision
 from ...interfaces import Precision, RolloutEngine
 from ...policy.forward import token_logprobs
-from ...policy.lora import holds_products
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
 # tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured; float16: a fifth of bfloat16's, as its
@@ -113,10 +112,11 @@ def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
     device = next(policy.parameters()).device
     tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
     mask = pad_right([[False] * n + [True] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
-    matmul = torch.backends.cuda.matmul
+    frozen = {p.dtype for p in policy.parameters() if not p.requires_grad}  # two, of products that are held apart
+    casts, matmul = len(frozen) > 1 or getattr(policy, "needs_autocast", False), torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
-        with mixed_precision(device, holds_products(policy)):
+        with mixed_precision(device, casts):
             logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
     finally:
         matmul.fp32_precision = before
