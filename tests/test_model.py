@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import httpx
 import huggingface_hub
 import pytest
 import torch
@@ -142,6 +141,10 @@ def test_an_evaluation_beyond_the_models_positions_is_refused_before_it_loads(tm
     with pytest.raises(ValueError, match=r"must fit into .* context limit of 16 tokens, got 1\d \+ 8"):
         evaluate_once(spec, "test", tmp_path / "runs", "long")
     assert not (tmp_path / "runs/evaluate").exists()
+
+
+_http = huggingface_hub.utils._http
+httpx = getattr(_http, "httpx2", None) or _http.httpx  # which huggingface-hub 2 uses under another name
 
 
 class NoNetwork(httpx.BaseTransport):
