@@ -17,6 +17,7 @@ from ...console.terminal import percent, shortened, yes
     "samples",
     "cohort samples quickstart grpo --where 'correct and tokens > 20' --grep '7-4'",
     "cohort samples quickstart grpo ppo --out problems.html",
+    "cohort samples quickstart --where 'area == \"test\"' --out logs/quickstart.eval",
     "cohort samples answers.jsonl --task gsm8k --grader all",
 )
 def samples(
@@ -26,7 +27,10 @@ def samples(
         str, typer.Option(metavar="CONDITION", help="Of area, step, seed, correct, reward, tokens, cut, run_on, ...")
     ] = "",
     grep: Annotated[str, typer.Option(metavar="TEXT", help="A text in the problem or the completion.")] = "",
-    out: Annotated[Path | None, typer.Option(metavar="PAGE.html", help="Compare two arms in a page.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PAGE.html compares two arms; LOG.eval for inspect, ROWS.jsonl for lm-eval."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task that grades FILE.jsonl: gold, completion, label.")] = None,
     grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
     show: Annotated[int, typer.Option(min=0, metavar="N", help="Samples to show, disagreements first.")] = 20,
@@ -38,17 +42,18 @@ def samples(
 
     A condition compares names and constants: arm, seed, step, area (train, validation, test, start), problem, family,
     each tag of a problem (level, subject), sample, greedy, answer, correct, reward, tokens, cut, run_on. --out
-    writes a page that filters by itself: which problems only one of two arms solves, their completions side by
-    side, and which differences are sure. With --task, a file of completions is graded: each row's verdict and answer,
-    agreement with labels, and rows per second.
+    writes a page that filters by itself (which problems only one of two arms solves, their completions side by
+    side, which differences are sure), or the samples as other viewers open them, such as `inspect view`. With --task,
+    a file of completions is graded: each row's verdict and answer, agreement with labels, and rows per second.
     """
     if task is not None:
         return _grade(task, Path(study), grader, show, sets, as_json)
     if study.endswith(".jsonl"):
         raise ValueError(f"'{study}' is a file of completions, which a task grades; add --task")
+    from .exports import export
     from .reading import samples as read
 
-    if out is not None:
+    if out is not None and out.suffix == ".html":
         from ...api.study import open_result
         from .page import page
 
@@ -59,6 +64,8 @@ def samples(
         write_text(out, page(result, *pair, runs=runs), sync=False)
         return terminal.say(f"Written: {out}")
     rows = read(study, *(arms or ()), where=where, grep=grep, runs=runs)
+    if out is not None:
+        return terminal.say(f"Written: {out} ({export(rows, Path(study).name, out):,} samples)")
     if as_json:
         return terminal.print_json({"study": study, "samples": list(rows)})
     cells, shown = [], list(islice(rows, show))

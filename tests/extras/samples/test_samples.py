@@ -3,10 +3,14 @@
 import json
 import math
 import re
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from cohort.harness.extras.imports.scores import _rows, _split
 from cohort.harness.extras.samples.condition import condition
+from cohort.harness.extras.samples.exports import export
 from cohort.harness.extras.samples.page import page
 from cohort.harness.extras.samples.reading import samples
 from cohort.harness.record.events import EVENTS
@@ -43,6 +47,40 @@ def test_a_difference_between_seeds_is_tested_by_flipping_its_signs():
     assert (p.tolist(), adjusted.tolist()) == ([0.125, 1.0, 1.0], [0.25, 1.0, 1.0])
     # level 0.025: 2 / 2^n <= 0.025 from 7 seeds on
     assert needed.tolist() == [7, math.inf, math.inf]
+
+
+ROW = {"arm": "grpo", "seed": 1, "area": "test", "step": 4, "problem": "p1", "family": "", "prompt": "2+2=",
+       "gold": "4", "sample": 0, "greedy": True, "completion": "</script> #### 4\ud800", "answer": "4", "correct": True,
+       "reward": None, "tokens": 5, "cut": False, "run_on": False, "level": "3"}  # fmt: skip
+ROWS = [ROW, {**ROW, "greedy": False, "completion": "5", "answer": None, "correct": False, "cut": True}]
+
+
+def test_a_log_of_inspect_holds_every_sample_with_its_verdict(tmp_path):
+    file = tmp_path / "logs" / "sizes.eval"
+    assert export(iter(ROWS), "sizes", file) == 2
+    with zipfile.ZipFile(file) as log:
+        right, wrong = (json.loads(log.read(f"samples/{number}.json")) for number in (1, 2))
+    assert [_split(row, file, 0, None)[1] for row in _rows(file)] == [{"correct": 1.0}, {"correct": 0.0}]
+    assert (right["id"], right["epoch"], wrong["epoch"]) == ("p1 grpo 1 test 4", 1, 2)
+    assert [one["scores"]["correct"]["value"] for one in (right, wrong)] == ["C", "I"]
+    assert [one["output"]["choices"][0]["stop_reason"] for one in (right, wrong)] == ["stop", "max_tokens"]
+    assert right["metadata"]["level"] == "3" and right["messages"][1]["content"] == ROW["completion"]
+    reader = pytest.importorskip("inspect_ai.log", reason="needs inspect-ai, whose viewer opens the file")
+    assert all(one.completed for one in reader.read_eval_log_sample_summaries(str(file)))
+    log = reader.read_eval_log(str(file))
+    assert [one.output.completion for one in log.samples] == [row["completion"] for row in ROWS]
+    assert log.results.scores[0].metrics["accuracy"].value == 0.5
+
+
+def test_rows_of_lm_eval_hold_every_sample_and_are_read_as_its_scores(tmp_path):
+    file = tmp_path / "samples_sizes_1.jsonl"
+    export(iter(ROWS), "sizes", file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["resps"][0][0] for row in rows] == [row["completion"] for row in ROWS]
+    assert [row["filtered_resps"] for row in rows] == [["4"], ["[invalid]"]]
+    assert [_split(row, file, 0, None)[1] for row in rows] == [{"exact_match,cohort": 1.0}, {"exact_match,cohort": 0.0}]
+    with pytest.raises(ValueError, match=r"must end in .html .* got 'x.txt'"):
+        export(iter(ROWS), "sizes", Path("x.txt"))
 
 
 @pytest.mark.slow
@@ -82,5 +120,8 @@ def test_two_arms_their_problems_and_their_samples(tmp_path, cohort):
     written = page(result, a, b, tmp_path)
     data = json.loads(re.search(r'id="data">(.*?)</script>', written)[1])
     assert {one["id"]: len(one["runs"]) for one in data["problems"]} == dict.fromkeys(frame.index, 2 * 3)
+    for name in ("log.eval", "rows.jsonl"):
+        assert cohort("samples", "sizes", "--runs", tmp_path, "--out", tmp_path / name) == 0
+        assert (tmp_path / name).stat().st_size
     assert cohort("samples", "sizes", "--runs", tmp_path, "--where", "corect") == 2
     assert "did you mean 'correct'" in cohort.said
