@@ -31,6 +31,7 @@ from .trials import (
     awaits_seeds,
     bounded,
     choose_outcome,
+    is_paired,
     num_problems,
     score,
     search_of,
@@ -52,8 +53,10 @@ ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
 class Contrast:
     """A weighted sum of arms over the seeds that all of them completed; intervals are None with fewer than 2.
 
-    differences  seed -> the sum of the outcome, or of another metric
+    differences  seed -> the sum of the outcome, or of another metric; if arms share no seeds, of the last arm's seed
+                 and the means of the others
     interval     the one stated in reports
+    student      Student's (or Welch's) over seeds alone
     tests        the intervals behind its p; empty without a test, as while planned seeds are to come
     resolution   of the scores, as in `t_test`
     variance     of one seed, and of one problem of `num_problems`; None with fewer than 2 seeds
@@ -69,6 +72,7 @@ class Contrast:
     num_problems: int = 1
     cells: Floats | None = field(default=None, compare=False)
     share: float = 1.0
+    student: Interval | None = None
 
     @property
     def p(self) -> float:
@@ -99,6 +103,7 @@ class Comparison(Contrast):
     p_adjusted: float = math.nan
     family: int = 1
     is_alone: bool = True  # all comparisons have this baseline, so that the arm names it
+    is_paired: bool = True
 
     @property
     def arm(self) -> str:
@@ -110,15 +115,11 @@ class Comparison(Contrast):
 
     @property
     def bootstrap(self) -> Interval | None:
-        return statistics.bootstrap_interval(self.values, self.rng_seed)
+        return statistics.bootstrap_interval(self.values, self.rng_seed) if self.is_paired else None
 
     @property
     def is_detected(self) -> bool:
         return self.p_adjusted < ALPHA
-
-    @property
-    def student(self) -> Interval | None:
-        return bounded(statistics.t_interval(self.values, self.share), self.outcome, least=-1.0)
 
     @cached_property
     def improvement(self) -> Interval:
@@ -252,14 +253,25 @@ def analysed(record: StudyRecord) -> Analysis:
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
-    """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
-    seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
-    sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
+    """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value.
+
+    Of arms without common seeds the groups are independent (Welch 1947).
+    """
+    if is_paired(record):
+        seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
+        sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
+        groups = [[*sums.values()]]
+    else:
+        groups = [[weight * value for _, value in sorted(values[arm].items())] for arm, weight in weights.items()]
+        seeds, means = sorted(values[[*weights][-1]]), sum(float(np.mean(one)) for one in groups[:-1] if one)
+        sums = {seed: value + means for seed, value in zip(seeds, groups[-1], strict=True)} if all(groups) else {}
     share = share_of_alpha(record, seeds)
-    if (interval := statistics.t_interval(list(sums.values()), share)) is None:
+    intervals = statistics.cautious_intervals(*(np.array(one)[:, None] for one in groups), share=share) if sums else []
+    if not intervals:
         return Contrast(sums, None, share=share)
-    spread = CrossedVariance(float(np.var(list(sums.values()), ddof=1)), 0.0, 0.0)
-    return Contrast(sums, interval, () if awaits_seeds(record, seeds) else [interval], variance=spread, share=share)
+    spread = CrossedVariance(sum(float(np.var(one, ddof=1)) for one in groups), 0.0, 0.0)
+    tests = () if awaits_seeds(record, seeds) else intervals
+    return Contrast(sums, intervals[0], tests, variance=spread, share=share, student=intervals[0])
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
@@ -272,16 +284,19 @@ def _of_outcome(
 ) -> Contrast:
     found = contrast(record, {label: arm.scores for label, arm in arms.items()}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
-    counted = arms[next(iter(weights))].num_problems
+    counted, paired = arms[next(iter(weights))].num_problems, is_paired(record)
     found = replace(found, resolution=1 / counted if counted else 0.0)
-    cells = [(weight, arms[label].cells_of(found.differences)) for label, weight in weights.items()]
+    cells = [(w, arms[label].cells_of(found.differences if paired else arms[label].scores))
+             for label, w in weights.items()]  # fmt: skip
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     is_known = len(weighted) == len(weights)
-    summed = np.sum(weighted, axis=0) if is_known else None
+    groups = ([np.sum(weighted, axis=0)] if paired else weighted) if is_known else []
+    summed = groups[0] if paired and groups else None
+    found = replace(found, cells=summed, student=bounded(found.student, outcome, *ends))
     if found.interval is None:
-        return replace(found, cells=summed)
-    intervals = [found.interval] if summed is None else statistics.cautious_intervals(summed, found.share)
-    counted = counted if summed is None else summed.shape[1]
+        return found
+    intervals = statistics.cautious_intervals(*groups, share=found.share) if groups else [found.interval]
+    counted = groups[0].shape[1] if groups else counted
     is_fixed = all(value in (0.0, 1.0) for label in weights for value in arms[label].values)
     others = statistics.num_others(np.concatenate(weighted)) if is_known else 0 if is_fixed else counted
     sparse = []  # the first of its tests, so that no statement goes without it
@@ -292,11 +307,10 @@ def _of_outcome(
         found,
         interval=bounded(statistics.widest([*sparse, *intervals]), outcome, *ends),
         tests=[*sparse, *found.tests, *intervals[1:]] if found.tests else (),
-        cells=summed,
     )
-    if summed is None:
+    if not groups:
         return found
-    return replace(found, variance=statistics.crossed_variance(summed), num_problems=summed.shape[1])
+    return replace(found, variance=statistics.crossed_variance(*groups), num_problems=counted)
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -348,11 +362,19 @@ def _compare(
     """Every arm with another that it shares a seed with, each in a separate family."""
     found = []
     for arm, baseline in pairs:
-        if arm is baseline or arm.scores.keys().isdisjoint(baseline.scores):
+        if arm is baseline or (is_paired(record) and arm.scores.keys().isdisjoint(baseline.scores)):
+            continue
+        if not (arm.scores and baseline.scores):
             continue
         both = {baseline.label: baseline, arm.label: arm}
         one = _of_outcome(record, outcome, both, {baseline.label: -1.0, arm.label: 1.0})
-        own = {"summary": arm, "baseline": baseline, "outcome": outcome, "rng_seed": int(rng.integers(2**32))}
+        own = {
+            "summary": arm,
+            "baseline": baseline,
+            "is_paired": is_paired(record),
+            "outcome": outcome,
+            "rng_seed": int(rng.integers(2**32)),
+        }
         found.append(Comparison(**vars(one), **own))
     return found
 

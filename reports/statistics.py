@@ -146,53 +146,53 @@ def t_interval(scores_S: ArrayLike, share: float = 1.0) -> Interval | None:
     return _t_interval(float(values.mean()), error, values.size - 1, share)
 
 
-def crossed_interval(scores_SN: ArrayLike, share: float = 1.0) -> Interval | None:
-    """The t interval for the mean over new seeds and new problems; None with fewer than 2 of either.
-
-    Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
-    (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
-    component is set to 0, which can only widen the interval.
-    """
-    scores = np.asarray(scores_SN, dtype=float)
-    if scores.ndim != 2 or min(scores.shape) < 2 or share == 0:
-        return None
-    seed, problem, rest = _mean_squares(scores)
-    df_seed = len(scores) - 1
-    if seed == problem == rest == 0:
-        return _t_interval(float(scores.mean()), 0.0, df_seed, share)
-    seed, problem = max(seed, rest), max(problem, rest)
-    total = seed + problem - rest
-    df_problem = scores.shape[1] - 1
-    df_rest = df_seed * df_problem
-    spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / df_rest
-    df = max(total**2 / spread, 1.0)
-    return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df, share)
-
-
 def cautious_interval(scores_SN: ArrayLike, share: float = 1.0) -> Interval | None:
     """The widest of `cautious_intervals`: what reports state; None with fewer than 2 seeds, or no share.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
-    return widest(cautious_intervals(scores_SN, share))
+    return widest(cautious_intervals(scores_SN, share=share))
 
 
 def widest(intervals: Sequence[Interval]) -> Interval | None:
     return max(intervals, key=lambda interval: interval.high - interval.low, default=None)
 
 
-def cautious_intervals(scores_SN: ArrayLike, share: float = 1.0) -> list[Interval]:
-    """`t_interval` over the seeds, `crossed_interval`, and Student's over the problems given these seeds.
+def cautious_intervals(*groups: ArrayLike, share: float = 1.0) -> list[Interval]:
+    """`t_interval` over the seeds, the two-way interval, and Student's over the problems given these seeds: of a mean
+    [S, N], or of a sum of groups of runs that share problems and no seeds.
 
-    The last is the widest only with few blocks of problems, whose spread is as rough an estimate as over few seeds.
-    A single block leaves the first; there are none with fewer than 2 seeds.
+    Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
+    (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
+    component is set to 0, which can only widen the interval. Variances over the seeds of several groups are added, with
+    Satterthwaite's degrees of freedom (Welch 1947); problems are the columns of the sum, which all groups share. The
+    third is the widest only with few blocks of problems, whose spread is as rough an estimate as over few seeds.
+    A single block leaves the first; there are none with fewer than 2 seeds in a group.
     """
-    scores = np.asarray(scores_SN, dtype=float)
-    student = t_interval(scores.mean(axis=1), share)
-    crossed = crossed_interval(scores, share)
-    over_problems = None if crossed is None else t_interval(scores.mean(axis=0), share)
-    return [one for one in (student, crossed, over_problems) if one is not None]
+    each = [np.asarray(one, dtype=float) for one in groups]
+    own = [one for scores in each if (one := t_interval(scores.mean(axis=1), share)) is not None]
+    if len(own) < len(each):
+        return []
+    columns = np.sum([scores.mean(axis=0) for scores in each], axis=0)
+    mean, seeds = float(columns.mean()), [(one.error**2, one.df) for one in own]
+    student = own[0] if len(own) == 1 else _t_interval(mean, sum(v for v, _ in seeds) ** 0.5, _df(seeds), share)
+    over_problems = t_interval(columns, share)
+    if over_problems is None:
+        return [student]
+    rests = [(_mean_squares(one)[2] / one.size, (len(one) - 1) * (one.shape[1] - 1)) for one in each]
+    seeds = [(max(v, rest), df) for (v, df), (rest, _) in zip(seeds, rests, strict=True)]
+    rest = sum(v for v, _ in rests)
+    problems = (max(over_problems.error**2, rest), over_problems.df)
+    total = sum(v for v, _ in seeds) + problems[0] - rest
+    df = max(total**2 / sum(v**2 / df for v, df in (*seeds, problems, *rests)), 1.0) if total > 1e-20 else own[0].df
+    return [student, _t_interval(mean, math.sqrt(total) if total > 1e-20 else 0.0, df, share), over_problems]
+
+
+def _df(variances: Sequence[tuple[float, float]]) -> float:
+    """Satterthwaite's degrees of freedom of a sum of variances with these; the least of them without any."""
+    total = sum(v for v, _ in variances)
+    return total**2 / sum(v**2 / df for v, df in variances) if total > 0 else min(df for _, df in variances)
 
 
 def paired_interval(scores_SN: ArrayLike) -> Interval | None:
@@ -229,12 +229,15 @@ def fraction_interval(scores_SN: ArrayLike, num_problems: int = 0) -> Interval |
     return Interval(mean, *_wilson(mean, count, t), interval.error, interval.df)
 
 
-def crossed_variance(scores_SN: ArrayLike) -> CrossedVariance:
-    """Variance components from at least 2 seeds and 2 problems, by the method of moments."""
-    scores = np.asarray(scores_SN, dtype=float)
-    seed, problem, rest = _mean_squares(scores)
-    num_seeds, num_problems = scores.shape
-    return CrossedVariance(max(seed - rest, 0.0) / num_problems, max(problem - rest, 0.0) / num_seeds, rest)
+def crossed_variance(*groups: ArrayLike) -> CrossedVariance:
+    """Variance components from at least 2 seeds and 2 problems, by the method of moments; of a sum of groups of runs
+    that share problems and no seeds, if there are several."""
+    each = [np.asarray(scores, dtype=float) for scores in groups]
+    squares = [_mean_squares(scores) for scores in each]
+    columns = np.sum([scores.mean(axis=0) for scores in each], axis=0).var(ddof=1)
+    noise = sum(rest / len(scores) for (_, _, rest), scores in zip(squares, each, strict=True))
+    seed = sum(max(seed - rest, 0.0) for seed, _, rest in squares) / each[0].shape[1]
+    return CrossedVariance(seed, max(float(columns) - noise, 0.0), sum(rest for _, _, rest in squares))
 
 
 def at_edges(interval: Interval, num_problems: int) -> Interval:
@@ -266,6 +269,13 @@ def sparse_interval(estimate: float, num_problems: int, num_others: int, share: 
 def num_others(scores: Floats) -> int:
     """The problems (columns) that do not have the scores which most of them have."""
     return scores.shape[1] - int(np.unique(scores, axis=1, return_counts=True)[1].max())
+
+
+def in_clusters(scores_S: Sequence[float]) -> bool:
+    """Whether fractions of seeds lie in two clusters, of which one collapsed or was lucky: the largest gap is at least
+    10 points and twice the rest of their range."""
+    gaps = np.sort(np.diff(np.sort(scores_S)))
+    return len(gaps) > 1 and bool(gaps[-1] >= max(0.1, 2 * gaps[:-1].sum()))
 
 
 def bootstrap_interval(scores_S: ArrayLike, rng: Generator | int, resamples: int = 10_000) -> Interval | None:

@@ -120,6 +120,11 @@ def is_imported(record: StudyRecord) -> bool:
     return record.spec.get("design") == "imported"
 
 
+def is_paired(record: StudyRecord) -> bool:
+    """Whether equal seeds make a pair; not in an import whose arms share none."""
+    return record.spec.get("pairing") != "none"
+
+
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
     """The findings of a study's own search; None for other designs."""
     return record.search if record.search is not None and "tuning" not in record.search else None
@@ -132,6 +137,8 @@ def tuning_of(record: StudyRecord) -> Mapping[str, Mapping[str, Any]]:
 
 def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
     """The (arm, seed) pairs that a study asks for, in its order."""
+    if not is_paired(record):
+        return [(trial.arm, trial.seed) for trial in record.trials]
     seeds = record.arm_seeds if isinstance(record, JoinedStudy) else dict.fromkeys(record.arms, record.seeds)
     return [(arm, seed) for arm in record.arms for seed in seeds[arm]]
 

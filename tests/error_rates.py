@@ -1,8 +1,8 @@
 """How often a report calls arms different that do not differ: simulated studies, from the record to the sentence.
 
 `python tests/error_rates.py --studies 2000` prints the share of studies with a false detection, in percent, for every
-design and number of seeds; `test_error_rates.py` runs fewer of the same, without those of `MORE`. The last design is
-the exception: nobody can know of families that no task names.
+design and number of seeds; `test_error_rates.py` runs fewer of the same, without those of `MORE`. Families that are not
+named are the exception: nobody can know of them.
 """
 
 import dataclasses
@@ -73,6 +73,14 @@ def related(
     known = {_problem(i): f"story {one}" for i, one in enumerate(members) if named and one < len(sizes) - unnamed}
     record = _scored(_record(build or _arms, 6, num_seeds), scores)
     return _answered(with_trials(record, lambda _: {"families": known}))
+
+
+def unpaired(rng: Generator, num_seeds: int, **spread: Any) -> bool:
+    """Six arms of which no two runs share a seed, as imports have them."""
+    record = _equal(rng, _arms, 6, num_seeds, **spread)
+    moved = with_trials(record, lambda one: {"seed": one.seed + num_seeds * record.arms.index(one.arm)})
+    spec = {**record.spec, "pairing": "none"}
+    return _answered(dataclasses.replace(moved, seeds=list(range(6 * num_seeds)), spec=spec))
 
 
 def greedy(rng: Generator, num_seeds: int, build: Build) -> bool:
@@ -370,6 +378,8 @@ MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     ),
     "5 arms at the floor": partial(crossed, build=_arms, logit=-6.0),
     "families of 8, not named": partial(related, sizes=(8,) * 8, named=False),
+    "5 arms, no shared seeds": unpaired,
+    "5 arms, no shared seeds, spread differs by arm": partial(unpaired, arm_by_problem=0.6, seed_deviations=UNEQUAL),
 }
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cohort.harness.api.reporting import report
-from cohort.harness.record.study import LOOKS, StudyRecord, keep_document, keep_look, read_folder, study_document
+from cohort.harness.record.study import (
+    LOOKS,
+    StudyRecord,
+    TrialRecord,
+    keep_document,
+    keep_look,
+    read_folder,
+    study_document,
+)
 from cohort.harness.settings.study import parse_study
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analysed, outcome_contrast
@@ -16,7 +24,7 @@ from cohort.reports.prose.answer import answer
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import write_report
 from cohort.reports.trials import share_of_alpha
-from fake_study import FakeArm, arms_of, factor_grid, fake_study
+from fake_study import FakeArm, arms_of, factor_grid, fake_study, with_trials
 from fake_trials import a_study
 from scipy import stats
 
@@ -118,7 +126,12 @@ def test_what_a_design_can_find_follows_from_its_error_its_family_and_its_share(
         still = dataclasses.replace(one, interval=interval)
         assert math.isnan(still.detectable) and still.seeds_for == {}
     assert [dataclasses.replace(one, p_adjusted=p).is_detected for p in (0.049, 0.05)] == [True, False]
-    wide = dataclasses.replace(one, differences={0: -1.0, 1: -0.5, 2: 1.0}, share=1.0)
+    extremes = fake_study(arms(0.5, 0.6), range(2), num_steps=10)  # each arm is right in one seed, wrong in the other
+
+    def only(t: TrialRecord) -> dict[str, Any]:
+        return {"per_problem": {}, "summary": {"test_accuracy": float(extremes.arms.index(t.arm) == t.seed)}}
+
+    (wide,) = analysed(with_trials(extremes, only)).comparisons
     assert wide.student is not None and (wide.student.low, wide.student.high) == (-1.0, 1.0)
     assert (over := statistics.t_interval(wide.values, wide.share)) is not None and over.low < -1
 

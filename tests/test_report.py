@@ -430,6 +430,15 @@ def test_blocks_of_families_stand_for_problems_and_the_page_says_what_it_assumes
     assert independent in interval_method(analysed(named()))
 
 
+def test_the_page_says_beside_its_intervals_that_seeds_lie_in_two_clusters():
+    record = fake_study([FakeArm("a"), FakeArm("b")], range(3), num_steps=10)
+    ends = {("a", 0): 0.1, ("a", 1): 0.6, ("a", 2): 0.62, ("b", 0): 0.5, ("b", 1): 0.55, ("b", 2): 0.6}
+    only = lambda t: {"per_problem": {}, "summary": {"test_accuracy": ends[t.arm, t.seed]}}  # noqa: E731
+    text = interval_method(analysed(with_trials(record, only)))
+    assert "The seeds of 'a' lie in two clusters" in text
+    assert "clusters" not in interval_method(analysed(record))
+
+
 def test_the_test_split_decides_only_where_every_complete_trial_has_it():
     record = fake_study()
     assert choose_outcome(record).name == "test/accuracy"

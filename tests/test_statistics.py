@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas
@@ -32,27 +33,53 @@ def test_the_student_interval_and_test_agree_with_scipy():
     assert (interval.low, interval.high) == (close(low), close(high))
     assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
     assert ours.t_interval([0.5]) is ours.bootstrap_interval([0.5], rng) is None  # one seed has no interval
-    assert ours.crossed_interval([[0.5, 0.25, 1.0]]) is ours.cautious_interval([[0.5, 0.25, 1.0]]) is None
+    assert ours.cautious_interval([[0.5, 0.25, 1.0]]) is None
+
+
+def crossed_interval(scores: Any) -> ours.Interval:
+    return ours.cautious_intervals(scores)[1]
+
+
+def test_groups_of_runs_without_common_seeds_have_welchs_interval_and_the_problems_that_they_share():
+    rng = np.random.default_rng(1)
+    arm, baseline = rng.normal(0.5, 1, 4), rng.normal(0, 3, 6)
+    (interval,) = ours.cautious_intervals(arm[:, None], -baseline[:, None])
+    theirs = stats.ttest_ind(arm, baseline, equal_var=False)
+    assert (interval.df, ours.t_test(interval)) == (close(theirs.df), close(theirs.pvalue))
+    assert (interval.low, interval.high) == tuple(map(close, theirs.confidence_interval()))
+    assert ours.cautious_intervals(arm[:, None], -baseline[:1, None]) == []  # one seed has no spread
+    # two copies of the two by two table below: each has the variance 1/4 / 4 over seeds and 1/4 / 4 that is rest; the
+    # sum of the columns, 2 and 0, has 2 / 2 over problems: 1/16 + 1/16 + 1 - 2/16 = 1; df = 1 / (2/16^2 + 1 + 2/16^2)
+    table = [[1.0, 0.5], [1.0, -0.5]]
+    student, both, problems = ours.cautious_intervals(table, table)
+    assert (student.estimate, student.error**2, student.df) == (close(1.0), close(2 / 16), close(2.0))
+    assert (both.estimate, both.error, both.df) == (close(1.0), close(1.0), 1.0)
+    assert (problems.error, problems.df) == (close(1.0), 1)
+    # 1/4 / 2 of each over seeds; of problems the variance 2, of which 2 * 1/4 / 2 are rest; 1/4 of each is rest
+    assert ours.crossed_variance(table, table) == ours.CrossedVariance(0.0, 1.75, 0.5)
+    scores = random_scores(rng, 2, 5, 64)
+    of_mean = ours.crossed_variance(*scores).of_mean(5, 64)
+    assert of_mean == close(ours.cautious_intervals(*scores)[1].error ** 2)
 
 
 def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand_and_a_negative_component_counts_as_zero():
     # seed means 0.75, 0.25 and problem means 1, 0 around 0.5; every residual is 0.25 or -0.25.
     # MS_seed = 2 (0.0625 + 0.0625) = 0.25, MS_problem = 2 (0.25 + 0.25) = 1, MS_rest = 4 * 0.0625 = 0.25
     # variance (0.25 + 1 - 0.25) / 4 = 0.25; df = 1^2 / (0.25^2 + 1^2 + 0.25^2) = 0.889, at least 1
-    interval = ours.crossed_interval([[1.0, 0.5], [1.0, -0.5]])
+    interval = crossed_interval([[1.0, 0.5], [1.0, -0.5]])
     assert (interval.estimate, interval.error, interval.df) == (close(0.5), close(0.5), close(1.0))
     assert interval.high == close(0.5 + 0.5 * stats.t.ppf(0.975, 1))
     # the mean of three 0.1 is not 0.1: what rounding leaves is no spread
-    flat = ours.crossed_interval([[0.1] * 3] * 2)
+    flat = crossed_interval([[0.1] * 3] * 2)
     assert flat is not None and (flat.low, flat.estimate, flat.error, flat.df) == (flat.high, close(0.1), 0.0, 1)
     # seed means are equal, so MS_seed = 0 < MS_rest; it is raised to MS_rest: error^2 = max(MS_problem, MS_rest) / 4
     # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
     scores = [[1.0, 0.0], [0.0, 1.0]]
-    interval = ours.crossed_interval(scores)
+    interval = crossed_interval(scores)
     assert interval.error == close(0.5)
     assert ours.crossed_variance(scores) == ours.CrossedVariance(0.0, 0.0, 1.0)
     random = random_scores(np.random.default_rng(3), 1, 5, 64)[0]
-    interval = ours.crossed_interval(random)
+    interval = crossed_interval(random)
     assert ours.crossed_variance(random).of_mean(5, 64) == close(interval.error**2)
 
 
@@ -256,7 +283,7 @@ def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom():
 
 def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_them():
     rng = np.random.default_rng(3)
-    tests = (lambda cells: ours.t_interval(cells.mean(axis=1)), ours.crossed_interval)
+    tests = (lambda cells: ours.t_interval(cells.mean(axis=1)), crossed_interval)
     largest = set()
     for seed_deviation in (0.1, 1.0, 3.0):
         cells = random_scores(rng, 4, 3, 32, seed_deviations=[seed_deviation]).reshape(2, 2, 3, 32)
@@ -304,7 +331,7 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds, studies):
         higher = float(stats.norm.cdf(apart / math.sqrt(2)))  # of a difference with variance 2
         probability = ours.probability_of_improvement(arm, baseline)
         intervals = (
-            (ours.cautious_interval(cells), truth), (ours.crossed_interval(cells), truth),
+            (ours.cautious_interval(cells), truth), (crossed_interval(cells), truth),
             (ours.t_interval(scores), truth), (ours.bootstrap_interval(scores, rng, resamples=1000), truth),
             (ours.cautious_interval(other - cells), 0.0),
             (ours.improvement_interval(probability, num_seeds, num_seeds), higher),
@@ -324,3 +351,10 @@ def test_an_interval_trusts_more_than_the_number_of_problems_only_where_five_are
         scores = 0.9 + 0.001 * np.random.default_rng(0).standard_normal((4, count))
         found = ours.fraction_interval(scores)
         assert found is not None and (found.high - found.low > 0.1) == is_wide
+
+
+def test_seeds_lie_in_two_clusters_where_one_gap_is_large_and_twice_the_rest():
+    assert ours.in_clusters([0.6, 0.1, 0.62]) and ours.in_clusters([0.4, 0.2, 0.4, 0.2])  # gaps 0.5, 0.02; 0.2, 0, 0
+    assert ours.in_clusters([0.0, 0.25, 0.375])  # 0.25 is twice 0.125
+    assert not ours.in_clusters([0.0, 0.25, 0.376]) and not ours.in_clusters([0.6, 0.61, 0.69])
+    assert not ours.in_clusters([0.1, 0.9]) and not ours.in_clusters([0.5])  # two seeds show no clusters

@@ -9,8 +9,8 @@ from ...harness.base.words import without_signal
 from ..analysis import Analysis
 from ..findings import collapses
 from ..join import JoinedStudy
-from ..statistics import ALPHA, any_time_width
-from ..trials import arm_specs, is_imported, search_of, setting, share_of_alpha, test_last
+from ..statistics import ALPHA, any_time_width, in_clusters
+from ..trials import arm_specs, is_imported, is_paired, search_of, setting, share_of_alpha, test_last
 from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
@@ -19,8 +19,14 @@ _IMPORTED = (
     "Scores from elsewhere",
     "They were imported and taken as they are: nothing was trained or graded here. An accuracy is their mean at the "
     "last step. Not known are the model, budgets, tuning, what was chosen by these scores, and which other runs there "
-    "were; a difference may come from any of these. Runs are paired by the number of their seed: that is valid whether "
-    "or not they share a start, if runs with different seeds are independent.",
+    "were; a difference may come from any of these. Runs with equal numbers of their seed are pairs: that is valid "
+    "whether or not they share a start, if runs with different seeds are independent.",
+)
+_UNPAIRED = (
+    "No pairs",
+    "No two runs share a seed, so differences are between means (Welch's test, with the problems in common); this was "
+    "fixed by the seeds alone, before any score was looked at. Where a table or figure has a difference by seed, it is "
+    "the arm's run minus the mean of the other's.",
 )
 _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
@@ -44,6 +50,9 @@ def interval_method(analysis: Analysis) -> str:
         text += " An arm with one complete seed has no interval."
     if any(share_of_alpha(analysis.record, arm.scores) < 1 for arm in analysis.finished_arms):
         text += " Intervals and p are larger than for planned seeds, as their number may follow from results."
+    split = [arm.label for arm in analysis.finished_arms if analysis.outcome.is_fraction and in_clusters(arm.values)]
+    if split:
+        text += f" The seeds of {wording.quoted(split, 8)} lie in two clusters, and such intervals cover 46 to 95 %."
     if most < 5:
         seeds = wording.plural(most, "seed")
         text += f" With {seeds} they are wide and assume normality: add seeds before you decide a close comparison."
@@ -101,7 +110,8 @@ def notes(analysis: Analysis) -> list[_Note]:
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
     if is_imported(analysis.record):
-        found = [_IMPORTED, _looks_note(analysis), _invalid_note(analysis), _selection_note(analysis)]
+        unpaired = None if is_paired(analysis.record) else _UNPAIRED
+        found = [_IMPORTED, unpaired, _looks_note(analysis), _invalid_note(analysis), _selection_note(analysis)]
         return [note for note in found if note is not None]
     paid = {  # arm -> name -> weight of its rewards; empty for one whose record does not name them
         arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}

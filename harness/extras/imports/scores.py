@@ -7,6 +7,7 @@ Files are hostile: sizes are bounded before they are unpacked.
 """
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -109,12 +110,15 @@ def import_scores(
     baseline = baseline or arms[0]
     if baseline not in arms:
         raise SpecError(f"`baseline` must be one of {quoted(arms):.400}, got '{baseline}'")
-    for arm in arms:
+    # fixed before a score is looked at: arms of which no two share a seed are compared without pairs
+    paired = len({seed for _, seed in trials}) < len(trials) or len(arms) < 2
+    for arm in arms if paired else ():
         if not any((arm, seed) in trials and (baseline, seed) in trials for seed in seeds):
             raise SpecError(f"arms must share seeds with the baseline '{baseline}', as differences are taken seed by "
                             f"seed, and '{arm}' has none; number the runs of each arm 0, 1, 2")  # fmt: skip
     settings = {"name": name, "question": f"How do imported scores of {quoted(arms, 8)} compare?",
                 "design": "imported", "metric": "test/accuracy", "baseline": baseline, "seeds": seeds}  # fmt: skip
+    settings |= {} if paired else {"pairing": "none"}
     if predicted:
         settings["claim"] = [claim.model_dump(mode="json") for claim in predicted]
     fixed = registered(predicted, [claim.contrasts({arm: {} for arm in arms}) for claim in predicted])
@@ -128,7 +132,7 @@ def import_scores(
                  **({"registered": fixed} if predicted else {})}  # fmt: skip
         with publish_folder(folder) as new:
             write_json(new / STUDY, {**about, **settings}, sync=False)
-            for arm, seed in ((arm, seed) for arm in arms for seed in seeds):
+            for arm, seed in itertools.product(arms, seeds) if paired else trials:
                 events, why = trials.get((arm, seed), []), faults.get((arm, seed), "no scores of it")
                 is_sound = bool(events) and (arm, seed) not in faults
                 _write_trial(new / "trials", name, identity, arm, seed, events, None if is_sound else why)

@@ -22,12 +22,15 @@ from cohort.harness.extras.imports import scores as imports
 from cohort.harness.extras.verify.verification import verify_study
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import StudyRecord, read_study
+from cohort.reports import statistics
 from cohort.reports.claims import check_claims
 from cohort.reports.join import join
 from cohort.reports.prose.methods import best_checkpoint, methods
+from cohort.reports.prose.notes import notes
 from cohort.reports.render import analysed, write_report
 from fake_study import fake_study, with_trials
 from numpy.random import Generator
+from scipy import stats
 from test_steering import killed_at
 
 import cohort
@@ -245,7 +248,8 @@ REFUSED = [
     (changed(problem="p"), "score a problem once at a step, got 'p' of 'a', seed 0, step 0 twice", "column sample"),
     (changed(arm=["a", "b"], problem="p", step=[50, 100]), "'a', seed 0, ends at 50, 'b', seed 0, at 100", "same step"),
     (changed(seed=[0, 1]), "'a', seed 0, lacks 1 of 2, such as 'q'; add them, with 0 for a failed", "everywhere"),
-    (changed(arm=["a", "b"], seed=[0, 1], problem="p"), "arms must share seeds with the baseline 'a'", "0, 1, 2"),
+    (pd.DataFrame([{**ROW, "arm": arm, "seed": seed} for arm, seed in (("a", 0), ("b", 0), ("c", 1))]),
+     "arms must share seeds with the baseline 'a'", "and 'c' has none; number the runs of each arm 0, 1, 2"),
     (changed(seed=[0, 0.5]), "column seed of the scores, row 2: input should be a valid integer", "0.5"),
     (changed(seed=[0, -1]), "column seed of the scores, row 2", "greater than or equal to 0, got -1"),
     (changed(arm=["a", ""]), "column arm of the scores, row 2: string should have at least 1 character", "''"),
@@ -474,6 +478,27 @@ def test_a_log_of_fewer_steps_with_zeros_and_a_low_entropy_in_some_of_them_is_so
     assert gates.fault({**dict.fromkeys(range(18), row), 18: later, 19: row}) is None  # one of the last 20 is high
     assert gates.fault({step: {"entropy": 0.0} for step in range(19)}) is None
     assert gates.fault({}) is None
+
+
+def test_arms_of_which_no_two_runs_share_a_seed_are_compared_without_pairs(tmp_path):
+    frame = table(arms={"a": 0.3, "b": 0.9, "c": 0.4})
+    frame["seed"] += 10 * frame.arm.map(ord)
+    result = cohort.import_scores(frame, "x", claims=[CLAIM], runs=tmp_path)
+    one = (analysis := analysed(record_of(result))).comparisons[0]
+    seeds = [[*analysis.arm(label).scores.values()] for label in "ba"]
+    theirs = stats.ttest_ind(*seeds, equal_var=False)
+    assert one.student is not None and (one.student.df, one.tests[0]) == (pytest.approx(theirs.df), one.student)
+    assert statistics.t_test(one.student) == pytest.approx(theirs.pvalue)
+    assert one.interval == max(one.tests, key=lambda test: test.high - test.low) and one.bootstrap is None
+    assert one.estimate == pytest.approx(np.mean(seeds[0]) - np.mean(seeds[1]))
+    assert "(3 seeds, Holm-adjusted p" in result.answer and "Preliminary" not in result.answer
+    assert result.answer.count("seed") == 1 and not analysis.gaps
+    assert check_claims(analysis)[0].verdict == "supported"
+    files = write_report(record_of(result), tmp_path / "report")
+    assert "No two runs share a seed" in files.markdown.read_text("utf-8")
+    assert "No two runs share a seed" not in str(
+        notes(analysed(record_of(cohort.import_scores(table(), "y", runs=tmp_path))))
+    )
 
 
 def test_a_run_that_left_a_log_alone_is_invalid_for_its_reason(tmp_path):
