@@ -10,12 +10,14 @@ PARITY_VENV ?= .venv-parity
 PARITY_BIN := $(PARITY_VENV)/bin
 DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(DOCS_VENV)/bin
+NEWEST_VENV ?= .venv-newest
+NEWEST_BIN := $(NEWEST_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes: none compiles the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart smollm2 test test-without test-slow test-real chaos test-vllm bench parity mutants notebooks pictures docs claims lock smoke check format clean
+.PHONY: quickstart smollm2 test test-without test-slow test-real chaos test-vllm newest bench parity mutants notebooks pictures docs claims lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +91,25 @@ $(VLLM_BIN)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_BIN)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/extras/contracts/test_rules.py tests/test_sync.py tests/test_vllm_engine.py
+
+# The newest versions that pyproject.toml allows (delete the environment to ask for them again), with the torch of
+# constraints.txt, because newer ones bring gigabytes of CUDA: the tests beside the model, and two steps of training.
+$(NEWEST_BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(NEWEST_BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --editable . pytest pytest-timeout pytest-xdist
+	touch $@
+
+newest: $(NEWEST_BIN)/.installed
+	$(NEWEST_BIN)/python -m pip list | grep -iE '^(torch|transformers|peft|tokenizers|huggingface.hub|datasets|mlflow) '
+	OMP_NUM_THREADS=1 $(NEWEST_BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal tests/contracts/test_engines.py \
+		$(addprefix tests/test_,$(addsuffix .py,agreement lean_llama learner lora memory model prompts tensors \
+		transformers_engine))
+	rm -rf build/newest
+	$(NEWEST_BIN)/cohort train --set task=arithmetic --set algorithm=grpo --set steps=2 --set cold_start.steps=20 \
+		--set gates.stuck_groups=null --set evaluation.num_prompts=8 --set evaluation.num_test_prompts=8 \
+		--runs build/newest
 
 # This project and TRL, in an environment of its own, so that one torch runs both.
 $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
@@ -176,4 +197,4 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) $(PARITY_VENV) $(DOCS_VENV) site build .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) $(PARITY_VENV) $(DOCS_VENV) $(NEWEST_VENV) site build .pytest_cache .ruff_cache
