@@ -179,7 +179,7 @@ def comparison_latex(analysis: Analysis) -> str:
         rows.append([" ".join(filter(None, [*cell.parts[0], cell.tag and f"({cell.tag})"])) for cell in row])
     lines = [" & ".join(map(latex, cells)) + r" \\" for cells in rows]
     return "\n".join([
-        "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",
+        "% Mean over seeds [95 % interval]; difference to the baseline. Needs \\usepackage{booktabs}.",
         f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}",
         *("\\toprule", lines[0], "\\midrule", *lines[1:], "\\bottomrule", "\\end{tabular}\n"),
     ])  # fmt: skip

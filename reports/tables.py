@@ -288,7 +288,7 @@ def statistics(analysis: Analysis) -> Mapping[str, Table]:
     coverage = [[name, *map(str, shares.values())] for name, shares in SIMULATED_COVERAGE.items()]
     return {
         "intervals": table([_outcome(analysis), "Mean", "Stated\ninterval", *by_method], whole),
-        "paired": table(["Arm", "Difference", *by_method, "p", _HOLM, "<Difference\nseed by seed"], paired),
+        "paired": table(["Arm", "Difference", *by_method, "p", _HOLM, "<Difference\nof each seed"], paired),
         "higher": table(["Arm", "P(a run of the arm\nis higher), %", "95 % interval"], higher),
         "plans": table(["Arm", "Detectable with\nthese seeds", *sizes], plans),
         "coverage": table(["Method", "3 seeds", "5 seeds", "10 seeds"], coverage),

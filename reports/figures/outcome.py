@@ -36,8 +36,8 @@ def estimates(analysis: Analysis) -> list[Drawing]:
         plot = partial(_estimates, analysis, arms, f"{outcome.label}{', %' if outcome.is_fraction else ''}")
         drawings.append(style.row_chart("final", title, f"Large mark: mean over seeds; {marks}", list(arms), plot))
     if pairs := {one.name: one for one in apart}:
-        title = f"Difference {f'to {apart[0].baseline.label}' if apart[0].is_alone else 'of arms'}, seed by seed"
-        caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
+        title = f"Difference {f'to {apart[0].baseline.label}' if apart[0].is_alone else 'of arms'}"
+        caption = f"Large mark: mean difference{', seed by seed' * apart[0].is_paired}; {marks} Right of 0 is higher."
         plot = partial(_estimates, analysis, pairs, f"difference{', points' if outcome.is_fraction else ''}")
         drawings.append(style.row_chart("differences", title, caption, list(pairs), plot))
     return drawings
