@@ -164,6 +164,23 @@ def test_a_part_is_on_disk_before_the_next_is_sampled(tmp_path, monkeypatch):
     assert engine.asked == [(5, 1), (5, 1)]
 
 
+@pytest.mark.attack("Two splits, or other data, under the name of one evaluation")
+@pytest.mark.parametrize("change", [("test", 2), ("train", 2), ("validation", 77)])
+def test_an_evaluation_keeps_what_it_read_though_its_name_is_used_again(change, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("COHORT_MIRROR", "none")
+    task = {"name": "gsm8k", "path": str(data := tmp_path / "data"), "validation_fraction": 0.2}
+    spec = make_spec(3, num_samples=1).model_copy(update={"task": factories.make_spec(task=task).task})
+    write_rows(data)
+    first = evaluate_once(spec, "validation", runs, "one")
+    before = {file: (runs / "evaluate/one" / file).read_bytes() for file in ("run.json", "validation.jsonl")}
+    write_rows(data, first=change[1])
+    with pytest.raises(ValueError, match=r"be the evaluation of one split|of a started run cannot change"):
+        evaluate_once(spec, change[0], runs, "one")
+    assert {file: (runs / "evaluate/one" / file).read_bytes() for file in before} == before
+    write_rows(data)
+    assert evaluate_once(spec, "validation", runs, "one") == first
+
+
 def test_every_completion_is_in_the_folder_of_an_evaluation(runs):
     spec = make_spec(3, num_samples=4)
     first = evaluate_once(spec, "test", runs, "kept")["test"]

@@ -12,19 +12,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures.thread import _threads_queues
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import fake_trials
 import pytest
 from cohort.harness.mirror import address as mlflow_address
-from cohort.harness.mirror import follow
+from cohort.harness.mirror import follow, store, studies
 from cohort.harness.mirror.follow import mirrored
 from cohort.harness.mirror.store import check_runs_folder, connect
 from cohort.harness.mirror.studies import fetch_study
@@ -266,6 +268,13 @@ ANSWERS = {
     "a refusal of the API": ("/api", 403, {}, b"<html>no</html>", "error code 403"),
     "a page for the API": ("/api", 200, {}, b"<html>login</html>", "not in a valid JSON format"),
     "JSON of another program": ("/api", 200, {}, b"[1, 2]", "."),
+    "an endless answer of the API": (
+        "/api",
+        200,
+        {"Content-Length": "99999999"},
+        b"{",
+        r"answers too slowly \(not all",
+    ),
 }
 
 
@@ -302,6 +311,7 @@ class WrongServer(BaseHTTPRequestHandler):
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_server_that_is_none_of_mlflows_is_refused_before_anything_is_written(answer, tmp_path, monkeypatch):
     handler = type("Handler", (WrongServer,), {"wrong": ANSWERS[answer]})
+    monkeypatch.setattr(store, "WHOLE_SECONDS", 3.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
         wrong.daemon_threads = True
         Thread(target=wrong.serve_forever, args=(0.02,), daemon=True).start()
@@ -313,6 +323,70 @@ def test_a_server_that_is_none_of_mlflows_is_refused_before_anything_is_written(
     assert "secret" not in str(e.value)
     assert len(str(e.value).splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+TAGS = {"arm": "group_size=2", "seed": "0", "trial": "group_size=2-0", "state": "complete"}
+FOUND = {
+    "info": {"run_id": "a" * 32, "lifecycle_stage": "active",
+             "experiment_id": "1", "artifact_uri": "mlflow-artifacts:/1"},
+    "data": {"tags": [{"key": f"cohort.{key}", "value": value} for key, value in TAGS.items()]},
+}  # fmt: skip
+API, PLACE = "/api/2.0/mlflow/runs", "/api/2.0/mlflow-artifacts/artifacts"
+RECORD = {"path": "record", "is_dir": True}
+WHOLE = {f"{API}/get": {"run": FOUND}, f"{API}/search": {"runs": [FOUND]}, PLACE: {"files": [RECORD]}}
+
+
+class Dripping(WrongServer):
+    """A server with an ended trial, whose answers below `place` come by the byte and never to their end."""
+
+    place: str
+    asked: Event
+    over: Event
+
+    def _answer(self) -> None:
+        path, _, query = self.path.partition("?")
+        known = (
+            WHOLE.get(path) if not query.endswith("record") else {"files": [{"path": "events.jsonl", "is_dir": False}]}
+        )
+        body = b"OK" if known is None else json.dumps(known).encode()
+        drips = path.startswith(self.place)
+        self.send_response(200)
+        self.send_header("Content-Length", "99999999" if drips else str(len(body)))
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(body[: 1 if drips else None])
+            while drips and not self.over.wait(0.05):
+                self.asked.set()
+                self.wfile.write(b" ")
+
+
+def at_exit() -> set[Thread]:
+    """The threads for which the end of the process waits."""
+    return {one for one in threading.enumerate() if not one.daemon or one in _threads_queues}
+
+
+@pytest.mark.attack("Tracking server whose answers drip and never end")
+@pytest.mark.parametrize("place", [*list(WHOLE)[:2], f"{PLACE}/"])
+def test_a_server_that_drips_is_left_after_a_time_and_what_is_here_is_kept(place, tmp_path, monkeypatch, caplog):
+    folder = begin_study(tmp_path, a_study())
+    log_trial(tmp_path, "group_size=2", 0, "stopped")
+    MirrorState("token", "a" * 32).save(folder)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    asked, over, before_it = Event(), Event(), at_exit()
+    handler = type("Handler", (Dripping,), {"place": place, "asked": asked, "over": over})
+    store.import_mlflow()
+    monkeypatch.setattr(studies, "FETCH_SECONDS", 2.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as slow:
+        slow.daemon_threads = True
+        Thread(target=slow.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv(mlflow_address.TRACKING_URI, f"http://127.0.0.1:{slow.server_port}")
+        fetch_study(tmp_path, "sizes")
+        left = at_exit() - before_it
+        over.set()
+        slow.shutdown()
+    assert asked.is_set() and not left
+    assert "answers too slowly (not all within 2.0 s); 'sizes' is read from the runs folder alone" in caplog.text
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 @pytest.fixture

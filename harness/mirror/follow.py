@@ -21,7 +21,7 @@ from ..record.run import INFO
 from ..record.study import STUDY
 from .address import MLFLOW, is_outage, mirrors, remote_uri, store_name
 from .others import DRAIN_SECONDS, FOLLOW_SECONDS, followed
-from .store import connect, import_mlflow, moved_from
+from .store import answered, connect, import_mlflow, moved_from
 from .studies import StudyMirror
 from .writer import RunMirror
 
@@ -142,11 +142,13 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
     import_mlflow()
     found = [file.parent for files in (f"studies/*/{STUDY}", f"*/*/{INFO}") for file in sorted(runs.glob(files))]
     for one in found if folder is None else [folder.resolve()]:
-        lock = file_lock(one / "mlflow.lock")
+
+        def copy(one: Path = one) -> int:  # the lock is held as long as it copies, whoever waits for it
+            with file_lock(one / "mlflow.lock").acquire(timeout=0):
+                return RecordMirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
+
         try:
-            with lock.acquire(timeout=0):
-                left = RecordMirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
-            if left:
+            if left := answered(copy, 2 * DRAIN_SECONDS if folder is not None and remote_uri() else None):
                 log.warning("%s has not received %d runs of '%s' after %.0f s; everything is in '%s', and `cohort ui` "
                             "copies it later", store_name(runs), left, one.name, DRAIN_SECONDS, one)  # fmt: skip
         except Timeout:

@@ -14,12 +14,15 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import closing
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from ..base.disk import chain
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 
 MAX_PARAM = 6000  # characters of a parameter
+WHOLE_SECONDS = 60.0  # until when a server must have answered a command in full
 LOCK_SECONDS = 20.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
@@ -50,6 +54,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _PLACES = (  # tables and columns of the store that may name a file of the runs folder
     ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"),
     ("model_versions", "source"), ("model_versions", "storage_location"), ("logged_models", "artifact_location"),
@@ -84,12 +89,35 @@ def check_server() -> None:
     """ValueError if an MLflow server is named that does not answer now, or lets nobody in."""
     if (uri := remote_uri()) is None:
         return
+    import_mlflow()
     try:
-        connect(Path()).search_experiments(max_results=1)
+        answered(lambda: connect(Path()).search_experiments(max_results=1), WHOLE_SECONDS)
     except Exception as error:  # of MLflow or a library below it: the server cannot be used either way
         reason = " ".join(str(error).split())[:200]
         rule = f"the tracking URI must name a server that can be used, but {uri} cannot ({reason})"
         raise ValueError(f"{rule}; start it, or leave it out to keep results in the runs folder") from None
+
+
+def answered(ask: Callable[[], T], seconds: float | None) -> T:
+    """What `ask` returns. ConnectionError if it has not ended after so many seconds, when its thread is left alone: a
+    server that sends a byte now and then keeps the limits of all that MLflow waits for."""
+    answer = Future[T]()
+    Thread(target=_settled, args=(answer, ask), daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():
+            raise
+        words = f"the MLflow store at {remote_uri()} answers too slowly (not all within {seconds:.1f} s)"
+        raise ConnectionError(words) from None
+
+
+def _settled(answer: Future[T], ask: Callable[[], T]) -> Future[T]:
+    try:
+        answer.set_result(ask())
+    except BaseException as error:
+        answer.set_exception(error)
+    return answer
 
 
 def import_mlflow() -> None:
@@ -143,9 +171,13 @@ def _check_artifacts() -> None:
     """Let MLflow's client, in this process, look at each address of files with `check_artifacts` before it is used."""
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
+    in_turn = SimpleNamespace(submit=lambda ask, *about, **more: _settled(Future(), partial(ask, *about, **more)))
+
     def checked(kind: Any, uri: str, **more: Any) -> Any:
         check_artifacts(uri)
-        return kind(uri, **more)
+        place = kind(uri, **more)
+        place.thread_pool = in_turn  # threads of its own would let no process end before them
+        return place
 
     kinds = get_registered_artifact_repositories()
     kinds |= {scheme: partial(checked, kind) for scheme, kind in kinds.items()}

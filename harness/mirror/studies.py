@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 LEFT_OUT = "run %.40r in MLflow is no trial of '%s' and is left out: %.300s"
+FETCH_SECONDS = 300.0  # the same command fetches what is left then
 MAX_NOTE = 5000  # characters of a tag that every store takes
 log = logging.getLogger(__name__)
 
@@ -146,11 +148,13 @@ class StudyMirror:
 
 def fetch_study(runs: Path, name: str) -> None:
     """Bring the records of a study's ended trials that an MLflow server has and this runs folder lacks; nothing
-    without a server, and a warning if it does not answer. A study that never ran here gets its document too."""
+    without a server, and a warning if it does not answer, or not in full within FETCH_SECONDS. A study that never ran
+    here gets its document too."""
     if remote_uri() is None:
         return
     try:
-        _fetch(runs, name)
+        over = time.monotonic() + FETCH_SECONDS
+        store.answered(lambda: _fetch(runs, name, over), FETCH_SECONDS)
     except Exception as error:
         if not is_outage(error):
             raise
@@ -176,7 +180,7 @@ def forget_study(runs: Path, folder: Path) -> None:
         log.warning("%s; MLflow keeps its copy of '%s'", error, folder.name)
 
 
-def _fetch(runs: Path, name: str) -> None:
+def _fetch(runs: Path, name: str, over: float) -> None:
     from mlflow.exceptions import MlflowException
 
     client, folder = store.connect(runs), runs / "studies" / name
@@ -198,15 +202,16 @@ def _fetch(runs: Path, name: str) -> None:
         MirrorState(uuid.uuid4().hex, parent.info.run_id).save(folder)
     for key, run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).items():
         try:
-            _fetch_trial(client, folder, key, run)
+            _fetch_trial(client, folder, key, run, over)
         except (ValueError, MlflowException) as error:
             if is_outage(error):
                 raise
             log.warning(LEFT_OUT, run.info.run_id, name, error)
 
 
-def _fetch_trial(client: MlflowClient, folder: Path, key: tuple[str, int], run: Run) -> None:
+def _fetch_trial(client: MlflowClient, folder: Path, key: tuple[str, int], run: Run, over: float) -> None:
     """Bring the record of an ended trial that the study's folder lacks; one of ours that has not ended is set aside.
+    Nothing is written after `over`, when a report is being made.
 
     ValueError, before anything is written there, for a record that is none of this study.
     """
@@ -234,6 +239,8 @@ def _fetch_trial(client: MlflowClient, folder: Path, key: tuple[str, int], run: 
             raise ValueError(f"a line of its {EVENTS} was changed after it was written")
         if (other := _folder_of(folder, key)) not in (None, name):
             raise ValueError(f"this trial is in '{other}'")
+        if time.monotonic() > over:
+            raise TimeoutError
         with publish_folder(directory) as new:
             shutil.copytree(got, new, dirs_exist_ok=True)
             size = (new / EVENTS).stat().st_size

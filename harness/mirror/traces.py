@@ -53,12 +53,9 @@ class TraceWriter:
         keys = {key: str(row[key]) for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
         tags = {"mlflow.traceName": f"{row['split']}, step {row['step']}", **self.tags, **keys}
         return entities.TraceInfo(
-            trace_id=trace_id,
-            trace_location=entities.TraceLocation.from_experiment_id(self.experiment_id),
-            request_time=milliseconds,
-            state=entities.TraceState.OK if row["correct"] else entities.TraceState.ERROR,
-            request_preview=storable(row["prompt"])[:_PREVIEW],
-            response_preview=storable(row["completion"])[:_PREVIEW],
+            trace_id=trace_id, trace_location=entities.TraceLocation.from_experiment_id(self.experiment_id),
+            request_time=milliseconds, state=entities.TraceState.OK if row["correct"] else entities.TraceState.ERROR,
+            request_preview=storable(row["prompt"])[:_PREVIEW], response_preview=storable(row["completion"])[:_PREVIEW],
             trace_metadata={
                 TraceMetadataKey.SOURCE_RUN: self.run_id,
                 TraceMetadataKey.TOKEN_USAGE: json.dumps(tokens),
@@ -66,17 +63,15 @@ class TraceWriter:
             },
             tags={key: storable(value) for key, value in tags.items()},
             assessments=self._assessments(trace_id, row, milliseconds),
-        )
+        )  # fmt: skip
 
     def _assessments(self, trace_id: str, row: _Row, milliseconds: int) -> list[entities.Assessment]:
         """`correct`, `reward`, one for each part of the reward (before its weight), and the expected answer."""
         common: dict[str, Any] = {
-            "source": entities.AssessmentSource(source_type="CODE", source_id="cohort"),
-            "trace_id": trace_id,
-            "metadata": {"mlflow.assessment.sourceRunId": self.run_id},
-            "create_time_ms": milliseconds,
+            "source": entities.AssessmentSource(source_type="CODE", source_id="cohort"), "trace_id": trace_id,
+            "metadata": {"mlflow.assessment.sourceRunId": self.run_id}, "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
-        }
+        }  # fmt: skip
         found: list[Any] = [entities.Feedback("correct", bool(row["correct"]), rationale=_answer(row), **common)]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
@@ -95,23 +90,17 @@ def _answer(row: _Row) -> str:
 def _span(trace_id: str, row: _Row, milliseconds: int) -> entities.Span:
     number = bytes.fromhex(trace_id.removeprefix("tr-"))
     attributes = {
-        SpanAttributeKey.REQUEST_ID: trace_id,
-        SpanAttributeKey.SPAN_TYPE: "LLM",
+        SpanAttributeKey.REQUEST_ID: trace_id, SpanAttributeKey.SPAN_TYPE: "LLM",
         SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
         SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
-    }
+    }  # fmt: skip
     code, message = ("STATUS_CODE_OK", "") if row["correct"] else ("STATUS_CODE_ERROR", _answer(row))
     fields = {
-        "trace_id": base64.b64encode(number).decode(),
-        "span_id": base64.b64encode(number[:8]).decode(),
-        "parent_span_id": None,
-        "name": "rollout",
-        "start_time_unix_nano": milliseconds * 1_000_000,
-        "end_time_unix_nano": milliseconds * 1_000_000,
-        "events": [],
-        "status": {"code": code, "message": message},
+        "trace_id": base64.b64encode(number).decode(), "span_id": base64.b64encode(number[:8]).decode(),
+        "parent_span_id": None, "name": "rollout", "start_time_unix_nano": milliseconds * 1_000_000,
+        "end_time_unix_nano": milliseconds * 1_000_000, "events": [], "status": {"code": code, "message": message},
         "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-    }
+    }  # fmt: skip
     return entities.Span.from_dict(fields)
 
 

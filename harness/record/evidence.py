@@ -68,14 +68,9 @@ def read_evidence(folder: Path) -> Evidence:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not what Cohort wrote there ({error!r:.200}); restore it from a copy") from None
     for name in evidence.files:
-        if not is_inside(name):
+        if not all(_PART.fullmatch(part) and part not in (".", "..") for part in name.split("/")):  # on every system
             raise ValueError(f"{file} must name files of the study alone, got {name!r:.80}")
     return evidence
-
-
-def is_inside(name: str) -> bool:
-    """Whether a relative path with slashes stays in its folder, on every system."""
-    return all(_PART.fullmatch(part) and part not in (".", "..") for part in name.split("/"))
 
 
 def writing_versions() -> dict[str, str]:

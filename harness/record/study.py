@@ -161,18 +161,12 @@ def study_document(
         amendments = [*amendments, {"time": round(1000 * time.time()), **added, "digest": known.get("digest")}]
     fixed = known.get("registered") or registered(study.claim, study.claimed())
     return {
-        "id": known.get("id") or uuid.uuid4().hex,
-        "digest": study.digest(),
-        "inputs": inputs,
+        "id": known.get("id") or uuid.uuid4().hex, "digest": study.digest(), "inputs": inputs,
         "command": command or known.get("command") or f"cohort study run {shlex.quote(study.name)}",
-        "versions": dict(versions()),
-        "labels": study.arm_labels(),
-        "shown": {"factors": [*factors], "colors": shown},
-        "amendments": amendments,
-        **({"registered": fixed} if study.claim else {}),
-        **({"references": references} if (references := study.references()) else {}),
-        **study.model_dump(mode="json"),
-    }
+        "versions": dict(versions()), "labels": study.arm_labels(), "shown": {"factors": [*factors], "colors": shown},
+        "amendments": amendments, **({"registered": fixed} if study.claim else {}),
+        **({"references": references} if (references := study.references()) else {}), **study.model_dump(mode="json"),
+    }  # fmt: skip
 
 
 def registered(claims: Sequence[Claim], contrasts: Sequence[Sequence[Weights]]) -> dict[str, Any]:
@@ -282,30 +276,17 @@ def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
         runs, all_found = folder.resolve().parents[1], (list(found.values()), document["inputs"])
         kept = {name: one.kept(runs, *all_found) for name, one in extras.modules("record").items()}
     return StudyRecord(
-        name=spec["name"],
-        question=spec["question"],
-        metric=spec["metric"],
+        name=spec["name"], question=spec["question"], metric=spec["metric"],
         baseline=spec["baseline"] if spec["baseline"] in arms else next(iter([*references.values(), *arms]), ""),
-        arms=arms,
-        seeds=seeds,
-        expected=sum(key in found or key[0] not in pruned for key in wanted),
-        spec=spec,
-        trials=list(found.values()),
-        command=document["command"],
-        versions={**document["versions"], **short(document["inputs"])},
-        search=search,
-        stopped=status["stopped"],
-        exploratory=clones,
-        extras={name: one for name, one in kept.items() if one},
-        any_time=spec.get("any_time", False),
-        added=[seed for seed in seeds if seed not in shown],
-        looks=sorted({one["complete"] for one in looks}),
-        strange=strange,
-        amendments=document.get("amendments", ()),
-        claims=_claims(document),
-        references=references,
+        arms=arms, seeds=seeds, expected=sum(key in found or key[0] not in pruned for key in wanted), spec=spec,
+        trials=list(found.values()), command=document["command"],
+        versions={**document["versions"], **short(document["inputs"])}, search=search, stopped=status["stopped"],
+        exploratory=clones, extras={name: one for name, one in kept.items() if one},
+        any_time=spec.get("any_time", False), added=[seed for seed in seeds if seed not in shown],
+        looks=sorted({one["complete"] for one in looks}), strange=strange, amendments=document.get("amendments", ()),
+        claims=_claims(document), references=references,
         identical=identical({trial.arm: trial.spec for trial in found.values()}),
-    )
+    )  # fmt: skip
 
 
 def _claims(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -336,27 +317,21 @@ def read_trial(directory: Path) -> TrialRecord | None:
     try:
         scores = history.scores
         return TrialRecord(
-            trial=directory.name,
-            arm=info.tags["cohort.arm"],
-            seed=int(info.tags["cohort.seed"]),
-            state=end["state"],
-            reason=end["reason"],
-            spec=info.spec,
-            factors=json.loads(info.tags["cohort.factors"]),
+            trial=directory.name, arm=info.tags["cohort.arm"], seed=int(info.tags["cohort.seed"]), state=end["state"],
+            reason=end["reason"], spec=info.spec, factors=json.loads(info.tags["cohort.factors"]),
             history={
                 key: sorted((step, value) for step, (value, _) in steps.items())
                 for key, steps in sorted(history.history.items())
                 if not key.startswith(SYSTEM)
             },
-            summary={key: float(value) for key, value in end["summary"].items()},
-            per_problem=scores.get("test", {}),
+            summary={key: float(value) for key, value in end["summary"].items()}, per_problem=scores.get("test", {}),
             samples=[sample_row(row) for row in history.rows()],
             threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
             start_per_problem=scores.get("start", {}),
             tests={area: found for area, found in scores.items() if area not in ("test", "start")},
             versions=info.versions,
             families={str(problem): str(family) for problem, family in history.families.items()},
-        )
+        )  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = f"'{directory}' does not hold a trial of a study ({error!r:.200})"
         raise ValueError(f"{what}; restore it from a copy") from None

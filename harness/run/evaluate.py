@@ -182,15 +182,11 @@ def _sampled(
 def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
     """The record of a problem, from its samples and its greedy completion."""
     sums = {
-        "accuracy": sum(graded.correct or ()),
-        **({} if graded.scores is None else {"score": sum(graded.scores)}),
-        "answered": sum(answer is not None for answer in graded.answers),
-        "lenient_accuracy": sum(graded.lenient or ()),
-        "marked_accuracy": sum(graded.marked or ()),
-        "truncated": sum(graded.truncated),
-        "format": sum(graded.format_scores),
-        "num_tokens": sum(graded.num_tokens),
-    }
+        "accuracy": sum(graded.correct or ()), **({} if graded.scores is None else {"score": sum(graded.scores)}),
+        "answered": sum(answer is not None for answer in graded.answers), "lenient_accuracy": sum(graded.lenient or ()),
+        "marked_accuracy": sum(graded.marked or ()), "truncated": sum(graded.truncated),
+        "format": sum(graded.format_scores), "num_tokens": sum(graded.num_tokens),
+    }  # fmt: skip
     is_right = bool(greedy.correct and greedy.correct[0])
     return ProblemScore(graded.prompt_id, len(graded.completions), sums, graded.majority_correct, is_right)
 

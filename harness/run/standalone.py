@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from filelock import FileLock, Timeout
@@ -85,6 +85,8 @@ def evaluate_once(
     """
     check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
+    if held := next((one for one in get_args(Split) if one != split and any(directory.glob(f"{one}.*"))), None):
+        raise SpecError(f"`name` must be the evaluation of one split, and '{name}' is of {held}; choose another")
     with expecting(recorded_inputs(directory) if any(directory.glob(f"{split}.*")) else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
     measures = {split: spec, **({f"test_{name}": on for name, on in spec.tests.items()} if split == "test" else {})}

@@ -294,16 +294,12 @@ def budget(plan: Plan, status: StudyStatus, coming: Sequence[tuple[Arm, int]] = 
 
     summed = ("steps", "rollouts", "generated_tokens_bound")
     return {
-        "arms": arms,
-        "seeds": plan.study.seeds,
-        "trials": counts.total(),
-        "ended": sum(not trial.is_open for trial in status.trials),
-        "workers": status.workers,
+        "arms": arms, "seeds": plan.study.seeds, "trials": counts.total(),
+        "ended": sum(not trial.is_open for trial in status.trials), "workers": status.workers,
         **{key: sum(arm["trials"] * arm[key] for arm in arms) for key in summed},
-        "trial_seconds": sum(arm["trials"] * arm["seconds"] for arm in arms),
-        "seconds": status.left,
+        "trial_seconds": sum(arm["trials"] * arm["seconds"] for arm in arms), "seconds": status.left,
         "measured": status.measured,
-    }
+    }  # fmt: skip
 
 
 def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:

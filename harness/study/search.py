@@ -146,16 +146,13 @@ class ArmSearch:
         """
         search, trials = self.plan.search, self._trials()
         return {
-            "sampler": search.sampler,
-            "pruner": search.pruner,
-            "trials": search.trials,
+            "sampler": search.sampler, "pruner": search.pruner, "trials": search.trials,
             "importances": self._importances(),
-            "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()],
-            "best": self._best(),
+            "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()], "best": self._best(),
             "refused": [
                 {"parameters": t.params, "reason": t.user_attrs["refused"]} for t in trials if "refused" in t.user_attrs
             ],
-        }
+        }  # fmt: skip
 
     def _advance(self, trial: FrozenTrial, attempts: Attempts) -> None:
         """If all its seeds have ended, record the end of an arm or hand out its next seed."""

@@ -7,6 +7,8 @@ Files are hostile: sizes are bounded before they are unpacked.
 """
 
 import csv
+import hashlib
+import io
 import itertools
 import json
 import math
@@ -34,7 +36,7 @@ from ...api.result import Result
 from ...api.settings import runs_folder, shell
 from ...api.study import open_result
 from ...base.files import publish_folder, read_json, write_json, write_text
-from ...base.inputs import digest, digested
+from ...base.inputs import digest
 from ...base.words import quoted
 from ...data import Section
 from ...record.events import EVENTS, event_line, summed
@@ -101,9 +103,9 @@ def import_scores(
         columns = {str(key): values.tolist() for key, values in frame.items() if key in Scores.model_fields}
     else:
         path, given = Path(scores), {"--as": name, "--baseline": baseline, "--score": score}
-        columns, faults = _read(path, score)
+        columns, faults = _read(path, score, hashes := {})
         command = shell(f"cohort import {shlex.quote(str(path))}", given)
-        inputs = digested({"scores": {path.name: path}}) if path.is_file() else {}
+        inputs = {"scores": {path.name: hashes[path]}} if path in hashes else {}
     trials = _checked(columns, faults)
     trials |= {run: [] for run in faults if run not in trials}
     arms, seeds = list(dict.fromkeys(arm for arm, _ in trials)), sorted({seed for _, seed in trials})
@@ -139,8 +141,9 @@ def import_scores(
     return open_result(name, runs=runs)
 
 
-def _read(path: Path, score: str | None) -> tuple[dict[str, Any], dict[tuple[str, int], str]]:
-    """The columns of a file or a folder, as they stand there, and the runs that their logs make invalid."""
+def _read(path: Path, score: str | None, hashes: dict[Path, str]) -> tuple[dict[str, Any], dict[tuple[str, int], str]]:
+    """The columns of a file or a folder, as they stand there, and the runs that their logs make invalid; `hashes` gets
+    the SHA-256 of what was read of each file."""
     found = defaultdict[str, list[tuple[Any, ...]]](list)  # name of a score -> its rows
     logs = defaultdict[tuple[str, int], dict[int, dict[str, float]]](dict)
     places: list[tuple[Path, dict[str, Any]]] = [(path, {})]
@@ -157,7 +160,7 @@ def _read(path: Path, score: str | None) -> tuple[dict[str, Any], dict[tuple[str
                             f"only {len(places):,} of {len(files):,} files are in ARM/SEED/")  # fmt: skip
     for file, place in places:
         try:
-            for number, row in enumerate(_rows(file)):
+            for number, row in enumerate(_rows(file, hashes)):
                 if place and row.keys() == {"step", "data"}:
                     logged = logs[place["arm"], int(place["seed"])].setdefault(int(row["step"]), {})
                     logged |= {k: math.nan if (v := row["data"][k]) is None else float(v)
@@ -184,23 +187,24 @@ def _read(path: Path, score: str | None) -> tuple[dict[str, Any], dict[tuple[str
     return columns, {run: reason for run, log in logs.items() if (reason := gates.fault(log))}
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a file as it has them."""
+def _rows(file: Path, hashes: dict[Path, str]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file as it has them. It is read once, as it may change, and `hashes` gets its SHA-256."""
     if file.suffix not in _SUFFIXES or not file.is_file():
         raise SpecError(f"scores must be a file ({', '.join(_SUFFIXES)}) or a folder of ARM/SEED/, got '{file}'")
     if (size := file.stat().st_size) > (most := MOST_JSON if file.suffix == ".json" else MOST_BYTES):
         raise SpecError(f"'{file}' must have at most {most:,} bytes, got {size:,}; write its scores as a table")
+    with file.open("rb") as stream:
+        content = io.BytesIO(stream.read(size))
+    hashes[file] = hashlib.sha256(content.getbuffer()).hexdigest()
     if file.suffix == ".csv":
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            rows = csv.DictReader(stream, restkey="more", strict=True)
-            _distinct("columns", rows.fieldnames or ())
-            yield from rows
+        rows = csv.DictReader(io.TextIOWrapper(content, "utf-8-sig", newline=""), restkey="more", strict=True)
+        _distinct("columns", rows.fieldnames or ())
+        yield from rows
     elif file.suffix == ".jsonl":
-        with file.open("rb") as stream:
-            while line := stream.readline(MOST_JSON):
-                yield from [_json(line)] if line.strip() else []
+        while line := content.readline(MOST_JSON):
+            yield from [_json(line)] if line.strip() else []
     elif file.suffix == ".parquet":
-        table = pq.ParquetFile(file)
+        table = pq.ParquetFile(content)
         unpacked = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
         if table.metadata.num_rows > MOST_ROWS or unpacked > MOST_BYTES:
             raise SpecError(f"'{file}' must have at most {MOST_ROWS:,} rows and {MOST_BYTES:,} bytes unpacked, got "
@@ -211,7 +215,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         for batch in table.iter_batches(columns=[*names, *leaves]):
             yield from batch.to_pylist()
     else:  # of inspect, or TRL's log; other JSON has no samples
-        with zipfile.ZipFile(file) if file.suffix == ".eval" else file.open("rb") as log:
+        with zipfile.ZipFile(content) if file.suffix == ".eval" else content as log:
             about = _member(log, "header.json") if isinstance(log, zipfile.ZipFile) else _json(log.read())
             samples = _member(log, "summaries.json") if isinstance(log, zipfile.ZipFile) else about.get("samples")
         yield from ({"step": one["step"], "data": one} for one in about.get("log_history", ()))

@@ -1,6 +1,7 @@
 """Scores that other programs measured: read from their files, refused in one sentence, reported as our own."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -301,6 +302,19 @@ def test_a_file_that_holds_no_scores_is_refused_in_one_sentence(name, content, w
     with pytest.raises(ValueError) as caught:
         cohort.import_scores(tmp_path / name, "bad", runs=tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.attack("Scores that change while they are imported")
+@pytest.mark.parametrize("end", [".csv", ".jsonl", ".parquet"])
+def test_the_recorded_hash_is_of_the_bytes_whose_scores_were_taken(end, tmp_path, monkeypatch):
+    write = {".csv": pd.DataFrame.to_csv, ".parquet": pd.DataFrame.to_parquet}.get(end, partial(
+        pd.DataFrame.to_json, orient="records", lines=True))  # fmt: skip
+    write(table(), file := tmp_path / f"x{end}")
+    read, checked = hashlib.sha256(file.read_bytes()).hexdigest(), imports._checked
+    monkeypatch.setattr(imports, "_checked", lambda *given: file.write_bytes(b"other") and checked(*given))
+    imported = cohort.import_scores(file, "x", runs=tmp_path)
+    assert json.loads((imported.folder / "study.json").read_text())["inputs"] == {"scores": {file.name: read}}
+    assert problems(imported) == problems(cohort.import_scores(table(), "frame", runs=tmp_path))
 
 
 @pytest.mark.parametrize("place", ["a", "a/0", "a/0/deep"])
