@@ -60,7 +60,7 @@ def test_a_log_of_inspect_holds_every_sample_with_its_verdict(tmp_path):
     assert export(iter(ROWS), "sizes", file) == 2
     with zipfile.ZipFile(file) as log:
         right, wrong = (json.loads(log.read(f"samples/{number}.json")) for number in (1, 2))
-    assert [_split(row, file, 0, None)[1] for row in _rows(file)] == [{"correct": 1.0}, {"correct": 0.0}]
+    assert [_split(row, file, 0, None)[1] for row in _rows(file, {})] == [{"correct": 1.0}, {"correct": 0.0}]
     assert (right["id"], right["epoch"], wrong["epoch"]) == ("p1 grpo 1 test 4", 1, 2)
     assert [one["scores"]["correct"]["value"] for one in (right, wrong)] == ["C", "I"]
     assert [one["output"]["choices"][0]["stop_reason"] for one in (right, wrong)] == ["stop", "max_tokens"]
