@@ -52,7 +52,8 @@ def interval_method(analysis: Analysis) -> str:
         text += " Intervals and p are larger than for planned seeds, as their number may follow from results."
     split = [arm.label for arm in analysis.finished_arms if analysis.outcome.is_fraction and in_clusters(arm.values)]
     if split:
-        text += f" The seeds of {wording.quoted(split, 8)} lie in two clusters, and such intervals cover 46 to 95 %."
+        text += f" The seeds of {wording.quoted(split, 8)} lie in two clusters: if some collapsed or were lucky, "
+        text += "such intervals cover 46 to 95 %."
     if most < 5:
         seeds = wording.plural(most, "seed")
         text += f" With {seeds} they are wide and assume normality: add seeds before you decide a close comparison."
