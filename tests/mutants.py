@@ -45,7 +45,7 @@ SHORT = ("algorithms/_functional.py", 12, ("tests/test_objectives.py",))
 FILES = ("algorithms", "harness/rewards", "harness/run",
          "harness/extras/confidence/rewards", "reports/statistics.py", "reports/capability.py", "reports/analysis.py",
          "reports/anova.py")  # fmt: skip
-HEAVY = ("torch", "numpy", "scipy.stats", "scipy.optimize", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
+HEAVY = ("torch", "numpy", "scipy.stats", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
 OTHER: dict[type, type] = {

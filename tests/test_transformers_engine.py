@@ -106,6 +106,14 @@ def test_packed_products_are_the_layers_own_by_copies_of_their_weights(autocast)
         torch.testing.assert_close(layers(given), layers[1](layers[0].bias.expand(5, -1)))
 
 
+def test_without_onednn_no_product_is_packed(monkeypatch):
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # a Mac's torch has none of the operations
+    layer = nn.Linear(4, 2)
+    with packed_products(layer):
+        assert "forward" not in vars(layer)
+
+
 def test_sampling_packs_the_products_of_models_without_a_path_of_their_own(monkeypatch):
     packed = []
     monkeypatch.setattr(library, "packed_products", lambda model: packed.append(model) or nullcontext())

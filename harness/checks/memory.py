@@ -364,7 +364,7 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         layers = counts.trunk.cache
         cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
         whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
-        packs = device.type == "cpu" and not counts.is_fused  # copies of weights for products of few rows
+        packs = device.type == "cpu" and torch.backends.mkldnn.is_available() and not counts.is_fused  # weights, again
         packed = counts.weights * (2 if spec.autocast else getattr(torch, spec.dtype).itemsize) if packs else 0
         sampling = at_once * counts.vocabulary * per_logit + whole + packed
         return needed | {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}

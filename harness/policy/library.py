@@ -111,10 +111,13 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
 @contextmanager
 def packed_products(model: nn.Module) -> Iterator[None]:
     """Inside the context, on a CPU, passes without gradient multiply by copies of the linear layers' weights that
-    oneDNN lays out once, in autocast's precision if it is on: with few rows plain products take up to twice as long."""
+    oneDNN lays out once, in autocast's precision if it is on: with few rows plain products take up to twice as long.
+    Nothing changes where torch has no oneDNN, as on a Mac."""
     operations: Any = torch.ops.mkldnn
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    precisions = {torch.float32, torch.bfloat16} if operations._is_mkldnn_bf16_supported() else {torch.float32}
+    precisions = {torch.float32} if torch.backends.mkldnn.is_available() else set[torch.dtype]()
+    if precisions and operations._is_mkldnn_bf16_supported():
+        precisions.add(torch.bfloat16)
 
     def packs(part: nn.Module) -> bool:
         known = type(part) is nn.Linear and part.weight.device.type == "cpu" and not is_spread(part.weight)
