@@ -90,7 +90,8 @@ $(VLLM_BIN)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: $(VLLM_BIN)/.installed
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/extras/contracts/test_rules.py tests/test_sync.py tests/test_vllm_engine.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/extras/contracts/test_rules.py tests/test_sync.py tests/test_vllm_engine.py \
+		tests/test_real_model.py::test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass
 
 # The newest versions that pyproject.toml allows (delete the environment to ask for them again), with the torch of
 # constraints.txt, because newer ones bring gigabytes of CUDA: the tests beside the model, and two steps of training.

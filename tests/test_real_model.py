@@ -1,22 +1,30 @@
 """A real chat model, whose query heads share keys and whose vocabulary is large: `make test-real`."""
 
 import json
+import multiprocessing
+import os
+import signal
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from cohort.harness.data import Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.forward import state_logprobs, token_logprobs
 from cohort.harness.policy.lora import adapter_weights, add_adapter, load_adapter
 from cohort.harness.policy.model import load_policy, save_model
 from cohort.harness.policy.sources import Base
 from cohort.harness.policy.text import load_codec
+from cohort.harness.record.run import CHECKPOINTS, model_folder
 from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import LoRA
 from factories import make_spec
 from fakes import MemoryLog
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2"  # of `make smollm2`
@@ -62,11 +70,15 @@ def test_a_prompt_is_what_the_models_own_template_makes_of_it(system):
     assert codec.encode("What is 7-1?") == tuple(tokenizer(expected, add_special_tokens=False)["input_ids"])
 
 
-def test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass(policy):
+@pytest.mark.parametrize("kind", [
+    TransformersEngine,
+    pytest.param(VLLMEngine, marks=pytest.mark.skipif(find_spec("vllm") is None, reason="`make test-vllm` has it")),
+])  # fmt: skip
+def test_engine_and_learner_give_the_log_probs_of_the_models_own_forward_pass(kind, policy):
     """Of prompts that differ in length, and rows that end at different times, at the end of the model's turn."""
     codec = load_codec(str(MODEL), PromptFormat())
     ends, turn_end = codec.end_ids(policy), AutoTokenizer.from_pretrained(MODEL).convert_tokens_to_ids("<|im_end|>")
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)
+    engine = kind(kind.Settings(), policy, codec)
     prompts = [Prompt(f"p{i}", text, "") for i, text in enumerate(["What is 7-1?", "Name one even number below 20."])]
     groups = engine.generate(prompts, 3, Sampling(max_tokens=64), seed=0, step=0)
     lengths = set()
@@ -101,14 +113,41 @@ def test_the_head_of_a_large_vocabulary_in_closed_form_has_the_gradient_of_its_n
     assert (first - second).norm() <= 1e-5 * second.norm()
 
 
-@pytest.mark.parametrize(("algorithm", "paid"), [("ppo", REPEATS), ("grpo_self_consistency", {})])
-def test_two_steps_teach_with_a_critic_and_with_votes(run, algorithm, paid, tmp_path):
+@pytest.mark.parametrize(("algorithm", "paid"), [
+    ("ppo", REPEATS), ("grpo", REPEATS), ("grpo_self_consistency", {}),
+])  # fmt: skip
+def test_two_steps_teach_with_a_critic_with_a_group_and_with_votes(run, algorithm, paid, tmp_path):
     log = MemoryLog()
     result = train(of(run, algorithm, **paid), tmp_path / "run", log, cache=tmp_path / "cache")
     assert (result.state, result.summary["rollouts"]) == ("complete", 8)
     assert all(abs(value) < 1e-4 for _, value in log.history("mismatch/kl"))
     critic = log.history("critic/grad_norm")
     assert len(critic) == (2 if algorithm == "ppo" else 0) and all(value > 0 for _, value in critic)
+
+
+def train_here(spec, folder):
+    train(spec, folder, MemoryLog(), cache=folder.parent / "cache")
+
+
+def test_a_killed_run_with_an_adapter_ends_as_one_that_was_left_alone(run, tmp_path):
+    spec = of(run, "grpo", lora={"rank": 4}, steps=3, **{"evaluation.every": 3}, **REPEATS)
+    child = multiprocessing.get_context("spawn").Process(target=train_here, args=(spec, tmp_path / "killed"))
+    child.start()
+    while not any((tmp_path / "killed" / CHECKPOINTS).glob("step-*")):
+        assert child.is_alive()
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    found = []
+    for name in ("killed", "whole"):
+        result = train(spec, tmp_path / name, MemoryLog(), cache=tmp_path / "cache")
+        weights = load_file(Path(model_folder(str(tmp_path / name))) / "adapter_model.safetensors")
+        found.append(({k: v for k, v in result.summary.items() if "second" not in k and "byte" not in k}, weights))
+    (summary, killed), (expected, whole) = found
+    assert summary == expected
+    assert killed.keys() == whole.keys()
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
 
 
 def test_a_saved_adapter_alone_loads_as_the_policy_that_it_made(policy, tmp_path):
