@@ -20,28 +20,10 @@ from numpy.random import Generator
 
 from ..harness.data import FINAL
 from ..harness.record.study import StudyRecord
-from . import statistics
+from . import statistics, trials
 from .anova import Grid, grid_of
 from .statistics import ALPHA, CrossedVariance, Floats, Interval
-from .trials import (
-    ArmSummary,
-    Outcome,
-    Trials,
-    arm_specs,
-    awaits_seeds,
-    bounded,
-    choose_outcome,
-    is_paired,
-    num_problems,
-    score,
-    search_of,
-    share_at,
-    share_of_alpha,
-    summarise,
-    usable_trials,
-    wanted_pairs,
-    with_arms,
-)
+from .trials import ArmSummary, Outcome, Trials
 
 BOOTSTRAP_SEED = 0
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
@@ -144,7 +126,7 @@ class Comparison(Contrast):
         """
         if self.variance is None or math.isnan(self.detectable) or not self.outcome.is_fraction:
             return {}
-        plan = self.variance, self.num_problems, ALPHA / self.family, share_at(self.share)
+        plan = self.variance, self.num_problems, ALPHA / self.family, trials.share_at(self.share)
         return {size: statistics.seeds_needed(size, *plan) for size in PLANNED_DIFFERENCES}
 
 
@@ -209,15 +191,15 @@ class Analysis:
 def analysed(record: StudyRecord) -> Analysis:
     """The study's numbers, the bootstrap's drawn with the seed that the page states."""
     rng = np.random.default_rng(BOOTSTRAP_SEED)
-    everything, outcome, specs = record, choose_outcome(record), arm_specs(record.trials)
+    everything, outcome, specs = record, trials.choose_outcome(record), trials.arm_specs(record.trials)
     controls = {arm: spec["control"] for arm, spec in specs.items() if spec.get("control")}
     labels = [arm for arm in dict.fromkeys([*record.arms, *(t.arm for t in record.trials)]) if arm not in controls]
-    record = with_arms(record, labels)
-    usable = usable_trials(record, outcome)
-    arms = [summarise(label, record, outcome, usable, rng) for label in labels]
-    grid = grid_of(arms, record) if search_of(record) is None else None
+    record = trials.with_arms(record, labels)
+    usable = trials.usable_trials(record, outcome)
+    arms = [trials.summarise(label, record, outcome, usable, rng) for label in labels]
+    grid = grid_of(arms, record) if trials.search_of(record) is None else None
     by_label, references = {arm.label: arm for arm in arms}, record.references
-    if not references and search_of(record) is None:
+    if not references and trials.search_of(record) is None:
         references = dict.fromkeys(by_label, record.baseline)
     twins = [(label, labels) for labels, _ in record.identical for label in labels]
     same = [label for label, labels in twins if label != (to := references.get(label, label)) and to in labels]
@@ -242,9 +224,9 @@ def analysed(record: StudyRecord) -> Analysis:
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
     found = []
     for label, control in controls.items():
-        alone = with_arms(everything, [label])
-        mine = usable_trials(alone, outcome)
-        summary = summarise(label, alone, outcome, mine, rng)
+        alone = trials.with_arms(everything, [label])
+        mine = trials.usable_trials(alone, outcome)
+        summary = trials.summarise(label, alone, outcome, mine, rng)
         start = [specs[label].get(key) for key in _START]
         alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
         compared = _compare([(arm, summary) for arm in alike], everything, outcome, rng)
@@ -257,7 +239,7 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
 
     Of arms without common seeds the groups are independent (Welch 1947).
     """
-    if is_paired(record):
+    if trials.is_paired(record):
         seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
         sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
         groups = [[*sums.values()]]
@@ -265,12 +247,12 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
         groups = [[weight * value for _, value in sorted(values[arm].items())] for arm, weight in weights.items()]
         seeds, means = sorted(values[[*weights][-1]]), sum(float(np.mean(one)) for one in groups[:-1] if one)
         sums = {seed: value + means for seed, value in zip(seeds, groups[-1], strict=True)} if all(groups) else {}
-    share = share_of_alpha(record, seeds)
+    share = trials.share_of_alpha(record, seeds)
     intervals = statistics.cautious_intervals(*(np.array(one)[:, None] for one in groups), share=share) if sums else []
     if not intervals:
         return Contrast(sums, None, share=share)
     spread = CrossedVariance(sum(float(np.var(one, ddof=1)) for one in groups), 0.0, 0.0)
-    tests = () if awaits_seeds(record, seeds) else intervals
+    tests = () if trials.awaits_seeds(record, seeds) else intervals
     return Contrast(sums, intervals[0], tests, variance=spread, share=share, student=intervals[0])
 
 
@@ -284,7 +266,7 @@ def _of_outcome(
 ) -> Contrast:
     found = contrast(record, {label: arm.scores for label, arm in arms.items()}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
-    counted, paired = arms[next(iter(weights))].num_problems, is_paired(record)
+    counted, paired = arms[next(iter(weights))].num_problems, trials.is_paired(record)
     found = replace(found, resolution=1 / counted if counted else 0.0)
     cells = [(w, arms[label].cells_of(found.differences if paired else arms[label].scores))
              for label, w in weights.items()]  # fmt: skip
@@ -292,7 +274,7 @@ def _of_outcome(
     is_known = len(weighted) == len(weights)
     groups = ([np.sum(weighted, axis=0)] if paired else weighted) if is_known else []
     summed = groups[0] if paired and groups else None
-    found = replace(found, cells=summed, student=bounded(found.student, outcome, *ends))
+    found = replace(found, cells=summed, student=trials.bounded(found.student, outcome, *ends))
     if found.interval is None:
         return found
     intervals = statistics.cautious_intervals(*groups, share=found.share) if groups else [found.interval]
@@ -305,7 +287,7 @@ def _of_outcome(
         sparse = [statistics.sparse_interval(found.estimate, counted, others, found.share, scale)]
     found = replace(
         found,
-        interval=bounded(statistics.widest([*sparse, *intervals]), outcome, *ends),
+        interval=trials.bounded(statistics.widest([*sparse, *intervals]), outcome, *ends),
         tests=[*sparse, *found.tests, *intervals[1:]] if found.tests else (),
     )
     if not groups:
@@ -339,13 +321,13 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
         outcome = Outcome(name, per_problem=False)
         found[name] = {}
         for arm in analysis.finished_arms:
-            trials = [usable[arm.label, seed] for seed in arm.scores]
-            values = [value for trial in trials if (value := score(trial, name)) is not None]
+            mine = [usable[arm.label, seed] for seed in arm.scores]
+            values = [value for trial in mine if (value := trials.score(trial, name)) is not None]
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
-            elif len(values) == len(trials):
-                interval = statistics.t_interval(values, share_of_alpha(analysis.record, arm.scores))
-                interval = bounded(interval, outcome, num_problems=num_problems(trials, outcome))
+            elif len(values) == len(mine):
+                interval = statistics.t_interval(values, trials.share_of_alpha(analysis.record, arm.scores))
+                interval = trials.bounded(interval, outcome, num_problems=trials.num_problems(mine, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
 
@@ -362,7 +344,7 @@ def _compare(
     """Every arm with another that it shares a seed with, each in a separate family."""
     found = []
     for arm, baseline in pairs:
-        if arm is baseline or (is_paired(record) and arm.scores.keys().isdisjoint(baseline.scores)):
+        if arm is baseline or (trials.is_paired(record) and arm.scores.keys().isdisjoint(baseline.scores)):
             continue
         if not (arm.scores and baseline.scores):
             continue
@@ -371,7 +353,7 @@ def _compare(
         own = {
             "summary": arm,
             "baseline": baseline,
-            "is_paired": is_paired(record),
+            "is_paired": trials.is_paired(record),
             "outcome": outcome,
             "rng_seed": int(rng.integers(2**32)),
         }
@@ -383,7 +365,7 @@ def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
     by_pair = {(trial.arm, trial.seed): trial for trial in record.trials}
     searched = {arm["label"]: arm["state"] for arm in (record.search or {}).get("arms", ())}
     gaps = []
-    for arm, seed in dict.fromkeys([*wanted_pairs(record), *by_pair]):
+    for arm, seed in dict.fromkeys([*trials.wanted_pairs(record), *by_pair]):
         trial = by_pair.get((arm, seed))
         state, reason = (trial.state, trial.reason) if trial is not None else (None, None)
         if (arm, seed) in usable:

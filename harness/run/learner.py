@@ -23,7 +23,7 @@ from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..devices.sharding import full, is_sharded, local, shard, spread, spread_like
 from ..interfaces import Distribution
-from ..policy import flops
+from ..policy import flops, lora
 from ..policy.forward import (
     Critic,
     PromptStates,
@@ -35,15 +35,6 @@ from ..policy.forward import (
     recomputes,
     token_logprobs,
     token_measure,
-)
-from ..policy.lora import (
-    adapter_off,
-    adapter_weights,
-    around_frozen,
-    has_adapter,
-    hold_frozen_products,
-    hold_scorer,
-    load_adapter,
 )
 from ..settings.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
@@ -66,16 +57,16 @@ class Learner:
         self.sampler_is_exact = False  # whether the engine's log-probs are the policy's before the step, to rounding
         self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
         self.policy = policy
-        self.adapted = has_adapter(policy)
+        self.adapted = lora.has_adapter(policy)
         if self.adapted and spec.autocast:
-            hold_frozen_products(policy, torch.bfloat16)
+            lora.hold_frozen_products(policy, torch.bfloat16)
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.warms_critic = False  # whether the last update has trained the critic alone
         self.fits_head = False  # whether the last update has fitted the critic's head
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
-            reference = around_frozen(origin or policy)
-        self.reference = reference and hold_scorer(reference, spec.autocast)
+            reference = lora.around_frozen(origin or policy)
+        self.reference = reference and lora.hold_scorer(reference, spec.autocast)
         shared = spec.algorithm.shares_trunk
         self.critic = Critic(origin or policy, shared=shared) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
@@ -103,7 +94,7 @@ class Learner:
             old = batch.sampler_logprobs_BT if self.sampler_is_exact else self.logprobs(self.policy, batch)
             batch = batch.replace(old_logprobs_BT=old)
         if self.spec.algorithm.needs_reference:
-            with adapter_off(self.policy):  # whose base is the reference, unless there is another
+            with lora.adapter_off(self.policy):  # whose base is the reference, unless there is another
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.spec.algorithm.needs_collision:
@@ -215,7 +206,7 @@ class Learner:
     def state(self, *, to_train: bool = True) -> dict[str, Any]:
         """Everything that a resumed run needs besides the policy's folder, in the learner's own tensors; a run that
         trains no more needs the adapter alone."""
-        state: dict[str, Any] = {"adapter": adapter_weights(self.policy)} if self.adapted else {}
+        state: dict[str, Any] = {"adapter": lora.adapter_weights(self.policy)} if self.adapted else {}
         if not to_train:
             return state
         state |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -233,7 +224,7 @@ class Learner:
         """Continue from a saved policy and `state()`, which the first process has; ValueError if they do not fit."""
         try:
             if self.adapted:
-                load_adapter(self.policy, spread(self.policy, state["adapter"]))
+                lora.load_adapter(self.policy, spread(self.policy, state["adapter"]))
             else:
                 self.policy.load_state_dict(spread(self.policy, policy))
             if not state.keys() - {"adapter"}:  # of a run that trains no more
