@@ -145,8 +145,7 @@ def differences(model):
     NaN: nothing was shared."""
     run = small_run(model)
     sampling = run.spec.sampling
-    groups = run.engine.generate(PROMPTS, 3, sampling, seed=0, step=0)
-    batch = collate(groups)
+    batch = collate(run.engine.generate(PROMPTS, 3, sampling, seed=0, step=0))
     own = own_logprobs(model, batch, sampling.temperature)
     shared = run.learner.logprobs(model, batch)
     was_shared = run.learner._prompt_states(model, batch) is not None

@@ -72,8 +72,7 @@ def test_an_interval_of_fractions_stays_between_0_and_1_and_never_ends_at_a_cert
     assert fraction_interval(np.ones((1, 37))).high == 1  # 1 + 2e-16 by the formula
     rng = np.random.default_rng(0)
     for mean in (0.001, 0.5, 0.999):
-        cells = np.clip(rng.normal(mean, 0.01, (3, 40)), 0, 1)
-        interval = fraction_interval(cells)
+        interval = fraction_interval(np.clip(rng.normal(mean, 0.01, (3, 40)), 0, 1))
         assert 0 <= interval.low < interval.estimate < interval.high <= 1
     assert fraction_interval(np.ones((1, 1))) is None
 
@@ -99,8 +98,7 @@ def test_a_lead_of_five_problems_is_shown_and_one_of_fewer_is_not(right, low):
 def test_a_crossing_and_its_limits_are_those_of_the_shared_seeds():
     half, rare = np.repeat([32, 0], 10), np.full(20, 4)  # of 32 samples: pass@k 0.5, and 1 - C(28, k) / C(32, k)
     one = Capability("half", (0, 1, 2), np.stack([0 * half, half, half]), 32)
-    two = Capability("rare", (1, 2, 3), np.stack([rare, rare, 0 * rare]), 32)
-    found = crossover(one, two)
+    found = crossover(one, Capability("rare", (1, 2, 3), np.stack([rare, rare, 0 * rare]), 32))
     assert (found.leader, found.k) == ("half", 5)  # 0.43 at 4, 0.51 at 5
     # over 20 problems with a deviation of 0.513, a difference of 0.240 is shown: 0.262 at 2 and 0.160 at 3
     assert (found.low, found.high) == (3, 9)  # -0.205 at 8, -0.254 at 9

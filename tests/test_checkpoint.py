@@ -101,8 +101,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     names = ((2, "a"), (2, "b"), (3, "c"))
     files = [{"type": "kept", "step": n, "file": f"rollouts/{x}.jsonl", "sha256": x} for n, x in names]
     past = [{"type": "metrics", "step": 1, "values": {}}, *files[:2]]
-    events = [{"type": "start"}, *past, files[2]]
-    (source / EVENTS).write_text("".join(map(event_line, events)))
+    (source / EVENTS).write_text("".join(map(event_line, [{"type": "start"}, *past, files[2]])))
     (source / "rollouts").mkdir()
     for name in ("a", "b", "c"):
         (source / f"rollouts/{name}.jsonl").write_text(name)

@@ -16,8 +16,7 @@ PLUGINS = [(kind, name) for kind in ("algorithm", "reward") for name in plugins.
 def rows(kind: plugins.Kind, name: str) -> list[str]:
     (plugin,) = describe_plugins(kind, name)
     told = [f"{one['name']} | {one['default']} | {one['range']}" for one in plugin["settings"]]
-    cls = plugins.load(kind, name)
-    told.append(f"smallest group | {getattr(cls, 'min_group_size', '')} |")
+    told.append(f"smallest group | {getattr(plugins.load(kind, name), 'min_group_size', '')} |")
     return [f"{kind} {name} {row}".rstrip() for row in told]
 
 

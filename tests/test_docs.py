@@ -1,9 +1,12 @@
 """The README, the pages of docs/ and the help texts: every command, setting, gate, metric and file is one that exists,
-every link leads somewhere."""
+every link leads somewhere. What a release is made of agrees with itself: lock file, citation, container, workflows."""
 
 import ast
+import importlib.metadata
 import re
 import shlex
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.mirror.address import TRACKING_URI
@@ -19,6 +23,8 @@ from cohort.harness.settings import paths
 from cohort.harness.settings.run import EvaluationSettings, Gates, RunSpec
 from cohort.harness.settings.study import StudySpec
 from cohort.harness.study.preflight import is_logged
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import cohort
 
@@ -204,3 +210,59 @@ def test_every_name_of_the_python_api_in_a_page_exists(page):
     }
     assert {("cohort", "run"), ("cohort", "load_study"), ("result", "compare")} <= used
     assert [(owner, name) for owner, name in used if not hasattr(owners[owner], name)] == []
+
+
+LOCK = (ROOT / "requirements.lock").read_text()
+PINNED = re.compile(r"^([\w.-]+)==([^ ;]+)( ; [^\\]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M)
+
+
+def locked() -> dict[str, str]:
+    return {found[0]: found[1] for found in PINNED.findall(LOCK) if "never" not in found[2]}
+
+
+def needed(name: str, found: set[str]) -> set[str]:
+    """Packages that a package needs on this machine, torch and what torch alone needs apart."""
+    for text in importlib.metadata.requires(name) or ():
+        requirement = Requirement(text)
+        required = canonicalize_name(requirement.name)
+        marker = requirement.marker
+        if required in {"torch", *found} or (marker is not None and not marker.evaluate({"extra": ""})):
+            continue
+        found.add(required)
+        needed(required, found)
+    return found
+
+
+def test_the_lock_file_has_a_hash_for_all_that_cohort_needs_in_the_versions_of_the_constraints():
+    assert needed("cohort-rl", set()) <= set(locked())
+    assert len(PINNED.findall(LOCK)) == len(re.findall(r"^\S+==", LOCK, re.M))
+    lines = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    constraints = {canonicalize_name(name): version for name, _, version in lines}
+    both = locked().keys() & constraints.keys()
+    assert len(both) > 80
+    assert {name: locked()[name] for name in both} == {name: constraints[name] for name in both}
+
+
+def test_the_citation_names_this_version():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+
+
+@pytest.mark.parametrize("workflow", ["ci", "release"])
+def test_a_workflow_runs_scripts_that_exist(workflow):
+    jobs = yaml.safe_load((ROOT / ".github/workflows" / f"{workflow}.yml").read_text())["jobs"]
+    steps = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    scripts = {word for step in steps for word in step.split() if word.startswith(".ci/")}
+    assert scripts
+    for script in scripts:
+        assert (ROOT / script).stat().st_mode & 0o111, script
+
+
+def test_scripts_are_valid_and_the_container_is_made_by_one_of_them():
+    for script in (ROOT / ".ci").iterdir():
+        subprocess.run(["bash", "-n", script], check=True)
+    build, last = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert "RUN .ci/install /opt/cohort ${DEVICE}" in build
+    assert "apt-get install --yes --no-install-recommends g++" in last  # for Triton, at run time

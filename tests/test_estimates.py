@@ -158,8 +158,7 @@ def test_each_past_run_counts_once_and_only_where_the_study_has_measured_nothing
     spec = study.design_arms()[0].spec
     for seconds, besides in ((0.69456, 3.0), (1.38912, 2.0), (2.08368, 5.0)):
         past_run(tmp_path, spec, seconds, besides)
-    other = spec.model_copy(update={"dtype": "bfloat16"})
-    past_run(tmp_path, other, 900.0, 0.0)
+    past_run(tmp_path, spec.model_copy(update={"dtype": "bfloat16"}), 900.0, 0.0)
     found = budgeted(study, tmp_path, workers=2)
     # Three runs of 69,456 passes took 4.16736 s: 20 us a pass. A trial: 1.38912 s and 2 to load, two on each worker;
     # the start 900,000 and the report 500,000 passes: 18 and 10 s.

@@ -106,8 +106,7 @@ def test_the_family_of_a_problem_goes_from_its_task_to_the_record_and_its_comple
     few = {"num_test_prompts": 10, "num_samples": 1}
     spec, engine = make_spec(task=OfFamilies(), evaluation=few, sampling={"max_tokens": 8}), scripted()
     engine.script = lambda prompt, sample: "#### 1"
-    prompts = spec.task.prompts("test")[:10]
-    wanted = {prompt.id: prompt.family for prompt in prompts}
+    wanted = {prompt.id: prompt.family for prompt in spec.task.prompts("test")[:10]}
     assert len(set(wanted.values())) > 2
     tags = {"cohort.trial": "run", "cohort.arm": "a", "cohort.seed": "0", "cohort.factors": "{}"}
     with RunLog(tmp_path, tmp_path / "run", spec, experiment="e", run_name="run", tags=tags) as log:

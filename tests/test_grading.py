@@ -79,8 +79,7 @@ def test_a_lenient_reading_takes_the_last_number_or_expression_if_none_marked(ta
     metrics = sample_metrics([problem_score(graded, graded)])
     assert (metrics["accuracy"], metrics["lenient_accuracy"]) == (strict, lenient)
     assert metrics["marked_accuracy"] == strict
-    taking = task.model_copy(update={"answers": "last"})
-    (graded,) = grade(taking, [group(gold, completion)], 8)
+    (graded,) = grade(task.model_copy(update={"answers": "last"}), [group(gold, completion)], 8)
     assert (graded.correct, graded.lenient, graded.marked) == ((lenient,), (lenient,), (strict,))
     assert graded.blind().marked is None
     found = rollout_metrics([graded], [[0.0]])

@@ -180,5 +180,4 @@ def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
     assert (found.arm, found.what, found.steps, found.num_seeds) == ("grpo_self_consistency", "policy", (20, 30, 40), 3)
     text = dict(notes(analysis))["Collapse"]
     assert "'grpo_self_consistency': policy in 3 of 3 seeds, at step 20, 30 and 40." in text
-    quiet = dict(notes(analysed(study)))
-    assert quiet["Collapse"].endswith("No arm collapsed.")
+    assert dict(notes(analysed(study)))["Collapse"].endswith("No arm collapsed.")

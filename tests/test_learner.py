@@ -154,8 +154,7 @@ def test_minibatches_share_out_the_rows_and_weigh_one_each_in_a_new_order_every_
 
 def test_the_critic_starts_at_zero_and_apart_from_the_policy_or_is_a_head_alone():
     learner = Learner(make_spec("ppo"), tiny_model(0))
-    batch = learner.annotate(make_batch())
-    assert batch.values_BT.abs().max() == 0
+    assert learner.annotate(make_batch()).values_BT.abs().max() == 0
     shared = {p.data_ptr() for p in learner.policy.parameters()}
     assert not shared & {p.data_ptr() for p in learner.critic.parameters()}
     learner = Learner(make_spec(SHARED), tiny_model(0))
@@ -169,8 +168,7 @@ def test_the_critic_starts_at_zero_and_apart_from_the_policy_or_is_a_head_alone(
 @pytest.mark.parametrize(("name", "setting"), [("policy", "learning_rate"), ("critic", "critic_learning_rate")])
 def test_a_gradient_or_a_loss_that_is_not_finite_ends_the_run_and_names_its_network_and_rate(name, setting):
     learner = learner_for(make_spec("ppo"))
-    network = getattr(learner, name)
-    next(network.parameters()).register_hook(lambda gradient: gradient / 0)
+    next(getattr(learner, name).parameters()).register_hook(lambda gradient: gradient / 0)
     batch = learner.spec.algorithm.advantages(learner.annotate(make_batch()))
     with pytest.raises(InvalidRun, match=rf"gradient norm of the {name} is (nan|inf); lower optimizer\.{setting}$"):
         learner.update(batch, 0)

@@ -1,7 +1,9 @@
 """Every algorithm's advantages, loss and gradient against a second implementation, and what numbers do not show:
 rounding in float32, extremes, refusals, and that an algorithm reads what it declares."""
 
+import ast
 import math
+from pathlib import Path
 
 import objective_references as references
 import pytest
@@ -19,6 +21,7 @@ from cohort.harness.data import Batch, PolicyOutput
 from fakes import batch_of, small_batch
 
 NAMES = plugins.names("algorithm")
+FILES = sorted((Path(__file__).resolve().parents[1] / "algorithms").glob("[!_]*.py"))
 PROMPT = 2  # tokens before each completion
 # Values of settings that an algorithm is tried with besides its defaults, each where it has them.
 EVERYWHERE = (
@@ -248,3 +251,21 @@ def test_certain_tokens_have_a_finite_divergence_and_no_weight_in_the_baseline_o
     tokens, collision = [[True, True]] * 2, torch.tensor([[1 - 1e-6, 1.0], [1.0, 1.0]])
     batch = batch_of(tokens, [1.0, 0.0], 2, old_logprobs_BT=torch.zeros(2, 2), collision_BT=collision)
     assert OptimalTokenBaseline().advantages(batch).advantages_BT.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_algorithm_fits_on_two_screens_and_its_reader_opens_one_other_file(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= 80
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    assert len({node.module or alias.name for node in nodes for alias in node.names}) == 1
+
+
+def test_the_rewards_that_algorithms_bring_and_the_losses_that_are_a_mean_over_all_tokens():
+    brought = {name: plugins.load("algorithm", name).default_rewards for name in plugins.names("algorithm")}
+    special = {"dapo": {"accuracy": 1.0, "overlong": 0.5}, "distill": {"accuracy": 0.0},
+               "grpo_self_consistency": {"majority_vote": 1.0}}  # fmt: skip
+    assert {name: own for name, own in brought.items() if own != {"accuracy": 1.0}} == special
+    found = {name for name in plugins.names("algorithm") if plugins.load("algorithm", name).token_mean}
+    named = {"cispo", "dapo", "distill", "kl_cov", "lite_ppo", "ppo", "reinforce_plus_plus", "vespo"}
+    assert found == named  # the words of `objective` follow this fact, so that no reference sees another one

@@ -147,8 +147,7 @@ HOSTILE = {
 @pytest.mark.attack("A hostile or broken chat template")
 def test_a_template_that_cannot_be_used_is_one_error_before_weights_load(template, tmp_path):
     model = chat_folder(tmp_path / "model", template)
-    prompt = {"system": "Be brief."}
-    spec = make_spec(model=model, prompt=prompt, steps=1, cold_start={"steps": 1})
+    spec = make_spec(model=model, prompt={"system": "Be brief."}, steps=1, cold_start={"steps": 1})
     message = (
         rf"the chat template of '{model}' (fails \(\w+: .+\)|leaves out .+); correct it or set prompt\.format=plain$"
     )

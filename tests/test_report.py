@@ -692,8 +692,7 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     assert [drawing.name for drawing in outcome.heat_maps(two)] == ["heat_0"]
     names = ("algorithm.group_size", "algorithm.clip_epsilon", "algorithm.kl_beta")
     levels = dict(zip(names, ([2, 4, 8], [0.1, 0.2], [0.0, 0.1, 0.2]), strict=True))
-    three = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
-    maps = outcome.heat_maps(three)
+    maps = outcome.heat_maps(analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10)))
     assert [drawing.title for drawing in maps] == [f"Test accuracy (%), clip_epsilon = {level}" for level in (0.1, 0.2)]
     none = analysed(fake_study(num_steps=10))
     assert outcome.heat_maps(none) == outcome.importances(none) == []
@@ -888,8 +887,7 @@ def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not
         return dataclasses.replace(fake_study(seeds=[0]).trials[0], history=history)
 
     first = trial_with({"m": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0)]})
-    second = trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})
-    series = aligned([first, second], "m", None)
+    series = aligned([first, trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})], "m", None)
     assert series is not None
     assert [values.tolist() for values in series] == [[0.0, 3.0], [[1.0, 4.0], [3.0, 8.0]]]
     # against tokens: step 0 costs nothing, step 2 comes after 30: linear from (0, 0) to (30, 1), at 15 tokens 0.5

@@ -59,8 +59,7 @@ def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_g
 
 
 def test_a_worker_does_not_wait_for_trials_that_others_run(runs):
-    study = started(a_study(seeds=[0]), runs)
-    queue = Queue(Plan(study, runs))
+    queue = Queue(Plan(started(a_study(seeds=[0]), runs), runs))
     assert queue.claim() is not None and queue.claim() is not None
     before = time.monotonic()
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE, patience=0.1) == 0
@@ -86,8 +85,7 @@ def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(runs,
     said = [process.communicate(timeout=280)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], said
     assert all("No trial of 'quickstart' is left" in words for words in said)
-    status = study_status("quickstart", runs)
-    assert status.finished
+    assert study_status("quickstart", runs).finished
     assert len(list((runs / "studies/quickstart/logs").glob("worker-*.log"))) == 3
 
 

@@ -108,8 +108,7 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
             queue = Queue(queue.plan)
         else:
             complete(queue, claim)
-    rest = drive(Queue(Plan(a_search(), tmp_path / "killed")))
-    assert whole[5:] == rest
+    assert whole[5:] == drive(Queue(Plan(a_search(), tmp_path / "killed")))
     assert len(searched(queue)) == 12
 
 

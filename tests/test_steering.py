@@ -189,8 +189,7 @@ def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered):
 
 @pytest.mark.slow
 def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(steered, tmp_path):
-    status = study_status("real", steered[1])
-    assert status.counts() == {"complete": 3}
+    assert study_status("real", steered[1]).counts() == {"complete": 3}
     queue = open_queue(a_real_study(), steered[1])
     queue.status()
     left = [(c.parent, list(c.seeds), list(c.steps)) for c in queue.clones()]

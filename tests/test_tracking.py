@@ -32,7 +32,9 @@ from cohort.harness.record.events import EVENTS, Tail, is_as_written, read_event
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.run import RunLog, read_progress, read_result
 from cohort.harness.record.study import STATUS, read_folder, read_study
+from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
+from cohort.harness.settings.study import parse_study
 from cohort.harness.study.plan import Plan
 from fake_trials import a_spec, a_study, begin_study, in_mlflow, open_study
 from mlflow import MlflowClient
@@ -40,7 +42,9 @@ from mlflow.entities import Trace
 from queues import python, wait_for
 
 COLUMN = "validation/accuracy"
-
+# What a database refuses: NUL and lone surrogates, which are shown replaced.
+HOSTILE = "boom \0 and \ud800, then "
+SHOWN = "boom \N{REPLACEMENT CHARACTER} and ?, then "
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -378,8 +382,7 @@ def test_a_study_without_a_store_to_its_end_shows_the_same_later_as_one_with_it(
 def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs):
     parent = open_study(runs, a_study(), "first")
     assert open_study(runs, a_study(seeds=[0, 1, 2]), "second") == parent
-    client = MlflowClient(tracking_uri(runs))
-    tags = client.get_run(parent).data.tags
+    tags = MlflowClient(tracking_uri(runs)).get_run(parent).data.tags
     assert (tags["cohort.seeds"], tags["cohort.command"], tags["cohort.arm"]) == ("[0, 1, 2]", "second", "study")
     MirrorState(token="").save(runs / "studies" / "sizes")  # as on a host that shares only the store and the document
     assert open_study(runs, a_study(), "third") == parent
@@ -525,3 +528,26 @@ def test_a_store_of_another_version_is_refused(runs):
         database.execute("UPDATE alembic_version SET version_num = 'abc'")
     with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
         check_runs_folder(runs)
+
+
+@pytest.mark.attack("NUL and broken Unicode in a reason")
+def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_replaced(runs):
+    study = a_study().model_copy(update={"question": HOSTILE})
+    folder = begin_study(runs, study, f"cohort study run {HOSTILE}")
+    arm = study.arm_labels()[0]
+    tags = {**fake_trials.of_study(runs, "sizes", "one", arm=arm), "odd": HOSTILE}
+    log = RunLog(runs, folder / "trials" / "one", a_spec(seed=0), experiment="sizes", run_name="t", tags=tags)
+    log.metrics(0, {"validation/accuracy": 0.5})
+    log.finish("failed", HOSTILE + "x" * 1_000_000, {})
+    (trial,) = read_study(runs, "sizes").trials
+    assert str(trial.reason).startswith(HOSTILE)
+    run = MlflowClient(tracking_uri(runs)).get_run(in_mlflow(runs, log.directory))
+    assert run.data.tags["cohort.reason"].startswith(SHOWN) and run.data.tags["odd"] == SHOWN
+
+
+@pytest.mark.attack("NUL and broken Unicode in a label")
+@pytest.mark.parametrize("label", ["a\0b", "a\ud800", "a\u202eb", "a\nb", "a  b", " a", "", "a" * 101])
+def test_an_arm_whose_label_would_not_look_the_same_everywhere_is_refused(label):
+    run = {"task": "arithmetic", "algorithm": "grpo"}
+    with pytest.raises(SpecError, match="labels of arms must be 1 to 100 printable characters"):
+        parse_study({"name": "s", "question": "?", "run": run, "arms": {label: {"steps": 3}}}, "s.yaml")

@@ -337,8 +337,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     stages = [policy + critic, policy + worst]
     if recompute:
         others = policy + critic if own_trunk else trunk + counts.states
-        stages.append(others + again)
-        stages.append(policy + counts.cast + worst)  # else the copies are kept anyway
+        stages += [others + again, policy + counts.cast + worst]  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
     return max(stages)

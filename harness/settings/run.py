@@ -170,7 +170,6 @@ class Checkpoints(Section):
     rank."""
 
     keep: ClassVar[int] = 2  # the newest checkpoints, while the run goes on
-
     minutes: ClassVar[float] = 10.0  # after so many without one, a step ends with one
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints; or after 10 minutes")

@@ -44,7 +44,6 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     if execute == EXECUTE:
         check_metrics(study, specs)
         check_claimed(study, specs)
-
     copies = partial(num_copies, study, workers=workers, trials=len(specs) * len(study.seeds)) if here else None
     check_runs(specs, runs, models=execute == EXECUTE, copies=copies)
 

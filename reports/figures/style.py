@@ -138,9 +138,7 @@ def look(analysis: Analysis, label: str) -> tuple[str, str]:
 
 def end_label(analysis: Analysis, label: str) -> str:
     """An arm's name beside its line; among many arms its role, as the table names the coloured arms."""
-    if len(analysis.arms) <= len(PALETTE):
-        return label
-    return roles(analysis).get(label, "")
+    return label if len(analysis.arms) <= len(PALETTE) else roles(analysis).get(label, "")
 
 
 def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None]) -> Drawing:

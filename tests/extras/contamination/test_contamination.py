@@ -90,8 +90,7 @@ def test_a_question_is_cut_between_words_and_its_variants_have_other_numbers_of_
     assert parted("Ann has 3", 0.8) == ("Ann has", " 3")  # just before a word that would be cut
     assert parted("4+4+5-6=", 0.6) == ("4+4+5", "-6=")
     assert parted("x", 0.6) == ("x", "")
-    long = parted("a " * 1000, 0.1)
-    assert len(words(long[1])) == contamination.HELD_BACK_WORDS
+    assert len(words(parted("a " * 1000, 0.1)[1])) == contamination.HELD_BACK_WORDS
     text = "How many of the 12 eggs, 12 cups and 5 jars cost $007?"
     found = {renumbered(text, np.random.default_rng(seed)) for seed in range(50)}
     assert len(found) > 40

@@ -6,7 +6,7 @@ from cohort.harness.extras.curricula.samplers.easy_to_hard import EasyToHard
 from cohort.harness.extras.curricula.samplers.replay import Replay
 from cohort.harness.samplers.uniform import Uniform
 from factories import make_spec
-from test_prompt_samplers import a_draw, ids
+from test_draw import a_draw, ids
 
 
 @pytest.mark.parametrize(("difficulty", "easiest"), [("level", range(5)), ("length", range(15, 20))])

@@ -289,8 +289,7 @@ def test_a_second_fault_of_a_claim_makes_it_fail_too(fake, claim, fault, words):
 )
 def test_what_a_machine_lacks_skips_the_claims_that_need_it(fake, changes, skipped):
     names = ("two-devices", "tensor-parallel", "rank-raises", "batch-invariant", "algorithms", "real-model", "resume")
-    claims = [BY_NAME[name] for name in names]
-    found = found_of(replace(fake, **changes), claims)
+    found = found_of(replace(fake, **changes), [BY_NAME[name] for name in names])
     assert {claim for claim, one in found.items() if one.state == "SKIPPED"} == skipped
     assert all(found[claim].reason for claim in skipped) and found["resume"].state == "PASS"
 

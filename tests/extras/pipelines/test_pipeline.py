@@ -287,8 +287,7 @@ def test_stages_are_part_of_the_settings_and_a_run_without_any_has_those_that_it
     assert parse_run(spec.model_dump(mode="json"), "run.json") == spec
     assert "stages" not in make_spec().model_dump()
     assert make_spec(stages=[]).digest() == make_spec().digest()
-    other = spec.model_copy(update={"seed": 7})
-    assert {stage.spec.seed for stage in other.staged()} == {7}
+    assert {stage.spec.seed for stage in spec.model_copy(update={"seed": 7}).staged()} == {7}
     reason, distil, polish, value = (stage.spec for stage in spec.staged())
     assert (distil.optimizer.learning_rate, reason.optimizer.learning_rate) == (1e-3, 1e-4)
     assert (list(reason.rewards), list(polish.rewards)) == (["accuracy"], ["accuracy", "format"])

@@ -83,9 +83,8 @@ def test_the_spread_is_that_of_paired_differences_whatever_the_steps(tmp_path):
     ended(tmp_path, study, 1, 3, 0.99)  # without its partner
     ended(tmp_path, study, 1, 4, 0.01, state="invalid")
     ended(tmp_path, study, 1, 5, 0.01, rollouts_per_step=8)  # another run
-    found = spread_of(study, tmp_path)
     # differences 0.02, 0.06, 0.01: mean 0.03, squares 1e-4, 9e-4, 4e-4; sqrt(14e-4 / 2)
-    assert found == pytest.approx(math.sqrt(7e-4))
+    assert spread_of(study, tmp_path) == pytest.approx(math.sqrt(7e-4))
     assert spread_of(a_study(run={**study.run, "rollouts_per_step": 32}), tmp_path) is None
 
 

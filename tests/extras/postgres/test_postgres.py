@@ -18,10 +18,10 @@ from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from fake_trials import a_study
 from queues import DONE, a_queue, check_once_each, claimed, open_queue, run, wait_for
-from test_hostile_text import HOSTILE
 from test_killed import mixed, values
 from test_passwords import SECRET, URLS
 from test_storage import one_trial
+from test_tracking import HOSTILE
 
 pytestmark = pytest.mark.usefixtures("plugins")
 

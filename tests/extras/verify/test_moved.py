@@ -228,8 +228,7 @@ def change_one(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("again", [False, True], ids=["as it is", "report again"])
 def test_each_random_change_is_found_or_harmless(tmp_path, new_runs, again, record_property):
     runs, draw, found, kinds = new_runs(tmp_path / "runs"), random.Random(int(again)), Counter[str](), Counter[str]()
-    study = a_study().model_copy(update={"seeds": [0, 1]})
-    run(study, runs, execute=worker.EXECUTE)
+    run(a_study().model_copy(update={"seeds": [0, 1]}), runs, execute=worker.EXECUTE)
     before, after = runs / "studies" / "sizes", tmp_path / "after"
     sealed(before)
     assert verified(before).is_verified

@@ -1,13 +1,14 @@
-"""SVAMP: rows, and worked solutions from equations."""
+"""SVAMP: rows, and worked solutions from equations. The data sets of competitions, whose rows are read as MATH's."""
 
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from cohort.harness import plugins
 from cohort.harness.extras.benchmarks.tasks.svamp import SVAMP, _worked
 from cohort.tasks._data import BadRow
 
-FIXTURE = Path(__file__).parent / "fixtures" / "svamp"
+FIXTURES = Path(__file__).parent / "fixtures"
 ROW = {
     "ID": "made-1", "Body": "Ann had 8 figs and ate 2 of them.", "Question": "How many are left?",
     "Equation": "( 8.0 - 2.0 )", "Answer": "6.0", "Type": "Subtraction",
@@ -70,6 +71,27 @@ def test_a_bad_row_names_its_field(changes, message):
 
 
 def test_every_fixture_row_has_a_worked_solution():
-    task = SVAMP(path=str(FIXTURE), validation_fraction=0.25)
+    task = SVAMP(path=str(FIXTURES / "svamp"), validation_fraction=0.25)
     assert len(task.demonstrations()) == len(task.prompts("train"))
     assert {p.gold for p in task.prompts("test")} == {"7", "39", "145"}
+
+
+@pytest.mark.parametrize(
+    ("name", "golds"),
+    [
+        ("aime24", {"861", "16", "68", "60"}), ("aime25", {"56", "71", "170", "3"}),
+        ("amc23", {"45", "8", "3", "54"}), ("olympiadbench", {"3, -3", "42", "2", "2^{n-1}"}),
+    ],
+)  # fmt: skip
+def test_a_suite_reads_the_rows_of_its_data_set(name, golds):
+    task = plugins.load("task", name)(path=str(FIXTURES / name))
+    found = [prompt.gold for prompt in task.prompts("test")]
+    assert len(found) == len(golds)
+    assert all(any(task.equivalent(gold, one) for one in found) for gold in golds)
+
+
+def test_several_answers_of_olympiadbench_are_one_in_any_order():
+    task = plugins.load("task", "olympiadbench")(path=str(FIXTURES / "olympiadbench"))
+    (gold,) = [prompt.gold for prompt in task.prompts("test") if "," in prompt.gold]
+    assert task.equivalent(task.extract(r"\boxed{-3, 3}"), gold)
+    assert not task.equivalent(task.extract(r"\boxed{3}"), gold)
