@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fake_vllm
 import pytest
@@ -20,13 +21,14 @@ import torch.distributed as dist
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import group, ranks
 from cohort.harness.devices.sharding import full, layers, shard, total_bytes
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy import model
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import build as state
-from cohort.harness.run import checkpoint
+from cohort.harness.run import checkpoint, loop
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
@@ -281,18 +283,28 @@ def group_of_two(rank: int, folder: Path, port: int) -> None:
     (folder / "ends.json").write_text(json.dumps(found))
 
 
-# A group that ends as NCCL does: together ----------------------------------------------------------------------------
+# Groups in which one raises ------------------------------------------------------------------------------------------
 
 STALE = InvalidRun("stale weights")
 BROKEN = {
     "follower": {1: torch.OutOfMemoryError("too long")}, "first": {0: KeyError("own")}, "stale": {1: STALE},
     "both": {0: STALE, 1: STALE},
 }  # fmt: skip
+PLACES = {"update": (Learner, "update"), "evaluation": (loop, "evaluate_run"), "checkpoint": (state, "save_checkpoint"),
+          "closing": (TransformersEngine, "close")}  # fmt: skip
+
+
+def group_of_gloo(rank: int, folder: Path, port: int, place: str) -> None:
+    """One of two that train until the first one raises at the place."""
+    owner, name = PLACES[place]
+    if rank == 0:
+        setattr(owner, name, Mock(side_effect=KeyError("own")))
+    group.LEAVE_SECONDS = 600
+    _trained(rank, folder, port, place)
 
 
 def group_of_nccl(rank: int, folder: Path, port: int, how: str) -> None:
-    """One of two that train until the update of some of them fails; FOLDER/HOW.json gets how the first one's ended, and
-    whether it was stuck."""
+    """One of two that train until the update of some of them fails, in a group that ends as NCCL does: together."""
     store, errors = dist.TCPStore("127.0.0.1", port, is_master=False), BROKEN[how]
 
     def together(*_: Any) -> None:
@@ -304,23 +316,29 @@ def group_of_nccl(rank: int, folder: Path, port: int, how: str) -> None:
             raise errors[rank]
         return learned(learner, *given)
 
+    learned, Learner.update = Learner.update, update
+    state.Run.close, dist.destroy_process_group = (lambda run: together()), together  # pyright: ignore
+    group.LEAVE_SECONDS, group.BACKENDS = 1, {"cpu": "cpu:gloo"}
+    _trained(rank, folder, port, how)
+
+
+def _trained(rank: int, folder: Path, port: int, name: str) -> None:
+    """FOLDER/NAME.json gets whether the first one was stuck, whether the group lives on, and how the run ended."""
+
     def note(end: Callable[[], Any], is_stuck: bool) -> None:
         try:
             words = [end().state]
         except Exception as error:
             words = [type(error).__name__, str(error)]
-        (folder / f"{how}.json").write_text(json.dumps([is_stuck, *words]))
+        (folder / f"{name}.json").write_text(json.dumps([is_stuck, not one.is_broken, *words]))
 
-    learned, Learner.update = Learner.update, update
-    state.Run.close, dist.destroy_process_group = (lambda run: together()), together  # pyright: ignore
-    group.LEAVE_SECONDS, group.BACKENDS = 1, {"cpu": "cpu:gloo"}
-    group._own = one = group.RankGroup(store, rank, 2, 2, "secret")
+    group._own = one = group.RankGroup(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 2, 2, "secret")
     one.meet()
     if rank:
         return one.follow(train)
-    spec = parse_run({**RUN, "device": "cpu", "devices": 2, "steps": 1}, how)
+    spec = parse_run({**RUN, "device": "cpu", "devices": 2, "steps": 1}, name)
     named = {"cache": folder / "cache", "should_stop": lambda: False, "when_stuck": lambda tell: note(tell, True)}
-    note(lambda: group.lead(train, spec, folder / how, MemoryLog(), **named), False)
+    note(lambda: group.lead(train, spec, folder / name, MemoryLog(), **named), False)
     one.end()
 
 

@@ -18,7 +18,7 @@ from cohort.harness.devices import group
 from cohort.harness.devices import ranks as rank_messages
 from cohort.harness.devices.device import GIB
 from cohort.harness.engines.vllm import VLLMEngine
-from cohort.harness.policy.model import load_policy
+from cohort.harness.policy.model import load_policy, load_tokenizer, save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_model
 from cohort.harness.run.checkpoint import Checkpoint
 from cohort.harness.run.loop import train
@@ -41,7 +41,10 @@ def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
 
 CASES = {
     "lora_recomputed": case("ppo", lora={"rank": 4}, gradient_checkpointing=True),
-    "grpo": case(optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60}),
+    "grpo": case(
+        optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60},
+        **{"algorithm.kl_beta": 0.1},
+    ),
     "older": case("ppo", staleness=1, mismatch={"correction": "truncated"}, steps=3),
     "fitted": case("ppo", critic={"head": "fitted"}),
 }
@@ -63,7 +66,10 @@ MORE = {
 
 @pytest.mark.slow
 def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path):
-    cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
+    save_model(tmp_path / "teacher", tiny_model(3), load_tokenizer("tiny"))
+    unpaid, teacher = {"repetition": {"weight": 0.0, "ngram": 1}}, str(tmp_path / "teacher")
+    cases = CASES | {"taught": case("distill", rewards=unpaid, **{"kl.reference": teacher})}
+    cases |= MORE if os.environ.get("COHORT_CHAOS") else {}
     ranks_at_work.side_by_side(tmp_path, cases)
     for name in cases:
         check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
@@ -245,10 +251,10 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "told", "statuses"), [
-    ("follower", [True, "RuntimeError", "process 1: OutOfMemoryError: too long"], [1, 1]),
-    ("first", [False, "KeyError", "'own'"], [1, 1]),
-    ("stale", [True, "invalid"], [1, 1]),
-    ("both", [False, "invalid"], [0, 0]),
+    ("follower", [True, False, "RuntimeError", "process 1: OutOfMemoryError: too long"], [1, 1]),
+    ("first", [False, False, "KeyError", "'own'"], [1, 1]),
+    ("stale", [True, False, "invalid"], [1, 1]),
+    ("both", [False, True, "invalid"], [0, 0]),
 ])  # fmt: skip
 def test_an_error_of_one_process_ends_all_although_each_would_wait_for_the_others(tmp_path, how, told, statuses):
     """A fake NCCL: whoever ends the group, or vLLM in it, waits until the other does too (torchtitan's issue 1342)."""
@@ -256,6 +262,18 @@ def test_an_error_of_one_process_ends_all_although_each_would_wait_for_the_other
     both = [begun(ranks_at_work.group_of_nccl, rank, tmp_path, store.port, how) for rank in range(2)]
     assert ends(*both) == statuses
     assert json.loads((tmp_path / f"{how}.json").read_text()) == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "lives_on"), [
+    ("update", False), ("evaluation", False), ("checkpoint", False), ("closing", True),
+])  # fmt: skip
+def test_an_error_of_the_first_process_ends_the_others_at_once_wherever_they_wait_for_it(tmp_path, place, lives_on):
+    """Where they wait in vain, the group ends with its trial: the next one would wait for them, and be told as lost."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    both = [begun(ranks_at_work.group_of_gloo, rank, tmp_path, store.port, place) for rank in range(2)]
+    assert ends(*both) == [1 - lives_on] * 2
+    assert json.loads((tmp_path / f"{place}.json").read_text()) == [False, lives_on, "KeyError", "'own'"]
 
 
 def test_a_run_on_several_devices_needs_a_group(tmp_path):

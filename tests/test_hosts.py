@@ -136,7 +136,7 @@ def test_a_trial_that_someone_without_the_secret_tells_is_not_run():
 def test_a_process_that_is_stuck_in_a_failed_trial_ends_before_the_first_would_wait_for_it_in_the_next(monkeypatch):
     first, other = meet(["s", "s"])
     assert isinstance(first, RankGroup) and isinstance(other, RankGroup)
-    monkeypatch.setattr(group, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(group, "LEAVE_SECONDS", 0.0)
     ended, left = threading.Event(), threading.Event()
     monkeypatch.setattr(group.os, "_exit", lambda status: ended.set())
     for number in (1, 2):
@@ -145,7 +145,7 @@ def test_a_process_that_is_stuck_in_a_failed_trial_ends_before_the_first_would_w
             assert other._told() == {"number": 1}  # pyright: ignore[reportPrivateUsage]
             store = HashStore()
             store.set("error", "of the first process")
-            watch = threading.Thread(target=other._watch, args=(store, left, "gloo", id), daemon=True)  # pyright: ignore
+            watch = threading.Thread(target=other._watch, args=(store, left, id), daemon=True)  # pyright: ignore
             watch.start()
             assert not ended.wait(0.3)
     assert ended.wait(20)

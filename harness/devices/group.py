@@ -6,11 +6,12 @@ group of its own. They talk through torch's TCPStore, which lets in whoever reac
 interface alone): so both sides prove that they know a secret before any trial is told, and what rank 0 tells is signed
 with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
 
-The first error of any rank ends the trial on all of them, and rank 0 raises it. Over gloo the group lives on, unless a
-wait does not end there in a minute. NCCL ends a group only together, and who waits in it hears of no error: so it is
-told through the store, a thread of each rank reads it there, nothing is destroyed, and all processes end once rank 0
-has recorded it. A rank that dies ends the group; who started the agent starts it again, and the trial goes on from its
-checkpoint.
+The first error of any rank ends the trial on all of them, and rank 0 raises it. Who waits for that rank in NCCL hears
+of no error, nor over gloo once a model is sharded, for torch's caches of sharded tensors keep the connections open: so
+it is told through the store, where a thread of each rank reads it. Over gloo the group lives on if all leave the trial
+in seconds. Else, and with NCCL, which ends a group only together, nothing waits for it: all processes end once rank 0
+has recorded the error. A rank that dies ends the group too; who started the agent starts it again, and the trial goes
+on from its checkpoint.
 """
 
 import atexit
@@ -53,8 +54,8 @@ STORE = "COHORT_STORE"  # ADDRESS:PORT of a group on one host
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
 STOP_SECONDS = 1800  # for a step and its checkpoint
-LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed
-ALONE_SECONDS = 60.0  # the same over gloo, where waits end by themselves, unless a sharded model still holds the group
+LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed, or the group
+STUCK_SECONDS = 5.0  # the same for the others, once rank 0 has left it
 ENDS_ALONE = "gloo"  # the backend that a rank can end while others wait in it
 BACKENDS = {"cpu": ENDS_ALONE, "cuda": "cpu:gloo,cuda:nccl"}
 POLL_SECONDS = 0.1
@@ -158,7 +159,7 @@ class RankGroup:
             return backend == ENDS_ALONE
 
         stuck = partial(when_stuck, lambda *_, **__: _end_of(store.clone(), size))
-        watch = Thread(target=self._watch, args=(store.clone(), left, backend, stuck), name="trial", daemon=True)
+        watch = Thread(target=self._watch, args=(store.clone(), left, stuck), name="trial", daemon=True)
         watch.start()
         try:
             with ranks.telling(note):
@@ -173,26 +174,28 @@ class RankGroup:
                 traceback.clear_frames(error.__traceback__)  # they hold what holds the connections to the others
                 gc.collect()
         if dist.is_initialized() and not self.is_broken:
-            dist.destroy_process_group()  # over gloo whoever waits for this rank fails now, most often
+            dist.destroy_process_group()  # over gloo whoever waits for this rank fails now, unless a model was sharded
         left.set()
         watch.join()
+        store.add("left", 1)
+        if self.rank == 0 and store.check(["error"]) and not self.is_broken:
+            self.is_broken = _counted(store, "left", size, STUCK_SECONDS) < size
         if not isinstance(end, BaseException):
             return end
         if self.rank or not isinstance(end, Exception):
             raise end
         return _end_of(store, size, end)
 
-    def _watch(self, store: Any, left: Event, backend: str, when_stuck: Callable[[], Any]) -> None:
-        """Wait until the trial `left` this rank or an error is told; then it has LEAVE_SECONDS to leave, or over
-        gloo ALONE_SECONDS. A stuck rank 0 records the error; a stuck follower lets it, and ends when rank 0 does or
-        tells another trial."""
+    def _watch(self, store: Any, left: Event, when_stuck: Callable[[], Any]) -> None:
+        """Wait until the trial `left` this rank or an error is told. Then rank 0 has LEAVE_SECONDS to leave; if it is
+        stuck it records the error. A stuck follower lets it, and ends when rank 0 does or tells another trial."""
         with suppress(dist.DistNetworkError):
             while not left.wait(POLL_SECONDS) and not store.check(["error"]):
                 pass
             store.add("here", 1)
-            if left.wait(ALONE_SECONDS if backend == ENDS_ALONE else LEAVE_SECONDS):
-                return
             if self.rank == 0:
+                if left.wait(LEAVE_SECONDS):
+                    return
                 self.is_broken = True
                 try:
                     when_stuck()
@@ -200,8 +203,9 @@ class RankGroup:
                     print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 self.end()
             later = f"trial-{self._trials + 1}"  # in which the first would wait for this one
-            while not left.wait(POLL_SECONDS) and not any(self._store.check([key]) for key in ("ended", later)):
-                pass
+            while not left.wait(POLL_SECONDS) and not self._store.check(["ended"]):
+                if self._store.check([later]) and not left.wait(LEAVE_SECONDS):
+                    break
             if left.is_set():
                 return
             self._gone("ended")
@@ -408,9 +412,9 @@ def _end_of(store: Any, size: int, own: Exception | None = None) -> Any:
     raise KINDS.get(kind, RuntimeError)(words if kind in KINDS else f"process {rank}: {kind}: {words}")
 
 
-def _counted(store: Any, key: str, wanted: int) -> int:
-    """How many have counted themselves, once that is as many as wanted or LEAVE_SECONDS have passed."""
-    deadline = time.monotonic() + LEAVE_SECONDS
+def _counted(store: Any, key: str, wanted: int, seconds: float | None = None) -> int:
+    """How many have counted themselves, once that is as many as wanted or the seconds (LEAVE_SECONDS) have passed."""
+    deadline = time.monotonic() + (LEAVE_SECONDS if seconds is None else seconds)
     while (count := store.add(key, 0)) < wanted and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return count
