@@ -127,6 +127,8 @@ def _checked(claim: GPUClaim, backend: Backend, end: float, stop: StopRequest, s
 
     if stop.is_set() or limit <= 0:
         return judged("SKIPPED", "interrupted" if stop.is_set() else OVER)
+    if lacks := claim.lacks(backend):  # here, because a process takes seconds to start
+        return judged("SKIPPED", lacks)
     place = backend.folder / claim.name
     result, log = place.with_suffix(".json"), place.with_suffix(".log")
     processes: Any = multiprocessing.get_context(start)
@@ -172,7 +174,7 @@ def _work(claim: GPUClaim, backend: Backend, result: Path, log: Path) -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     try:
-        told: dict[str, Any] = {"numbers": [asdict(number) for number in claim.numbers(backend)]}
+        told: dict[str, Any] = {"numbers": [asdict(number) for number in claim.check(backend)]}
     except Skipped as skipped:
         told = {"skipped": str(skipped)}
     except Exception:

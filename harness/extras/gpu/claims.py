@@ -78,13 +78,9 @@ class GPUClaim:
     check: Callable[[Backend], list[Number]]
     needs: Sequence[str] = ()
 
-    def numbers(self, backend: Backend) -> list[Number]:
-        """The check's numbers; Skipped if the machine lacks what it needs."""
-        for need in self.needs:
-            has, words = NEEDS[need]
-            if not has(backend):
-                raise Skipped(words)
-        return self.check(backend)
+    def lacks(self, backend: Backend) -> str:
+        """What the claim needs and this machine lacks, in words; empty if it has all."""
+        return next((words for has, words in map(NEEDS.__getitem__, self.needs) if not has(backend)), "")
 
 
 def machine(backend: Backend) -> list[Number]:
