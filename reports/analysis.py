@@ -177,6 +177,17 @@ class Analysis:
     def finished_arms(self) -> list[ArmSummary]:
         return [arm for arm in self.arms if arm.scores]
 
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Arm -> its role among many, in the order of the palette; of equal arms the first is the highest or lowest."""
+        search = search_of(self.record)
+        found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}
+        found |= {self.baseline.label: "baseline"} if self.baseline is not None else {}
+        arms = self.finished_arms
+        for choose, role in ((max, "highest arm"), (min, "lowest arm")) if arms else ():
+            found.setdefault(choose(arms, key=lambda arm: arm.mean).label, role)
+        return found
+
     @property
     def num_complete(self) -> int:
         return sum(len(arm.scores) for arm in self.arms)

@@ -12,7 +12,7 @@ from .analysis import Analysis
 from .capability import Capabilities
 from .claims import JudgedClaim
 from .figures import curves, outcome
-from .figures.style import Drawing, color_of, roles
+from .figures.style import Drawing, color_of
 from .prose import wording
 from .prose.answer import answer, progress
 from .prose.methods import methods
@@ -95,7 +95,7 @@ def sampled_rollouts(analysis: Analysis) -> dict[str, Any]:
     trials = sorted(analysis.record.trials, key=lambda trial: (trial.state != "complete", trial.seed), reverse=True)
     known = {trial.arm: trial for trial in trials if trial.samples}  # complete ones last, by falling seed
     sources = {arm.label: known[arm.label] for arm in analysis.arms if arm.label in known}
-    wanted = [*roles(analysis), *sources] if len(sources) > _MOST_ARMS else sources
+    wanted = [*analysis.roles, *sources] if len(sources) > _MOST_ARMS else sources
     chosen = [label for label in dict.fromkeys(wanted) if label in sources][:_MOST_ARMS]
     latest: dict[str, dict[tuple[str, str], SampleRow]] = {label: {} for label in chosen}
     for label, rows in latest.items():

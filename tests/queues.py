@@ -134,9 +134,9 @@ def check_once_each(queue: Queue) -> None:
     assert completions(queue) == Counter(queue.plan.keys)
 
 
-def check_as_undisturbed(study: StudySpec, runs: Path) -> None:
+def check_as_undisturbed(study: StudySpec, runs: Path, url: str | None = None) -> None:
     """Every (arm, seed) is complete once; its files and the record have each step once, as an undisturbed fake logs."""
-    queue = open_queue(study, runs)
+    queue = open_queue(study, runs, url)
     check_once_each(queue)
     record = {(trial.arm, trial.seed): trial for trial in read_study(runs, study.name).trials}
     assert record.keys() == set(queue.plan.keys)

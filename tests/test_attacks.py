@@ -27,6 +27,6 @@ def test_the_threat_model_names_tests_that_exist(file, test):
 
 def test_every_line_of_the_threat_model_names_a_test():
     text = (ROOT / "docs/threat-model.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| What")]
+    lines = [line for line in text.splitlines() if re.match(r"\| (?!Wh(at|o) \|)", line)]
     assert len(lines) >= 20
     assert [line for line in lines if not re.search(NAMED, line)] == []

@@ -6,6 +6,7 @@ that writes. Which study: of fakes, with stages, adapters, clones.
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -34,7 +35,7 @@ from cohort.harness.study import runner, steering, worker
 from cohort.harness.study.queue import study_status
 from factories import FEW, make_study
 from fake_trials import a_study
-from queues import a_queue, at_work, check_as_undisturbed, completions, once_at_work, open_queue, run
+from queues import a_queue, at_work, check_as_undisturbed, completions, once_at_work, open_queue, run, wait_for
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -324,9 +325,43 @@ def test_what_is_added_in_the_middle_of_trials_costs_none_of_them(kind, runs, tm
     run(a_study(**before), runs, stop, execute="kill_points:fake")
     in_progress = {trial.trial for trial in read_study(runs, "sizes").trials}
     (runs / "hold").unlink()
+    runs = runs.rename(tmp_path / "moved")
     study = a_study(**{**before, **added})
     run(study, runs, execute="kill_points:fake")
     check_as_undisturbed(study, runs)
     record = read_study(runs, "sizes")
     assert not record.strange and len(record.amendments) == 1 and len(in_progress) >= 2
+    record_property("tried", sum(not file.name.startswith("ended ") for file in kills.iterdir()))
+
+
+HOST = """
+import json, sys
+from pathlib import Path
+from fake_trials import a_study
+from queues import run
+added, runs, url = sys.argv[1:]
+run(a_study(**json.loads(added)), Path(runs), storage=url or None, execute="kill_points:fake")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.attack("Hosts that add an arm and a seed to a study at work, whose workers are killed")
+@pytest.mark.usefixtures("alone")
+def test_hosts_that_add_to_a_study_at_work_cost_no_trial(url, runs, tmp_path, monkeypatch, record_property):
+    (kills := tmp_path / "kills").mkdir()
+    monkeypatch.setenv(kill_points.KILLS, str(kills))
+    monkeypatch.setenv("COHORT_MIRROR", "none")
+    (runs / "hold").touch()
+    hosts = []
+    for added in ({}, LEVELS, {**LEVELS, **SEEDS}):
+        command = [sys.executable, "-c", HOST, json.dumps(added), str(runs), url or ""]
+        hosts.append(subprocess.Popen(command))
+        queue = wait_for(lambda added=added: (runs / "studies/sizes/study.json").exists()
+                         and open_queue(a_study(**added), runs, url))  # fmt: skip
+        wait_for(lambda queue=queue: at_work(queue.status()) >= 2 * len(hosts), "work of each host")
+    (runs / "hold").unlink()
+    assert [host.wait(900) for host in hosts] == [0, 0, 0]
+    check_as_undisturbed(a_study(**{**LEVELS, **SEEDS}), runs, url)
+    record = read_study(runs, "sizes")
+    assert not record.strange and len(record.amendments) == 2
     record_property("tried", sum(not file.name.startswith("ended ") for file in kills.iterdir()))

@@ -29,7 +29,7 @@ from cohort.reports.prose.answer import answer
 from cohort.reports.prose.methods import methods
 from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
-from cohort.reports.trials import choose_outcome
+from cohort.reports.trials import ArmSummary, choose_outcome
 from fake_study import (
     HOSTILE_ARM,
     FakeArm,
@@ -194,6 +194,16 @@ def by_group_and_beta(*accuracies: float, seeds: Sequence[int] = range(5)) -> St
     """Two by two arms with these accuracies."""
     arms = [dataclasses.replace(arm, accuracy=a) for arm, a in zip(two_by_two(), accuracies, strict=True)]
     return fake_study(arms, seeds, seed_deviation=0.01, num_steps=10)
+
+
+def test_the_roles_of_many_arms_are_found_once_for_all_marks(monkeypatch):
+    asked, mean = [], ArmSummary.mean.fget
+    assert mean is not None
+    analysis = analysed(fake_study(arms_of(*np.linspace(0.1, 0.9, 60)), [0], num_problems=4, num_steps=4))
+    monkeypatch.setattr(ArmSummary, "mean", property(lambda arm: asked.append(arm.label) or mean(arm)))
+    grey = [arm.label for arm in analysis.arms if color_of(analysis, arm.label) == GREY]
+    assert 60 - 3 <= len(grey) <= 60 - 2  # without the baseline, the highest and the lowest, which may be one arm
+    assert len(asked) == 2 * 60  # once for the highest and once for the lowest
 
 
 NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(3)}

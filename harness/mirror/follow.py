@@ -141,14 +141,17 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         return
     import_mlflow()
     found = [file.parent for files in (f"studies/*/{STUDY}", f"*/*/{INFO}") for file in sorted(runs.glob(files))]
+    in_parts, before = folder is not None or remote_uri() is not None, math.inf
     for one in found if folder is None else [folder.resolve()]:
 
         def copy(one: Path = one) -> int:  # the lock is held as long as it copies, whoever waits for it
             with file_lock(one / "mlflow.lock").acquire(timeout=0):
-                return RecordMirror(runs, one).copy(math.inf if folder is None else DRAIN_SECONDS)
+                return RecordMirror(runs, one).copy(DRAIN_SECONDS if in_parts else math.inf)
 
         try:
-            if left := answered(copy, 2 * DRAIN_SECONDS if folder is not None and remote_uri() else None):
+            while 0 < (left := answered(copy, 2 * DRAIN_SECONDS if remote_uri() else None)) < before and folder is None:
+                before = left  # as long as a server takes some of it
+            if left:
                 log.warning("%s has not received %d runs of '%s' after %.0f s; everything is in '%s', and `cohort ui` "
                             "copies it later", store_name(runs), left, one.name, DRAIN_SECONDS, one)  # fmt: skip
         except Timeout:

@@ -16,7 +16,7 @@ from .. import extras
 from ..base.stop import stop_on_signals
 from .address import health, remote_uri, tracking_uri
 from .follow import catch_up
-from .store import check_runs_folder, connect, search_runs
+from .store import WHOLE_SECONDS, answered, check_runs_folder, connect, search_runs
 
 APP = "cohort"  # the entry point of `page.py`
 SECRET = "COHORT_PAGES_SECRET"  # which the server gets in its environment, which other users cannot read
@@ -37,7 +37,8 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
         own = extras.told("pages") if remote_uri() is None else {}
         pages = {words: f"{address}/{name}{query}" for name, words in own.items()}
         bare = {"MLflow": f"{address}/{query}#/experiments?{TRAINING_PAGES}"}
-        show(pages | (study_pages(runs, f"{address}/{query}") or bare))
+        seconds = None if remote_uri() is None else WHOLE_SECONDS
+        show(pages | (answered(lambda: study_pages(runs, f"{address}/{query}"), seconds) or bare))
 
     status, secret = None, secrets.token_urlsafe(24)
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback

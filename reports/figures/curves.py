@@ -150,9 +150,11 @@ def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_s
     trials, or of unfinished ones while none is complete."""
     trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
     trials = trials or [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
-    found = []
-    for arm in [one.label for one in analysis.arms]:
-        if (series := aligned([trial for trial in trials if trial.arm == arm], metric, cost)) is not None:
+    found, of_arm = [], {one.label: list[TrialRecord]() for one in analysis.arms}
+    for trial in trials:
+        of_arm.get(trial.arm, []).append(trial)
+    for arm, own in of_arm.items():
+        if (series := aligned(own, metric, cost)) is not None:
             x_T, values_ST = series[0], scale_of(metric) * series[1]
             if is_smooth and (reach := x_T.size // 80):
                 window = [slice(max(0, i - reach), i + reach + 1) for i in range(x_T.size)]

@@ -28,7 +28,6 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 from ...harness.base.arms import GREY, PALETTE
 from ..analysis import Analysis
 from ..prose.wording import is_fraction
-from ..trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
 RULE = "#e4e7eb"
@@ -131,14 +130,14 @@ def color_of(analysis: Analysis, label: str) -> str:
 
 def look(analysis: Analysis, label: str) -> tuple[str, str]:
     """Colour and marker of an arm; grey if the figure does not show it, or shows many and it has no role among them."""
-    labels = list(roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
+    labels = list(analysis.roles) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
     place = labels.index(label) if label in labels else None
     return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
 
 
 def end_label(analysis: Analysis, label: str) -> str:
     """An arm's name beside its line; among many arms its role, as the table names the coloured arms."""
-    return label if len(analysis.arms) <= len(PALETTE) else roles(analysis).get(label, "")
+    return label if len(analysis.arms) <= len(PALETTE) else analysis.roles.get(label, "")
 
 
 def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None]) -> Drawing:
@@ -217,17 +216,6 @@ def _saved(figure: Figure, suffix: str) -> bytes:
     with matplotlib.rc_context(_FRESH_STYLE):
         figure.savefig(content, format=suffix, dpi=DPI, metadata=dict.fromkeys(unwanted[suffix]), **look)
     return content.getvalue()
-
-
-def roles(analysis: Analysis) -> dict[str, str]:
-    """Arm -> its role among many, in the order of the palette; of equal arms the first is the highest or lowest."""
-    search = search_of(analysis.record)
-    found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}
-    found |= {analysis.baseline.label: "baseline"} if analysis.baseline is not None else {}
-    arms = analysis.finished_arms
-    for choose, role in ((max, "highest arm"), (min, "lowest arm")) if arms else ():
-        found.setdefault(choose(arms, key=lambda arm: arm.mean).label, role)
-    return found
 
 
 def _label_ends(axes: Axes, ends: Sequence[End]) -> None:

@@ -5,6 +5,7 @@ writes it.
 """
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -25,9 +26,11 @@ def export(rows: Iterator[Mapping[str, Any]], study: str, out: Path) -> int:
     if out.suffix == ".jsonl":
         write_text(out, _lm_eval(found), sync=False)
         return len(found)
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as log:
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as log:
         for name, part in _inspect(found, study):
             log.writestr(name, json.dumps(part))
+    partial.replace(out)  # so that a kill leaves no half of a log
     return len(found)
 
 

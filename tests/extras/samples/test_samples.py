@@ -1,9 +1,13 @@
 """Stored completions are found by a condition and a text, and a page compares two arms by problem."""
 
+import itertools
 import json
 import math
 import re
+import resource
+import signal
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ from cohort.harness.study.plan import Plan
 from cohort.reports.statistics import flip_tests
 from factories import FEW, make_study
 from fake_trials import begin_study
+from test_steering import killed_at
 
 from cohort import open_result
 
@@ -83,8 +88,31 @@ def test_rows_of_lm_eval_hold_every_sample_and_are_read_as_its_scores(tmp_path):
         export(iter(ROWS), "sizes", Path("x.txt"))
 
 
+@pytest.mark.attack("A kill at any write of a page or an export of samples")
+@pytest.mark.parametrize("name", ["log.eval", "rows.jsonl"])
+def test_samples_that_are_written_again_are_whole_wherever_a_kill_ends_that(name, tmp_path, record_property):
+    rows = {False: ROWS, True: [*ROWS, *({**ROW, "sample": number} for number in range(9))]}
+
+    def write(file: Path, again: bool, most: int = resource.RLIM_INFINITY) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))  # the kernel kills who writes more
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        export(iter(rows[again]), "sizes", file)
+
+    file, whole = tmp_path / name, tmp_path / f"whole-{name}"
+    assert not killed_at(-1, partial(write, whole, True)) and not killed_at(-1, partial(write, file, False))
+    before, size = file.read_bytes(), whole.stat().st_size
+    ends = range(0, size, size // 8)
+    for most in ends:
+        assert killed_at(-1, partial(write, file, True, most))
+        assert file.read_bytes() == before
+    moments = next(m for m in itertools.count() if not killed_at(m, partial(write, file, True)))
+    assert moments == 3 and file.stat().st_size == size
+    record_property("tried", len(ends) + moments)
+
+
 @pytest.mark.slow
-def test_two_arms_their_problems_and_their_samples(tmp_path, cohort):
+@pytest.mark.attack("A kill at any write of a page or an export of samples")
+def test_two_arms_their_problems_and_their_samples(tmp_path, cohort, record_property):
     few = {"num_prompts": 4, "num_test_prompts": 6, "num_samples": 2}
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3, "num_train": 64}
     run = {
@@ -123,5 +151,10 @@ def test_two_arms_their_problems_and_their_samples(tmp_path, cohort):
     for name in ("log.eval", "rows.jsonl"):
         assert cohort("samples", "sizes", "--runs", tmp_path, "--out", tmp_path / name) == 0
         assert (tmp_path / name).stat().st_size
+    html = partial(cohort, "samples", "sizes", "--runs", tmp_path, "--out", tmp_path / "page.html")
+    for moment in range(2):  # before and after it gets its name
+        assert killed_at(moment, html) and (tmp_path / "page.html").exists() == moment
+    assert not killed_at(2, html) and (tmp_path / "page.html").read_text() == written
+    record_property("tried", 2)
     assert cohort("samples", "sizes", "--runs", tmp_path, "--where", "corect") == 2
     assert "did you mean 'correct'" in cohort.said
