@@ -174,7 +174,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     whole = config.getoption("markexpr") == "attack or long" and not config.getoption("keyword")
-    whole = whole and config.args == config.getini("testpaths")
+    whole = whole and config.args == config.getini("testpaths") and not config.option.collectonly
     if whole and os.environ.get("COHORT_CHAOS") and not hasattr(config, "workerinput"):
         TABLE.write_text(HEAD + "".join(f"{_line(words, ROWS[words])}\n" for words in sorted(ROWS)))
 

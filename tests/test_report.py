@@ -199,7 +199,9 @@ def by_group_and_beta(*accuracies: float, seeds: Sequence[int] = range(5)) -> St
 def test_the_roles_of_many_arms_are_found_once_for_all_marks(monkeypatch):
     asked, mean = [], ArmSummary.mean.fget
     assert mean is not None
-    analysis = analysed(fake_study(arms_of(*np.linspace(0.1, 0.9, 60)), [0], num_problems=4, num_steps=4))
+    analysis = analysed(
+        fake_study(arms_of(*np.linspace(0.1, 0.9, 60), labels=map(str, range(60))), [0], num_problems=4, num_steps=4)
+    )
     monkeypatch.setattr(ArmSummary, "mean", property(lambda arm: asked.append(arm.label) or mean(arm)))
     grey = [arm.label for arm in analysis.arms if color_of(analysis, arm.label) == GREY]
     assert 60 - 3 <= len(grey) <= 60 - 2  # without the baseline, the highest and the lowest, which may be one arm
