@@ -353,7 +353,9 @@ def _log_size(value: Any) -> float:
     if isinstance(value, sympy.Rational):
         return log10(max(abs(value.p), value.q, 1))
     if isinstance(value, Pow):
-        base, exponent = _log_size(value.base), _log_size(value.exp)
+        base, exponent, power = _log_size(value.base), _log_size(value.exp), value.exp
+        if isinstance(power, sympy.Rational):  # a root has fewer digits
+            exponent = log10(max(abs(power.p), 1)) - log10(power.q)
         return base * (10**exponent if exponent < 300 else inf) if base else 0.0
     if isinstance(value, sympy.factorial):
         size = _log_size(value.args[0])

@@ -12,11 +12,19 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..harness.interfaces import Task
-from . import _numbers
+from . import _numbers, _units
 
 TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
-NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
-FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
+UNITS = "|".join(name for name in _units.NAMES.split("|") if len(name) > 2)  # `5 in all` names none
+NUMBER = re.compile(  # not within a name, such as `A2`
+    r"(?:(?<![\w.)\]])[-\u2212])?\$?(?<![A-Za-z\d])(?<!\d\.)(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?"
+    rf"(?:%|\s(?:{UNITS})\b)?"
+)
+FORMULA = re.compile(  # between single dollars with space inside, which may be money, only where LaTeX begins
+    r"\$\$([^$]{1,500})\$\$|\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)|\$ (\\[^$\n]{1,500})\$"
+    r"|\\[(\[]([^$]{1,500}?)\\[)\]]"
+)
+DENIED = re.compile(r"(?:\bnot|n't)\s+(?:equal to\s+)?(?:\\[(\[]\s*)?\Z")
 
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 
@@ -45,11 +53,19 @@ class AnswerTask(Task):
         return first_readable(stated(after_thought(self.own_part(completion)), self.answer_format), self.read)
 
     def last(self, completion: str) -> str | None:
-        """The last number or formula that can be read as an answer, as lm-eval's `flexible-extract` does."""
+        """The last number or formula that can be read as an answer, as lm-eval's `flexible-extract` does, but none that
+        the text denies (`not 42`), and no number in a formula but its last side."""
         tail = after_thought(self.own_part(completion))[-TAIL_CHARS:]
-        found = [match for pattern in (FORMULA, NUMBER) for match in [*pattern.finditer(tail)][-1:]]
-        texts = [match[match.re.groups] for match in sorted(found, key=lambda match: match.end(), reverse=True)]
-        return first_readable(texts, self.read)
+
+        def kept(pattern: re.Pattern[str]) -> list[re.Match[str]]:
+            return [match for match in pattern.finditer(tail) if not DENIED.search(tail[: match.start()][-20:])]
+
+        formulas = kept(FORMULA)[-1:]
+        inside = [range(*match.span()) for match in formulas]
+        numbers = [match for match in kept(NUMBER) if not any(match.start() in span for span in inside)][-1:]
+        found = sorted(formulas + numbers, key=lambda match: match.end(), reverse=True)
+        texts = [match[match.lastindex or 0] for match in found]
+        return first_readable((part for text in texts for part in (text, text.rpartition("=")[2])), self.read)
 
     def ends_in(self, completion: str, gold: str) -> bool:
         answer = self.last(completion)

@@ -151,7 +151,7 @@ _REWRITES = tuple(
     for pattern, replacement in (
         (r"(?s)\A.*\Z", lambda m: _OR.sub(r" \\lor ", m[0]) if _ORDER.search(m[0]) else m[0]),
         (r"[\"'`\0]|\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
-        (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"(?<!\\)\\[,;: ]|\\q?quad|~", " "),
         (rf"({_TRIG})\s*(\()?\s*\{{?(\d[\d.]*)\}}?\s*{_DEGREES}\s*(?(2)\))", r"\1(\\frac{\3\\pi}{180})"),
         (rf"\\?[%$]|(?<!\\)\\[()]|{_DEGREES}(?:\s*{_SCALE})?", ""),
         (r"\\(?:text(?:bf|it|rm|sf|normal)|mbox|math(?:rm|bf|it)|operatorname)\s*(?=\{)", r"\\text"),
@@ -169,6 +169,7 @@ _REWRITES = tuple(
         (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
         (r"\{([,:])\}", r"\1"),
         (r"\\leq?(?![A-Za-z])|<=", r"\\le "),
+        (r"(?<=\s)!=", r"\\neq "),  # `5!=120` has a factorial
         (r"\\geq?(?![A-Za-z])|>=", r"\\ge "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"\*\*", "^"),
@@ -185,6 +186,8 @@ _REWRITES = tuple(
         (r"\\text\s*\{([A-Za-z]?|\s*\d[\d.,:/ ]*)\}", r"\1"),
         (rf"(?<=\S)\s*(?:{_UNIT}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
         (r"\A([^=]+?)\s*=\s*\1\s*\Z", r"\1"),
+        (r"\A[^=:]*[A-Za-z][^=:]*:[^=:]+=\s*(?=[\d.:/ ]+\Z)", ""),  # `a:b = 3:2`
+        (r"\A(\\text\s*\{\s*)?(?(1)(?:an?|An|[Tt]he)|[Tt]he)\s+(?=(?!and\b)[A-Za-z]{3})", r"\1"),
         (rf"\A\s*(?!{_TIME})(\d{{1,30}})\s*:\s*(\d{{1,30}})\s*\.?\s*\Z", r"\\frac{\1}{\2}"),
     )
 )
@@ -206,7 +209,7 @@ _DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|ba
 # What the checker's parser computes or drops, so that it does not see the work.
 _OPERATORS = re.compile(
     r"\\(?:binom|sum|prod|int|lim|lceil|lfloor|gcd|lcm|det|max|min|[bp]?mod|div|[lcv]?dots)(?![A-Za-z])"
-    r"|!|\|[-+*/^\d. ]+\|"
+    r"|!|\|[-+*/^\d. ]+\||matrix\}\s*(?:[-+^]|\\cdot|\\times|\\begin)"
 )
 _FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\\begin\{align\*?\}(.+?)\\end")
 _SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?")

@@ -166,7 +166,7 @@ UNITS = (  # as alternatives of a pattern
     "degrees? deg percent dollars? cents? euros? pounds? usd inch(?:es)? feet foot ft yards? yd miles? mi mph kmh? kph "
     "[cdkm]m met(?:er|re)s? [ckm]g grams? tons? lbs? oz ounces? [cm]l lit(?:er|re)s? gallons? cups? hours? hrs? "
     "minutes? mins? seconds? secs? days? weeks? months? years? units? square sq cubic cu per people students? ways? "
-    "pct radians? (?<=/)[hs]"
+    "pct percentage radians? (?<=/)[hs]"
 ).replace(" ", "|")
 # Words that take back a number or leave others open; a text with one of them states no number.
 HEDGE = r"\b(?:or|any\w*|not|either|neither|maybe|wrong|at (?:least|most)|(?:more|less|fewer|greater) than)\b"
@@ -202,7 +202,8 @@ def _plain(text: str) -> str | None:
         text = _SPACES.sub(" ", _DROPPED.sub("", text.replace(r"\%", "%").replace(r"\$", "$")))
         text = _FRACTION.sub(lambda m: f" {(m[1] or m[2] or '').strip()}/{(m[3] or m[4] or '').strip()} ", text)
         text = _DEGREES.sub("\u00b0", _TEXT.sub(_unit, text))
-        text = text.replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\bar{", r"\overline{")
+        text = text.replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\approx", "\u2248")
+        text = text.replace(r"\bar{", r"\overline{")
         if "\\" in text.replace(r"\overline", ""):
             return None
     text = re.sub(r"(?<=\d)'(?=\d{3}(?!\d))", ",", text)

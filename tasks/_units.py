@@ -9,8 +9,8 @@ from . import _numbers
 # A unit a row: its name, then its other spellings, without case.
 _ROWS = """in inch inches;ft foot feet;yd yard yards;mi mile miles;acre acres;lb lbs pound pounds;oz ounce ounces
 ton tons;gal gallon gallons;cup cups;min mins minute minutes;h hr hrs hour hours;day days;week weeks;month months
-year years;dollar dollars usd;cent cents;euro euros;rad radian radians;% percent pct;n newton newtons;j joule joules
-w watt watts;k kelvin;erg ergs;hz hertz;s sec secs;\u00b0;\u00b0f;\u00b0c"""
+year years;dollar dollars usd;cent cents;euro euros;rad radian radians;% percent percentage pct;n newton newtons
+j joule joules;w watt watts;k kelvin;erg ergs;hz hertz;s sec secs;\u00b0;\u00b0f;\u00b0c"""
 _METRIC = {"m": "meter metre", "g": "gram gramme", "l": "liter litre", "s": "second"}
 _PREFIXES = {"": "", "k": "kilo", "c": "centi", "m": "milli", "d": "deci"}
 _NAMES = {word: words.split()[0] for words in re.split("[;\n]", _ROWS) for word in words.split()} | {

@@ -63,7 +63,11 @@ LATEX = "so $x = \\frac{1}{2}$ in the end"
 
 @pytest.mark.parametrize(("task", "gold", "completion", "strict", "lenient"), [
     (Arithmetic(), "39", "26 + 13 = 39", False, True),
-    (Arithmetic(), "39", "It is 39, and not 40.", False, False),  # the last one counts
+    (Arithmetic(), "39", "It is 39, or 40.", False, False),  # the last one counts
+    (Arithmetic(), "39", "It is 39, and not 40.", False, True), (Arithmetic(), "39", "It is not 39.", False, False),
+    (Arithmetic(), "39", "It isn't $39$.", False, False), (Arithmetic(), "2", "Q2", False, False),
+    (Arithmetic(), "2", r"$\frac{1+\sqrt{5}}{2}$", False, False), (Arithmetic(), "15", r"$\sqrt{225}=15$", False, True),
+    (Arithmetic(), "9", r"\( x \approx 9 \)", False, True), (Math(path="x"), "9", r"It is \[ 9 \]", False, True),
     (Arithmetic(), "39", "39 #### 40", False, False),  # a marked answer is the answer
     (Arithmetic(), "39", "40 #### 39", True, True),
     (Arithmetic(), "1200", "That makes $1,200.", False, True),
@@ -233,7 +237,8 @@ def test_a_prompt_that_opens_the_thought_itself_is_understood():
     (r"\text{True}", "true", True), ("False", "false", True), (r"\text{True}", "false", False),
     (r"\text{(A), (C)}", r"\text{A and C}", True), ("1101_2", "1101", True), ("1101_2", "13", False),
     ("1101", "1101_2", False), ("1,2,\\ldots,n", r"1,2,\dots,n", True), ("1,2,\\ldots,n", "1,2,n", False),
-    (r"9\text{ ft}", "9 in", False),
+    (r"9\text{ ft}", "9 in", False), ("x \\ne 7", "x != 7", True), ("4:9", "A_1:A_2=4:9", True),
+    (r"\begin{pmatrix}4\\6\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}+\begin{pmatrix}3\\4\end{pmatrix}", False),
     (r"\sqrt{\frac{a}{b}}", r"\frac{\sqrt a}{\sqrt b}", True), (r"\ln(ab)", r"\ln a+\ln b", True),
     (r"3\text{ hours }20\text{ minutes}", "3 h 20 min", True), (r"\infty", "infinity", True),
 ])  # fmt: skip
