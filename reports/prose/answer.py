@@ -166,7 +166,7 @@ def _finding(analysis: Analysis) -> str:
         top, metric = max(compared, key=lambda comparison: comparison.estimate), analysis.outcome.name
         return (
             f"{top.arm} reaches {_value(top.summary, analysis)}, {_apart(top)} {baseline.label} "
-            f"({wording.with_unit(baseline.mean, metric)}); with one shared seed no interval or test over seeds is "
+            f"({wording.with_unit(baseline.mean, metric)}); with {_single(top)} no interval or test over seeds is "
             "possible, so this does not show a difference between the arms"
         )
     detected = [comparison for comparison in compared if comparison.is_detected]
@@ -206,11 +206,15 @@ def _untested(analysis: Analysis) -> str:
     for label in (arm.label for arm in analysis.arms if not arm.is_baseline):
         one = compared.get(label)
         if one is not None and one.interval is None:
-            found.append(f"'{label}' ({_apart(one)} {one.baseline.label} with one shared seed)")
+            found.append(f"'{label}' ({_apart(one)} {one.baseline.label} with {_single(one)})")
         elif one is None and label not in open_:
             has_run = bool(analysis.arm(label).scores)
             found.append(f"'{label}' ({'no seed shared' if has_run else 'no valid trial'})")
     return f"no test reaches {wording.plural(len(found), 'arm')}: {wording.listed(found, len(found))}" if found else ""
+
+
+def _single(one: Comparison) -> str:
+    return "one shared seed" if one.is_paired else "one run"
 
 
 def _pairs(analysis: Analysis) -> str:

@@ -29,7 +29,7 @@ def import_scores(
     A table (CSV, JSONL, parquet) has the columns arm, seed, problem and score (0 to 1), and if known sample (number of
     one of several completions), step (of training), tokens (generated until then) and family (of related problems). A
     folder holds ARM/SEED/ with the files of each run: sample logs of lm-eval, details of lighteval, logs of inspect,
-    completions that TRL or verl dump, or a table. Nothing is graded again.
+    completions that TRL, verl or NeMo-RL dump, or a table. Nothing is graded again.
     """
     from . import scores as imports
 

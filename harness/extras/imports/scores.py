@@ -1,9 +1,13 @@
 """Imports scores that other programs measured, as a study of the runs folder: reports read its record as any other.
 
 A table (CSV, JSONL, parquet) has a row for each score. A folder holds ARM/SEED/ with the files of one run: sample logs
-of lm-eval, details of lighteval, logs of inspect, completions that TRL or verl dump, or a table. A run is an arm with a
-seed; its last step counts. Scores are taken as they are, but a run is invalid if its training log says so (`gates`).
-Files are hostile: sizes are bounded before they are unpacked.
+of lm-eval, details of lighteval, logs of inspect, completions that TRL, verl or NeMo-RL dump, or a table. A run is an
+arm with a seed; its last step counts. Scores are taken as they are, but a run is invalid if its training log says so
+(`gates`). Files are hostile: sizes are bounded before they are unpacked.
+
+NeMo-RL's `log_batched_dict_as_jsonl` writes a line for each validation completion to `val_data_step<STEP>.jsonl`, with
+lists of one: `content` [[{role, content}, ...]] and `rewards` [number]; `idx` is its place. A problem is the messages
+before the assistant's first.
 """
 
 import csv
@@ -273,6 +277,12 @@ def _split(
         return {"problem": f"{row['eval']}/{row['id']}", "sample": row["epoch"]}, scores
     elif {"doc", "metric"} <= keys:  # lighteval: a row for each problem
         return {"problem": f"{row['doc']['task_name']}/{row['doc']['id']}"}, _numbers(row["metric"])
+    elif {"content", "rewards", "idx"} <= keys:  # NeMo-RL: a row for each completion, its messages and its reward
+        if (step := re.fullmatch(r"val_data_step(\d{1,15})", file.stem)) is None:
+            raise ValueError("of NeMo-RL's files only val_data_step*.jsonl are read; leave out the others")
+        (messages,), (reward,) = row["content"], row["rewards"]
+        asked = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+        return {"problem": digest(asked), "sample": number, "step": int(step[1])}, {"rewards": reward}
     elif "step" in keys and not {"prompt", "input"}.isdisjoint(keys):  # TRL, verl: a row for each completion
         problem = digest(row["prompt"] if "prompt" in keys else row["input"])
         return {"problem": problem, "sample": number, "step": row["step"]}, _numbers(row)

@@ -182,6 +182,19 @@ def test_the_logs_of_other_programs_are_read(write, means, tmp_path):
         cohort.import_scores(tmp_path / "logs", "x", score="mach", runs=tmp_path)
 
 
+def test_what_nemo_rl_writes_is_read_at_its_last_step_and_its_training_batches_are_refused(tmp_path):
+    for arm, step in itertools.product("ab", (5, 10)):
+        rows = [("x", 0.0), ("x", 1.0), ("y", (arm == "b") * step / 10)]
+        said = [[{"role": "user", "content": x}, {"role": "assistant", "content": str(y)}] for x, y in rows]
+        lines = [{"content": [m], "rewards": [y], "idx": 0} for m, (_, y) in zip(said, rows, strict=True)]
+        logs(tmp_path / "logs" / arm / "seed1", {f"exp_001/val_data_step{step}.jsonl": lines})
+    found = problems(cohort.import_scores(tmp_path / "logs", "x", runs=tmp_path))
+    assert {run: sorted(cells.values()) for run, cells in found.items()} == {("a", 1): [0, 0.5], ("b", 1): [0.5, 1]}
+    logs(tmp_path / "logs/a/seed1", {"train_data_step5.jsonl": lines})
+    with pytest.raises(ValueError, match="only val_data_step"):
+        cohort.import_scores(tmp_path / "logs", "y", runs=tmp_path)
+
+
 def test_steps_with_other_problems_are_training_and_those_with_the_same_are_tests(tmp_path):
     rows = [("p", 0.0, 1), ("q", 1.0, 1), ("z", 0.5, 2), ("p", 1.0, 3), ("q", 1.0, 3)]
     frame = pd.DataFrame(rows, columns=["problem", "score", "step"]).assign(
@@ -508,6 +521,12 @@ def test_arms_of_which_no_two_runs_share_a_seed_are_compared_without_pairs(tmp_p
     assert "(3 seeds, Holm-adjusted p" in result.answer and "Preliminary" not in result.answer
     assert result.answer.count("seed") == 1 and not analysis.gaps
     assert check_claims(analysis)[0].verdict == "supported"
+    answer = cohort.import_scores(
+        frame[(frame.arm != "c") | (frame.seed == frame.seed.max())], "z", runs=tmp_path
+    ).answer
+    assert "'c' (" in answer and "with one run)" in answer and "shared seed" not in answer
+    alone = frame[frame.seed.isin([10 * ord(arm) for arm in "ab"])]
+    assert "; with one run no interval" in cohort.import_scores(alone, "w", runs=tmp_path).answer
     files = write_report(record_of(result), tmp_path / "report")
     assert "No two runs share a seed" in files.markdown.read_text("utf-8")
     assert "No two runs share a seed" not in str(
