@@ -1,1 +1,1 @@
-"""Keeps the final policy of a run in MLflow's registry, or on the Hugging Face Hub with a model card."""
+"""Puts the final policy of a run on the Hugging Face Hub, with a model card."""

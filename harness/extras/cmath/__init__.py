@@ -1,1 +1,0 @@
-"""The task CMATH: word problems of Chinese primary schools."""

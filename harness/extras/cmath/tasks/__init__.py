@@ -1,1 +1,0 @@
-"""Found by their file names."""
