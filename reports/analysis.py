@@ -180,7 +180,7 @@ class Analysis:
     @cached_property
     def roles(self) -> dict[str, str]:
         """Arm -> its role among many, in the order of the palette; of equal arms the first is the highest or lowest."""
-        search = search_of(self.record)
+        search = trials.search_of(self.record)
         found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}
         found |= {self.baseline.label: "baseline"} if self.baseline is not None else {}
         arms = self.finished_arms
