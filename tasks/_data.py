@@ -309,7 +309,7 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
         only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(words)}"
         raise _missing_split(local, split, f"a single {'folder' if local.is_dir() else 'file'} is one split: {only}")
     named = {file.relative_to(folder).as_posix(): file for file in files}
-    return named, lambda: (row for file in named.values() for row in _file_rows(file))
+    return named, lambda: (row for file in named.values() for row in file_rows(file))
 
 
 def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
@@ -335,7 +335,8 @@ def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
     return "train" if word in train_words else "test" if word else None
 
 
-def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
+def file_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Place and fields of each row of a file. ValueError, here, for one that cannot be read."""
     try:
         if file.suffix.lower().startswith(".json"):
             rows = _json_rows(file.read_text("utf-8"))

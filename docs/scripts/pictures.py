@@ -1,8 +1,8 @@
 """Makes the pictures of the README and of docs/ from the study `quickstart`, which it runs first: `make pictures`.
 
-They are the terminal, the report's head, MLflow's first view of the study, and the trace of a rollout that the group's
-vote rewarded for a wrong answer. Chromium, its driver and selenium take them. The study is in the folder `runs` of the
-current one. `--short`: from a few steps, into the current folder, to see that it works.
+They are the questions of `cohort start`, the terminal, the report's head, MLflow's first view of the study, and the
+trace of a rollout that the group's vote rewarded for a wrong answer. Chromium, its driver and selenium take them. The
+study is in the folder `runs` of the current one. `--short`: from a few steps, into the current folder, as a trial.
 """
 
 import sys
@@ -27,6 +27,8 @@ for (const button of document.querySelectorAll("button"))
 
 def main(out: Path = DOCS, options: str = "") -> None:
     runs = Path("runs").resolve()
+    asked = "printf '%s\\n' tiny arithmetic 'group size' n | cohort start"
+    terminal.main(str(out / "start.svg"), asked)
     terminal.main(str(out / "terminal.svg"), f"cohort study run {STUDY}{options}", f"cohort verify {STUDY}")
     with browser.session() as chromium, serve_ui(runs, PORT, STUDY):
 
