@@ -39,8 +39,8 @@ Row = Mapping[str, Any]
 # names of files are the same on every machine.
 Found = tuple[Mapping[str, Path | str], Callable[[], Iterator[tuple[str, Row]]]]
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-_LISTED = ", ".join(_SUFFIXES)
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+_LISTED = ", ".join(SUFFIXES)
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Every error of pyarrow is one of these.
@@ -283,7 +283,7 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
     words, split = task.train_words, "train" if task.test_fraction is not None else split
     local = Path(path).expanduser()
     if not local.exists():
-        is_hub_id = _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() not in _SUFFIXES
+        is_hub_id = _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() not in SUFFIXES
         if not is_hub_id or (local.parent != Path(".") and local.parent.is_dir()):
             fix = f"give an existing {_LISTED} file, a folder or a Hub id{_listing(local.parent)}"
             raise ValueError(f"{path}: no such file or folder; {fix}")
@@ -293,7 +293,7 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
     if local.is_dir():
         folder = local
         root = local / config if config and (local / config).is_dir() else local
-        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+        files = sorted(file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
         if is_one_split or (local / "dataset_dict.json").exists():
             # By `save_to_disk`, whose `cache-` files are other programs' results.
             files = [file for file in files if file.suffix == ".arrow" and not file.name.startswith("cache-")]
@@ -303,7 +303,7 @@ def _find(task: DatasetTask, split: SourceSplit) -> Found:
                 called = " or ".join(words if split == "train" else ("test",))
                 why = f"no {_LISTED} file, and no folder with one, is called {called}"
                 raise _missing_split(root, split, why + _listing(root))
-    elif local.suffix.lower() not in _SUFFIXES:
+    elif local.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
     if is_one_split and task.test_fraction is None and (_split_of(Path(local.name), words) or "test") != split:
         only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(words)}"
