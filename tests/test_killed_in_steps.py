@@ -165,10 +165,8 @@ def test_a_run_that_is_killed_in_its_steps_ends_as_an_undisturbed_one(kind, tmp_
         number = int(place.rpartition(" ")[2])
         assert start == last - 1 or (start, last) == (-1, 1) or start == last == number - 1, (place, start)
         known.add(place)
-        print(len(known), place, start, flush=True)
         last = number
     kinds = Counter(place.split(":")[0] for place in known)
-    print(kind, kinds, flush=True)
     steps = RUN["steps"] if os.environ.get("COHORT_CHAOS") else 1
     assert kinds["step"] >= 9 * steps and kinds["write"] >= 7 * steps
     assert logged(tmp_path / "killed") == logged(tmp_path / "quiet")

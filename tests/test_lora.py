@@ -16,9 +16,7 @@ from cohort.harness.policy.sources import Base, model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.run.guards.sync import _learner_scores
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.loop import train
-from factories import FEW, make_spec
-from fakes import MemoryLog, gone_on
+from factories import make_spec
 from safetensors.torch import load_file
 from test_learner import make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -209,17 +207,3 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     assert 0 < (mixed - logprobs(policy, batch)).abs().max() < 0.1
     assert updated(spec, learner, batch.replace(sampler_logprobs_BT=mixed))["mismatch/kl"] < 1e-6
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
-
-
-@pytest.mark.slow
-def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(tmp_path):
-    changes = {"algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.02}, "lora": LORA, "steps": 3}
-    spec = make_spec(**{**FEW, **changes, "optimizer": {"learning_rate": 1e-2}})
-    whole = gone_on(spec, tmp_path / "whole", tmp_path / "cache")
-    parts = gone_on(spec, tmp_path / "parts", tmp_path / "cache", 2)
-    assert parts.without_clocks() == whole.without_clocks()
-    assert all(value < 1e-6 for _, value in whole.history("mismatch/kl"))
-    (folder, *_) = (tmp_path / "whole/checkpoints").glob("step-*3/policy")
-    again = MemoryLog()
-    train(make_spec(**{**FEW, "model": str(folder), "steps": 0}), tmp_path / "eval", again, cache=tmp_path / "cache")
-    assert again.history("validation/accuracy")[0][1] == whole.history("validation/accuracy")[-1][1]
