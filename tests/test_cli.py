@@ -151,6 +151,13 @@ def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys):
     assert capsys.readouterr().err.splitlines() == [f"tiny on arithmetic: {line}" for line in lines]
 
 
+def test_what_is_said_at_the_start_of_a_phase_stands_whole_above_the_bar(capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with progress.phase_bar("tiny") as show:
+        show("first look", 0, 0, words := ", ".join(["half is cut"] * 12))
+    assert f"\x1b[2Ktiny: first look, {words}\n" in capsys.readouterr().err
+
+
 def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort):
     assert cohort("list", "algorithms", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}

@@ -175,11 +175,12 @@ def phase_bar(title: str, first: str = "loading") -> Iterator[Callable[..., None
             task, since, before = begun[phase]
             if not words and before < done < total:
                 words = f"{duration((now - since) * (total - done) / (done - before))} left"
-            words = ", ".join(filter(None, [_counted(f"{title}: {phase}", done, total), words]))
+            description = _counted(f"{title}: {phase}", done, total)
+            line = ", ".join(filter(None, [description, words]))
             if is_told:
-                say(words, stderr=True)
-                shown = now
-            progress.update(task, description=str(plain(words)), completed=done, total=total or None)
+                screen.print(plain(line), soft_wrap=True)  # above the bar, which this console knows
+                line, shown = description, now
+            progress.update(task, description=str(plain(line)), completed=done, total=total or None)
 
         update(first, 0, 0)
         yield update
