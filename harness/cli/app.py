@@ -18,7 +18,7 @@ try:
     from .commands import app
 
     # isort: off
-    from . import runs, study, results, lists  # noqa: F401
+    from . import runs, study, doctor, results, lists  # noqa: F401
 
     extras.modules("commands")
 except KeyboardInterrupt:

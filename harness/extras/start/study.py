@@ -41,7 +41,8 @@ def values(model: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     task: Any = parse_run({"task": raw, "algorithm": "grpo"}, "task").task
     size, *_ = [len(task.prompts(split)) for split in ("train", "validation", "test")]
     longest = max((len(one.completion) for one in task.demonstrations()), default=0)
-    found = {"model": model, "task": raw, "kind": Path(model).stem, "cold_start": model == "tiny" and longest}
+    kind = "other" if Path(model).stem == "tiny" != model else Path(model).stem  # a folder may be called tiny
+    found = {"model": model, "task": raw, "kind": kind, "cold_start": model == "tiny" and longest}
     if found["kind"] == "smollm2" and isinstance(task, DatasetTask):
         raw |= {"template": "{question} ", "shots": min(3, size - 1)}
         found["limit"] = min(512, max(12, longest // 2))  # a token is two characters or more, but not in a sum
