@@ -139,11 +139,11 @@ class Backend:
             raise RuntimeError(f"the run '{name}' ended with status {process.returncode}")
         return read_history(events)
 
-    def fail_one(self, settings: Mapping[str, Any]) -> tuple[float, str]:
-        """(seconds until both have ended, what they said) of a run on two devices, the second of which raises."""
+    def fail_one(self, settings: Mapping[str, Any], rank: int) -> tuple[float, str]:
+        """(seconds until both have ended, what they said) of a run on two devices, of which one raises."""
         file, begin = self.folder / "raises.yaml", time.monotonic()
         file.write_text(json.dumps(settings), encoding="utf-8")
-        words = ("train", str(file), "--name", "raises", "--runs", str(self.folder / "runs"))
+        words = (str(rank), "train", str(file), "--name", f"raises-{rank}", "--runs", str(self.folder / "runs"))
         launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", raising.__name__)
         command = [sys.executable, "-P", "-m", *launcher, *words]
         said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_own()).stdout

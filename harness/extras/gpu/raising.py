@@ -1,5 +1,6 @@
-"""`cohort`, in processes of a trial of which the second one raises in its first update: for the claim `rank-raises`."""
+"""`cohort`, in processes of a trial of which the one with rank `argv[1]` raises in its first update: for the claim `rank-raises`."""
 
+import sys
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ from ...cli.app import main
 from ...devices import ranks
 from ...run.learner import Learner
 
-WORDS = "a planted error of the second process"
+WORDS = "a planted error of one process"
 learned = Learner.update
+RAISES = int(sys.argv.pop(1)) if __name__ == "__main__" else -1
 
 
 def update(learner: Learner, *given: Any) -> Any:
-    if ranks.rank() == 1:
+    if ranks.rank() == RAISES:
         raise torch.OutOfMemoryError(WORDS)
     return learned(learner, *given)
 

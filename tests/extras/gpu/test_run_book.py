@@ -159,9 +159,9 @@ class Fake(Backend):
         is_second = name == "killed" and kill_after is None and "it begins anew" not in self.faults
         return RunHistory(history=history, attempts=[{}] * (1 + is_second))
 
-    def fail_one(self, settings):
+    def fail_one(self, settings, rank):
         assert parse_run(settings, "raises").devices == 2
-        return 20 + 1800 * ("a rank waits" in self.faults), "no words" if "no reason" in self.faults else raising.WORDS
+        return 20 + 1800 * (f"rank {rank} waits" in self.faults), "no words" if "no reason" in self.faults else raising.WORDS
 
     def real_settings(self, **changes):
         return self.settings(**changes)
@@ -225,7 +225,7 @@ FAULTS = {
     "float32": ("torch.float32 is off", "mean, 99.9 %, largest"),
     "warm-start": ("slow start", "start"),
     "batch-invariant": ("invariant noise of the batch", "equal tokens"),
-    "rank-raises": ("a rank waits", "both ended after"),
+    "rank-raises": ("rank 1 waits", "both ended after rank 1"),
     "two-devices": ("devices-2 differs", "first step"),
     "tensor-parallel": ("wrong parts", "forward pass"),
 }
@@ -239,6 +239,7 @@ OTHER_FAULTS = [
     ("real-model", "real-start is another", "accuracy before"),
     ("real-model", "real-vllm drifts", "mismatch/kl"),
     ("rank-raises", "no reason", "the reason is told"),
+    ("rank-raises", "rank 0 waits", "both ended after rank 0"),
     ("grpo-memory", "grpo-memory is small", "peak / estimate"),
     ("ppo-memory-recomputed", "ppo-memory-recomputed is small", "peak / estimate"),
     ("resume", "again differs", "out of bounds"),
