@@ -74,7 +74,7 @@ test-without: $(BIN)/.gym
 	cd build/without && PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -m "not slow" -n 3 \
 		--dist worksteal --ignore tests/test_docs.py --ignore tests/test_attacks.py
 
-# All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; and all tests that are too long for
+# All attacks: hostile text and files, kills, outages and hosts; and all tests that are too long for
 # CI. Writes docs/attacks.md. `.ci/chaos` calls it.
 chaos: $(BIN)/.gym
 	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "attack or long" -n 2 --dist worksteal --timeout 3600

@@ -120,11 +120,46 @@ def killed_run(runs: Path, settings: Mapping[str, Any], cache: Path, known: set[
     work(runs, spec, train, cache)
 
 
-def next_kill(*run: Any) -> tuple[str, int] | None:
+def half_written(runs: Path, settings: Mapping[str, Any], cache: Path, name: str, told: Connection) -> None:
+    """Begin the run, stop the thread that writes its second checkpoint at `name`, and tell in the update after it."""
+    saves, written, half = [0], [0], threading.Event()
+    save, save_checkpoint, learn, write = (
+        build.Run.save,
+        build.save_checkpoint,
+        Learner.update,
+        getattr(checkpoint, name),
+    )
+
+    def saved(*given: Any, **more: Any) -> None:
+        save(*given, **more)
+        saves[0] += 1
+
+    def counted(*given: Any) -> None:
+        written[0] += 1
+        save_checkpoint(*given)
+
+    def stopped(*given: Any, **more: Any) -> Any:
+        if written[0] == 2:
+            half.set()
+            threading.Event().wait()
+        return write(*given, **more)
+
+    def update(*given: Any) -> Any:
+        if saves[0] == 2 and half.wait():
+            told.send(name)
+            told.recv()
+        return learn(*given)
+
+    build.Run.save, build.save_checkpoint, Learner.update = saved, counted, update
+    setattr(checkpoint, name, stopped)
+    work(runs, parse_run(settings, "test"), train, cache)
+
+
+def next_kill(*run: Any, target: Callable[..., None] = killed_run) -> Any:
     """Kill a process of a run at the place where it waits: what it told, or None where it came to its end."""
     here, there = FRESH.Pipe()
     with here:
-        process = FRESH.Process(target=killed_run, args=(*run, there))
+        process = FRESH.Process(target=target, args=(*run, there))
         process.start()  # which loads this module once for all of them
         there.close()
         try:
@@ -172,3 +207,22 @@ def test_a_run_that_is_killed_in_its_steps_ends_as_an_undisturbed_one(kind, tmp_
     assert logged(tmp_path / "killed") == logged(tmp_path / "quiet")
     assert weights(tmp_path / "killed") == weights(tmp_path / "quiet") != {}
     record_property("tried", len(known))
+
+
+@pytest.mark.slow
+@pytest.mark.attack("SIGKILL in a step of a run, or at a write of one")
+def test_a_run_that_is_killed_while_the_checkpoint_of_the_step_before_is_half_written_ends_the_same(
+    tmp_path, monkeypatch, record_property
+):
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{Path(__file__).parent}")
+    cache, spec, names = tmp_path / "cache", parse_run(RUN, "test"), ("write_hashed", "save_model", "write_manifest")
+    for place in ("quiet", *names):
+        (tmp_path / place).mkdir()
+        if place in names:
+            assert next_kill(tmp_path / place, RUN, cache, place, target=half_written) == place
+            found = sorted(folder.name for folder in (tmp_path / place / "trials/one" / CHECKPOINTS).iterdir())
+            assert "step-00000001" in found and "step-00000002" not in found and len(found) == 2  # one is partial
+        work(tmp_path / place, spec, train, cache)
+        assert logged(tmp_path / place) == logged(tmp_path / "quiet")
+        assert weights(tmp_path / place) == weights(tmp_path / "quiet") != {}
+    record_property("tried", len(names))

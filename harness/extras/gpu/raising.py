@@ -1,4 +1,4 @@
-"""`cohort`, in processes of a trial of which the one with rank `argv[1]` raises in its first update: for the claim `rank-raises`."""
+"""`cohort` in the processes of a trial; the one of rank `argv[1]` raises in its first update. For `rank-raises`."""
 
 import sys
 from typing import Any

@@ -4,6 +4,7 @@ A page only shows; the words of `cohort study` steer a study. `mirror/page.py` s
 escaped, and the content security policy lets no script run but the page's own.
 """
 
+import hashlib
 import os
 import secrets
 import threading
@@ -107,21 +108,24 @@ def _row(trials: list[TrialStatus]) -> dict[str, Any]:
     }
 
 
-def _page(part: str, **values: Any) -> Response:
-    """A macro of `live.html` as a page; text in `values` is escaped."""
+def _page(request: Request, part: str, **values: Any) -> Response:
+    """A macro of `live.html` as a page, or 304 if the browser has it; text in `values` is escaped."""
     environment, nonce = html_environment(), secrets.token_urlsafe(16)
     loaders = [FileSystemLoader(Path(__file__).parent), environment.loader]
     pages = environment.overlay(loader=ChoiceLoader([one for one in loaders if one is not None]))
     macro = getattr(pages.get_template("live.html").module, part)
+    text = macro(nonce, **{key: visible(value) for key, value in values.items()})
+    tag = f'"{hashlib.sha256(text.replace(nonce, "").encode()).hexdigest()}"'
     headers = {
         "Content-Security-Policy": _POLICY.format(nonce), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
+        "X-Content-Type-Options": "nosniff", "ETag": tag,
     }  # fmt: skip
-    return HTMLResponse(macro(nonce, **{key: visible(value) for key, value in values.items()}), headers=headers)
+    is_known = request.headers.get("if-none-match") == tag
+    return Response(status_code=304, headers=headers) if is_known else HTMLResponse(text, headers=headers)
 
 
 def _list(request: Request) -> Response:
-    return _page("list", studies=[one for one in list_studies() if "runs folder" in one["where"]])
+    return _page(request, "list", studies=[one for one in list_studies() if "runs folder" in one["where"]])
 
 
 _studies: dict[str, LiveStudy] = {}
@@ -133,7 +137,7 @@ def _show(request: Request) -> Response:
     if name not in here:
         return PlainTextResponse("The runs folder has no such study.\n", 404)
     study = _studies.setdefault(name, LiveStudy(name))
-    return _page("study", name=name, question=here[name], seconds=REFRESH_SECONDS, **study.shown())
+    return _page(request, "study", name=name, question=here[name], seconds=REFRESH_SECONDS, **study.shown())
 
 
 ROUTES = [Route("/live", _list), Route("/live/{name}", _show)]

@@ -161,7 +161,9 @@ class Fake(Backend):
 
     def fail_one(self, settings, rank):
         assert parse_run(settings, "raises").devices == 2
-        return 20 + 1800 * (f"rank {rank} waits" in self.faults), "no words" if "no reason" in self.faults else raising.WORDS
+        return 20 + 1800 * (
+            f"rank {rank} waits" in self.faults
+        ), "no words" if "no reason" in self.faults else raising.WORDS
 
     def real_settings(self, **changes):
         return self.settings(**changes)

@@ -5,11 +5,12 @@ import dataclasses
 import browser
 import fake_trials
 import pytest
-from cohort.harness.extras.live.pages import LiveStudy
+from cohort.harness.extras.live import pages
 from cohort.harness.study.queue import Queue, TrialOutcome
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
 from queues import a_queue, claimed
+from starlette.requests import Request
 from test_browser import HOSTILE
 
 
@@ -57,4 +58,24 @@ def test_a_live_page_says_how_far_a_study_is_and_how_long_it_takes(runs, monkeyp
     monkeypatch.setenv("COHORT_RUNS", str(runs))
     was = Queue.status
     monkeypatch.setattr(Queue, "status", lambda self: dataclasses.replace(was(self), left=16.0, workers=1))
-    assert LiveStudy("sizes").progress()["words"] == "0 of 4 trials have ended; 16 s left with 1 worker."
+    assert pages.LiveStudy("sizes").progress()["words"] == "0 of 4 trials have ended; 16 s left with 1 worker."
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_live_page_is_sent_again_once_it_has_changed(runs, monkeypatch):
+    queue = a_queue(a_study(), runs)
+    monkeypatch.setenv("COHORT_RUNS", str(runs))
+    monkeypatch.setattr(pages, "_studies", {"sizes": (study := pages.LiveStudy("sizes"))})
+
+    def answer(tag: str):
+        study._due = 0.0
+        headers = [(b"if-none-match", tag.encode())]
+        return pages._show(Request({"type": "http", "path_params": {"name": "sizes"}, "headers": headers}))
+
+    first = answer("")
+    tag = first.headers["etag"]
+    again = answer(tag)
+    assert (first.status_code, again.status_code, again.body) == (200, 304, b"")
+    queue.finish(claimed(queue), TrialOutcome("failed", "a reason"))
+    changed = answer(tag)
+    assert changed.status_code == 200 and b"a reason" in changed.body and changed.headers["etag"] != tag
