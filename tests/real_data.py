@@ -1,11 +1,18 @@
-"""Where the real benchmarks are, for the tests that need them."""
+"""Data of tests: cases that `golden/` lists, and where the real benchmarks are."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def golden(name: str) -> Any:
+    """The cases of a file of `golden/`."""
+    return yaml.safe_load((ROOT / "tests" / "golden" / f"{name}.yaml").read_text("ascii"))
 
 
 def real_data(name: str) -> Path:

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import yaml
 from cohort.tasks import _answers, _latex
 from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import BadRow
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
 from factories import slow_but
-from real_data import real_data
+from real_data import golden, real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
-GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "math_equivalence.yaml").read_text("ascii"))
+GOLDEN = golden("math_equivalence")
 
 
 def boxed(answer: str) -> str:

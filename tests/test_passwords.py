@@ -7,22 +7,10 @@ import pytest
 import typer
 from cohort.harness.base.addresses import hides, shown, without_secrets
 from cohort.harness.record.status import StudyStatus
+from real_data import golden
 
 SECRET = "s3cret"
-URLS = [
-    "postgresql://me:s3cret@db/x", "postgresql+psycopg://me:s3cret@db:5432/x", "POSTGRESQL://me:s3cret@db/x",
-    "postgresql://:s3cret@db/x", "postgresql:me:s3cret@db/x", "postgresql:/me:s3cret@db/x", "me:s3cret@db/x",
-    "postgresql://me:s3cret", "postgresql://me:@s3cret@db/x", "postgresql://me:a@b:s3cret@db/x",
-    "postgresql://me:/s3cret@db/x", "postgresql://me:a/s3cret@db/x", "postgresql://me:?s3cret@db/x",
-    "postgresql://me:#s3cret@db/x", "postgresql://me: s3cret@db/x", "postgresql://me:%40s3cret@db/x",
-    "postgresql://me%3As3cret@db/x", "postgresql://me@corp:s3cret@db/x", "postgresql://me:s3cret@[::1]:5432/x",
-    "postgresql://me:s3cret@a:1,b:2/x", "postgresql://me:a@db/x?user=s3cret@db", "postgresql://db/me:s3cret",
-    "postgresql://db/x?user=me&password=s3cret", "postgresql://db/x?PASSWORD=s3cret",
-    "postgresql://db/x?pass%77ord=s3cret", "postgresql://db/x?password=a@s3cret", "postgresql://db/x?sslpassword=s3cret",
-    "postgresql://db/x?options=-cs3cret", "postgresql://db/x?passfile=/s3cret", "postgresql://db/x?user=me:s3cret",
-    "postgresql://db/x?sslmode=require;password=s3cret", "host=db user=me password=s3cret", "https://me:s3cret@host",
-    "mysql://me:s3cret@db/x", "http://me:s3cret@127.0.0.1:9",
-]  # fmt: skip
+URLS = golden("passwords")
 
 
 @pytest.fixture(autouse=True)
