@@ -127,17 +127,23 @@ bench: $(BENCH_BIN)/.installed
 
 # Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
 # transformers, an older packaging through tensordict) are left out, and what that module imports is named here.
+# And grading beside the cases of reward-doctor and of math-verify's own tests, which are in its source alone.
 $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PARITY_BIN)/python -m pip install --quiet --upgrade "pip>=24"
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt torch
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt \
 		"trl==1.16.*" pydantic ray omegaconf codetiming orjson cloudpickle
-	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt --no-deps verl tensordict pyvers
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt --no-deps verl tensordict pyvers reward-doctor
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt "math-verify[antlr4_9_3]" pytest
+	$(PARITY_BIN)/python -m pip download --quiet --constraint constraints-parity.txt --no-deps --no-binary math-verify \
+		--dest $(PARITY_VENV)/math-verify math-verify
+	tar -xzf $(PARITY_VENV)/math-verify/*.tar.gz --strip-components 1 --directory $(PARITY_VENV)/math-verify
 	touch $@
 
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
+	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/graders.py $(PARITY_VENV)/math-verify
 
 # Changes of single expressions that no test sees; all tests run once first, then seconds for each mutant of thousands.
 # SAMPLE=100: so many, drawn by SEED. SHORT=1: a dozen, so that CI sees a name that moved.
