@@ -121,8 +121,9 @@ def is_imported(record: StudyRecord) -> bool:
 
 
 def is_paired(record: StudyRecord) -> bool:
-    """Whether equal seeds make a pair; not in an import whose arms share none."""
-    return record.spec.get("pairing") != "none"
+    """Whether equal seeds make a pair; not where the study says so, nor in an import whose arms share none."""
+    specs = record.spec.values() if isinstance(record, JoinedStudy) else [record.spec]
+    return any(spec.get("pairing") != "none" for spec in specs)
 
 
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
@@ -137,7 +138,7 @@ def tuning_of(record: StudyRecord) -> Mapping[str, Mapping[str, Any]]:
 
 def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
     """The (arm, seed) pairs that a study asks for, in its order."""
-    if not is_paired(record):
+    if is_imported(record) and not is_paired(record):
         return [(trial.arm, trial.seed) for trial in record.trials]
     seeds = record.arm_seeds if isinstance(record, JoinedStudy) else dict.fromkeys(record.arms, record.seeds)
     return [(arm, seed) for arm in record.arms for seed in seeds[arm]]

@@ -79,7 +79,7 @@ def unpaired(rng: Generator, num_seeds: int, **spread: Any) -> bool:
     """Six arms of which no two runs share a seed, as imports have them."""
     record = _equal(rng, _arms, 6, num_seeds, **spread)
     moved = with_trials(record, lambda one: {"seed": one.seed + num_seeds * record.arms.index(one.arm)})
-    spec = {**record.spec, "pairing": "none"}
+    spec = {**record.spec, "pairing": "none", "design": "imported"}
     return _answered(dataclasses.replace(moved, seeds=list(range(6 * num_seeds)), spec=spec))
 
 

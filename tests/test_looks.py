@@ -175,6 +175,7 @@ def test_the_record_knows_which_seeds_were_added_after_which_reports(tmp_path):
     assert (sorted(fewer.seeds), list(fewer.added)) == ([0, 1, 2, 3, 4], [3, 4])
     study = a_study(any_time=True)  # which is decided when a study starts
     assert study.digest() != a_study().digest() and parse_study(study.model_dump(mode="json"), "test").any_time
+    assert a_study(pairing="none").digest() not in (study.digest(), a_study().digest())
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])

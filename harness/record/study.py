@@ -263,7 +263,7 @@ def _read_folder(folder: Path, kept: Mapping[str, Any] | None) -> StudyRecord:
     dropped = {arm for one in document.get("amendments", ()) for arm in one.get("dropped", ())}
     labels = [arm for arm in document["labels"] if arm not in dropped]
     arms = labels or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
-    own = spec.get("pairing") == "none"  # each arm has seeds of its own
+    own = spec.get("design") == "imported" and spec.get("pairing") == "none"  # each arm has seeds of its own
     wanted = [(arm, seed) for arm in arms for seed in seeds if not own or (arm, seed) in trials]
     found = {key: trials[key] for key in wanted if key in trials}
     pruned = {arm["label"]: arm["reason"] for arm in (search or {}).get("arms", []) if arm["state"] == "pruned"}

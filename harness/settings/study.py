@@ -108,6 +108,9 @@ class StudySpec(Section):
     any_time: bool = Field(
         default=False, description="intervals and tests that hold whenever results are read and seeds added, but wider"
     )
+    pairing: Literal["seeds", "none"] = Field(
+        default="seeds", description="compare arms seed by seed, or (none) as independent runs, by Welch's test"
+    )
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "ladder", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
@@ -270,7 +273,7 @@ class StudySpec(Section):
         """A stable hash of the runs of every arm: it must not change between resumes.
 
         A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials.
-        Claims may not change, nor may `any_time`.
+        Claims may not change, nor may `any_time` and `pairing`.
         """
         known: dict[str, Any] = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
@@ -279,6 +282,8 @@ class StudySpec(Section):
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
         if self.any_time:
             known["seeds"] = {"any_time": True}
+        if self.pairing == "none":
+            known["pairing"] = "none"
         if self.claim:
             known["claim"] = [claim.model_dump(mode="json") for claim in self.claim]
         return digest(known)

@@ -22,12 +22,6 @@ _IMPORTED = (
     "were; a difference may come from any of these. Runs with equal numbers of their seed are pairs: that is valid "
     "whether or not they share a start, if runs with different seeds are independent.",
 )
-_UNPAIRED = (
-    "No pairs",
-    "No two runs share a seed, so differences are between means (Welch's test, with the problems in common); this was "
-    "fixed by the seeds alone, before any score was looked at. Where a table or figure has a difference by seed, it is "
-    "the arm's run minus the mean of the other's.",
-)
 _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
 
@@ -111,8 +105,13 @@ def notes(analysis: Analysis) -> list[_Note]:
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
     if is_imported(analysis.record):
-        unpaired = None if is_paired(analysis.record) else _UNPAIRED
-        found = [_IMPORTED, unpaired, _looks_note(analysis), _invalid_note(analysis), _selection_note(analysis)]
+        found = [
+            _IMPORTED,
+            _pairing_note(analysis),
+            _looks_note(analysis),
+            _invalid_note(analysis),
+            _selection_note(analysis),
+        ]
         return [note for note in found if note is not None]
     paid = {  # arm -> name -> weight of its rewards; empty for one whose record does not name them
         arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}
@@ -130,6 +129,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         ("Trials whose files were changed or moved are left out", f"{strange}.") if strange else None,
         ("Trials ran with different versions, or on different processors", f"{mixed}.") if mixed else None,
         _join_note(analysis),
+        _pairing_note(analysis),
         _looks_note(analysis),
         _invalid_note(analysis),
         _added_note(analysis),
@@ -145,6 +145,17 @@ def notes(analysis: Analysis) -> list[_Note]:
         _selection_note(analysis),
     ]
     return [note for note in found if note is not None]
+
+
+def _pairing_note(analysis: Analysis) -> _Note | None:
+    """Why differences are not taken seed by seed."""
+    if is_paired(analysis.record):
+        return None
+    why = "No two runs share a seed" if is_imported(analysis.record) else "The study says so (`pairing: none`)"
+    return "No pairs", (
+        f"{why}; this was fixed before any score was looked at. Differences are between means (Welch's test, with the "
+        "problems in common). A difference by seed in a table or figure is the arm's run minus the mean of the other's."
+    )
 
 
 def _signal_note(analysis: Analysis) -> _Note | None:

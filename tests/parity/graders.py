@@ -1,5 +1,5 @@
 """Grades the cases of reward-doctor and of math-verify's own tests with our graders, and fails where a verdict differs
-for no reason listed here.
+for no reason listed in graders.yaml.
 
 `python tests/parity/graders.py FOLDER` reads math-verify's source distribution in FOLDER, and the installed package
 `reward_doctor`. A case is right if one of our readings says so: the strict one, for which a completion without any
@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import yaml
+
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 logging.disable(logging.CRITICAL)
 
@@ -27,33 +29,7 @@ from cohort.tasks.math import Math  # noqa: E402
 
 MARKERS = ("####", "\\boxed", "<answer>")
 TASKS = {"gsm8k": (GSM8K, "#### {}"), "math": (Math, "\\boxed{{{}}}")}
-ALL, THOUGHTS = "test_all.test_", "test_open_thoughts.test_open_thoughts"
-
-# Why verdicts differ, by the rules of docs/tasks.md -> the cases, or TASK:CASE for one task alone.
-EXPLAINED = {
-    "rounded values are not accepted": (
-        f"{ALL}complex_math_expressions[7]", f"{ALL}complex_math_expressions[13]", f"{ALL}float_precision[0]",
-        "eq.frac.repeating",
-    ),
-    "an answer leaves no work": (
-        f"{ALL}latex_notation[4]", *(f"{ALL}matrix_extraction[{i}]" for i in (5, 6)), f"{ALL}relations_math[19]",
-    ),
-    "one value: the sides of an equation agree": (
-        f"{ALL}latex_notation[9]", *(f"{ALL}relations_math[{i}]" for i in (10, 12, 13, 16)),
-    ),
-    "a comma parts thousands or a list, never decimals": tuple(f"{ALL}number_extraction[{i}]" for i in (5, 6, 7, 17)),
-    "the last marker counts, and words end a statement of boxes": (
-        f"{ALL}math_extraction_additional_cases[17]", *(f"{THOUGHTS}[{i}]" for i in (14, 24, 27)),
-    ),
-    "without a marker the last formula counts": (f"{ALL}latex_notation_math[3]",),
-    "the case of a letter counts": ("eq.choice.case",),
-    "names of variables count (math-verify: with `strict` alone)": ("test_strict.test_strict_variable_comparison[1]",),
-    "tasks with numbers drop units": ("gsm8k:ne.units_wrong",),
-    "the value is right: math-verify tests where a formula may break, or compares one way": (
-        f"{ALL}latex_notation[5]", f"{ALL}latex_notation[6]", f"{ALL}set_rel_assymetry[3]",
-    ),
-    "the value is wrong: math-verify expects `1+1/e` to equal `1-1/e`": ("test_yujianll.test_string_extraction[9]",),
-}  # fmt: skip
+EXPLAINED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 class Case(NamedTuple):
