@@ -7,6 +7,7 @@ shows a warning too. A user's changes stay until the study's view changes. The e
 import json
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -24,34 +25,8 @@ _CLOSED = "These pages open at the address that `cohort ui` printed last. MLFLOW
 # A page of ours leads on, not a redirect: browsers keep a strict cookie from what began on another site.
 _COME_IN = "<!DOCTYPE html><script>location.replace(location.pathname + location.hash)</script>"
 
-# The list of runs is wide enough for their names (a browser keeps no width of it), and no button opens the assistant.
-_HEAD = """<style>
-  .react-resizable[style*="0 0 295px"] { min-width: 380px; }
-  button[data-assistant-ui], button[data-component-id$=analyze-trace] { display: none !important; }
-</style>
-<script>
-(() => {
-  const views = VIEWS;
-  const open = (location.hash.match(/^#\\/experiments\\/(\\d+)/) || [])[1];
-  try {
-    const colors = JSON.parse(localStorage.getItem("experimentRunColors") || "{}");
-    for (const one of [...views, ...views.filter(({id}) => id === open)]) Object.assign(colors, one.colors);
-    localStorage.setItem("experimentRunColors", JSON.stringify(colors));
-    localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
-    for (const shown of ["mlflow.assistant.fab.autoOpenedOnFirstLoad", "mlflow.detectIssues.guidanceShown",
-                         "_mlflow_model_registry_promo_modal_dismissed"])  // advertisements that cover the pages
-      localStorage.setItem(`${shown}_v1`, "true");
-    for (const {id, view} of views) {
-      const text = JSON.stringify(view), known = `cohort-view-${id}`;
-      if (localStorage.getItem(known) === text) continue;
-      localStorage.setItem(`MLflowLocalStorage-1.1-ExperimentPage-["${id}"]-ReactComponentState`, text);
-      localStorage.setItem(known, text);
-    }
-  } catch {}  // a browser that stores nothing shows MLflow's own view
-  const newest = views[views.length - 1];
-  if (newest && !location.hash) location.hash = `#/experiments/${newest.id}/runs?workflowType=machine_learning`;
-})();
-</script>"""
+# Styles: the list of runs is wide enough for its names (a browser keeps no width of it); no button for an assistant.
+_HEAD = Path(__file__).with_name("page.html").read_text("utf-8").strip()
 
 
 def page(index: str, views: list[dict[str, Any]]) -> str:
