@@ -320,9 +320,8 @@ def region_test(tests: Sequence[Interval], low: float, high: float, resolution: 
     def shown(end: float, sign: float) -> float:
         shifted = [replace(test, estimate=sign * (test.estimate - end)) for test in tests]
         found = [t_test(one, resolution) for one in shifted]
-        return float(
-            np.max([p if math.isnan(p) or one.estimate > 0 else 1.0 for p, one in zip(found, shifted, strict=True)])
-        )
+        pairs = zip(found, shifted, strict=True)
+        return float(np.max([p if math.isnan(p) or one.estimate > 0 else 1.0 for p, one in pairs]))
 
     if not tests:
         return math.nan, math.nan

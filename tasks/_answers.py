@@ -32,9 +32,7 @@ AnswerFormat = Literal["hash", "boxed", "think_answer"]
 class AnswerTask(Task):
     """Answers are numbers; a subclass with others overrides `read` and `equivalent`."""
 
-    answer_format: AnswerFormat = Field(
-        default="hash", description="how the prompt and the worked solutions ask for or state answers"
-    )
+    answer_format: AnswerFormat = Field(default="hash", description="how prompts ask for and solutions state answers")
     answers: Literal["marked", "last"] = Field(
         default="marked", description="last: without a marked one the last number or formula counts, for rewards too"
     )
@@ -99,9 +97,7 @@ class QuestionTask(AnswerTask):
         "<answer>...</answer>.\nAnswer:\n",
     }
 
-    template: str = Field(
-        default="", description="prompt, in which {question} stands for the problem; by default the answer format's"
-    )
+    template: str = Field(default="", description="prompt, with {question} in it; by default the answer format's")
 
     @model_validator(mode="before")
     @classmethod

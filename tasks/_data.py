@@ -74,17 +74,13 @@ class DatasetTask(QuestionTask):
     train_words: ClassVar[tuple[str, ...]] = ("train",)  # possible names of the training source
 
     path: DataSource
-    config: str | None = Field(
-        default=None, description="Hub configuration, or subfolder; by default `default`, or else all"
-    )
+    config: str | None = Field(default=None, description="Hub configuration or subfolder; else `default`, or all")
     test_path: str | None = Field(
         default=None,
         min_length=1,
         description="Hub id, or a local file or folder of the test split, if it is not in path",
     )
-    test_fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the training rows that becomes the test split"
-    )
+    test_fraction: float | None = Field(default=None, gt=0, lt=1, description="share of training rows for the test")
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
     )

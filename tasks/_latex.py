@@ -141,11 +141,6 @@ _OPEN_ENDED = (
 )
 
 
-def _named(match: re.Match[str]) -> str:
-    """A unit between two numbers in its one spelling: `3 h 20`."""
-    return f" {_units.name(match[1])} "
-
-
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -165,7 +160,10 @@ _REWRITES = tuple(
         (r"\\[lc]?dots[bcimo]?(?![A-Za-z])|(?<=[,+])\s*\.{3}(?!\.)", r"\\ldots "),
         (r"(?i)\\text\s*\{\s*infinity\s*\}|(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
         (_OPEN_ENDED, lambda m: ("[" if m[1] == "[" else "(") + m[2] + ("]" if m[3] == "]" else ")")),
-        (rf"(?i)(?<=\d)\s*(?:\\text\s*\{{\s*|\s)({_units.NAMES})\.?,?\s*(?:and\s*)?\}}?\s*(?=\d)", _named),
+        (  # a unit between two numbers in its one spelling: `3 h 20`
+            rf"(?i)(?<=\d)\s*(?:\\text\s*\{{\s*|\s)({_units.NAMES})\.?,?\s*(?:and\s*)?\}}?\s*(?=\d)",
+            lambda m: f" {_units.name(m[1])} ",
+        ),
         (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
         (r"\{([,:])\}", r"\1"),
         (r"\\leq?(?![A-Za-z])|<=", r"\\le "),

@@ -21,9 +21,7 @@ class GSM8K(DatasetTask):
 
     name: Literal["gsm8k"] = "gsm8k"
     path: DataSource = "openai/gsm8k"
-    config: str | None = Field(
-        default="main", description="Hub configuration, or subfolder if there is one of that name"
-    )
+    config: str | None = Field(default="main", description="Hub configuration, or subfolder where one has that name")
 
     def parse_row(self, row: Row) -> Problem:
         question, answer = text_field(row, "question"), text_field(row, "answer")

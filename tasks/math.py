@@ -28,12 +28,8 @@ class Math(DatasetTask):
 
     name: Literal["math"] = "math"
     path: DataSource = "EleutherAI/hendrycks_math"
-    answer_format: AnswerFormat = Field(
-        default="boxed", description="how the prompt and the worked solutions ask for answers"
-    )
-    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(
-        default=(), description="difficulties kept; all if empty"
-    )
+    answer_format: AnswerFormat = Field(default="boxed", description="how prompts ask for and solutions state answers")
+    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(default=(), description="levels kept; all if empty")
 
     @property
     def max_completion_tokens(self) -> int:

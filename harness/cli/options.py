@@ -53,9 +53,7 @@ Sets = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Seeds of each arm, such as 0,1,2.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
-Workers = Annotated[
-    str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else per core, as memory allows.")
-]
+Workers = Annotated[str, typer.Option(metavar="N|auto", help="Trials at a time; auto: by GPUs, or cores and memory.")]
 Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
 Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
 Storage = Annotated[

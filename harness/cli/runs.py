@@ -55,13 +55,9 @@ def evaluate(
     model: options.Model,
     task: options.Task,
     split: options.Split = "test",
-    samples: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Samples per problem beside a greedy one; 4 by default.")
-    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem; 4 by default.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N problems only.")] = None,
-    path: Annotated[
-        str | None, typer.Option(metavar="DATA", help="The task's data: a Hub id, a local file or folder.")
-    ] = None,
+    path: Annotated[str | None, typer.Option(metavar="DATA", help="The task's data: a Hub id, file or folder.")] = None,
     tests: Annotated[str, typer.Option(metavar="TASK,...", help="Other tests, by name.")] = "",
     sets: options.Sets = None,
     name: options.Name = None,

@@ -4,6 +4,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -54,16 +55,14 @@ def print_json(document: object) -> None:
     print(json.dumps(known, indent=2))
 
 
-def show_table(
-    title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()
-) -> None:
+def show_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> None:
     """Print a table of plain text (a cell that already is rich Text keeps its style); `numeric` columns align right."""
     if title:
         say(title, style="bold")
     console().print(table_of(headers, rows, numeric))
 
 
-def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()) -> Table:
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> Table:
     """A table that shows every cell whole, in lines where the screen is narrow; words, so labels, are the last to
     break, and the columns that want more share what room there is."""
     cells = [[cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row] for row in rows]

@@ -34,9 +34,7 @@ class TransformersEngine(RolloutEngine):
 
     class Settings(RolloutEngine.Settings):
         name: Literal["transformers"] = "transformers"
-        max_batch_rows: int = Field(
-            default=512, ge=1, description="completions decoded at once; affects only memory and speed"
-        )
+        max_batch_rows: int = Field(default=512, ge=1, description="completions decoded at once: for memory and speed")
 
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         from ..policy.forward import keeps_keys_and_values

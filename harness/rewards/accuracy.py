@@ -69,8 +69,7 @@ class Accuracy(Reward):
         if not self._errs:
             return {}
         assert group.correct is not None
-        paid = {
-            kind: [s > 0 for s, c in zip(scores, group.correct, strict=True) if c == kind] for kind in (True, False)
-        }
         names = {True: "verifier/true_positive_rate", False: "verifier/false_positive_rate"}
-        return {names[kind]: sum(of) / len(of) if of else nan for kind, of in paid.items()}
+        both = [*zip(scores, group.correct, strict=True)]
+        paid = {name: [score > 0 for score, is_right in both if is_right == kind] for kind, name in names.items()}
+        return {name: sum(of) / len(of) if of else nan for name, of in paid.items()}

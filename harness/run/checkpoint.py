@@ -139,9 +139,7 @@ def latest_checkpoint(
     passed: list[str] = []
     for folder, state in _intact(directory, passed):
         if state["spec_digest"] != spec_digest:
-            raise ValueError(
-                f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
-            )
+            raise ValueError(f"'{folder}' is of a run with other settings; delete '{directory}' or take another folder")
         check_same(state["inputs"], all_expected())
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
         if holds(checkpoint.step, checkpoint.progress["num_events"]):

@@ -165,12 +165,10 @@ def older_weights(policy: nn.Module, older: Mapping[str, torch.Tensor]) -> Itera
         put(own)
 
 
-def drawn_prompts(
-    sampler: Sampler, prompts: Sequence[Prompt], draw: PromptDraw, before: Collection[str] = ()
-) -> list[Prompt]:
-    """The prompts of a batch, without those whose ids are among `before`, which would get the same completions again.
+def drawn_prompts(sampler: Sampler, prompts: Sequence[Prompt], draw: PromptDraw, seen: Collection[str]) -> list[Prompt]:
+    """The prompts of a batch, without those whose ids are among `seen`, which would get the same completions again.
     The first batch of a step is full, if need be by repetition."""
-    chosen = (prompts[i] for i in sampler.order(prompts, draw) if prompts[i].id not in before)
+    chosen = (prompts[i] for i in sampler.order(prompts, draw) if prompts[i].id not in seen)
     return list(islice(chosen if draw.batch else cycle(chosen), draw.count))
 
 

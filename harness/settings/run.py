@@ -120,12 +120,8 @@ class EvaluationSettings(Section):
     every: int = Field(default=20, ge=1, description="steps between evaluations; the first and last always happen")
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
-    num_samples: int = Field(
-        default=4, ge=1, le=10_000, description="samples per problem (k) for accuracy, pass@k and maj@k"
-    )
-    num_test_samples: int | None = Field(
-        default=None, ge=1, le=10_000, description="samples per test problem; by default num_samples"
-    )
+    num_samples: int = Field(default=4, ge=1, le=10_000, description="samples (k) per problem, of accuracy and pass@k")
+    num_test_samples: int | None = Field(default=None, ge=1, le=10_000, description="per test problem, or num_samples")
     test_at_start: bool = Field(default=False, description="also evaluate the test problems before training")
     test_last: int = Field(
         default=1,
@@ -254,7 +250,7 @@ class RunSpec(Section):
         "the sampler's, or the learner's with a mismatch.correction",
     )
     steps: int = Field(
-        default=100, ge=0, description="training steps; 0: only evaluate the start; with stages, by default all of them"
+        default=100, ge=0, description="training steps; 0: only evaluate; by default the sum over stages"
     )
     stages: tuple[dict[str, Any], ...] = Field(
         default=(),

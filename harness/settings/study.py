@@ -105,24 +105,16 @@ class StudySpec(Section):
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="label -> settings by full path")
     components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings by full path")
     seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1, description="seeds of every arm")
-    any_time: bool = Field(
-        default=False, description="intervals and tests that hold whenever results are read and seeds added, but wider"
-    )
-    pairing: Literal["seeds", "none"] = Field(
-        default="seeds", description="compare arms seed by seed, or (none) as independent runs, by Welch's test"
-    )
+    any_time: bool = Field(default=False, description="wider intervals and tests, which hold however seeds are added")
+    pairing: Literal["seeds", "none"] = Field(default="seeds", description="arms seed by seed, or as independent runs")
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "ladder", "search", "compare"] = Field(
         default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
     compare: CompareDesign | None = None
     metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
-    baseline: str | None = Field(
-        default=None, description="label of the arm to compare with, or a level; by default the first"
-    )
-    claim: Annotated[list[Claim], Listed] = Field(
-        default_factory=list, description="a prediction, or several, fixed before the start"
-    )
+    baseline: str | None = Field(default=None, description="arm to compare with, by label or level; else the first")
+    claim: Annotated[list[Claim], Listed] = Field(default_factory=list, description="predictions fixed at the start")
 
     @field_validator("factors", mode="before")
     @classmethod

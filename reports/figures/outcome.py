@@ -79,9 +79,8 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
     drawings = []
     for tag, metrics in tags.items():
         values = sorted(metrics)
-        known = [
-            [[x for t in seeds if (x := score(t, metrics[v])) is not None] for v in values] for seeds in arms.values()
-        ]
+        named = [metrics[value] for value in values]
+        known = [[[x for t in seeds if (x := score(t, m)) is not None] for m in named] for seeds in arms.values()]
         means = np.array([[fmean(found) if found else math.nan for found in row] for row in known])
         down, across, name = list(arms), [str(value) for value in values], tag.replace("_", " ")
         title = f"Test accuracy (%) by {name}"

@@ -309,9 +309,7 @@ def _reward_note(paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) 
         )
     if len({repr(names) for names in paid.values()}) == 1:
         return None
-    each = [
-        f"'{arm}': {', '.join(f'{w:g} {name}' for name, w in names.items()) or 'none'}" for arm, names in paid.items()
-    ]
+    each = [f"'{arm}': {', '.join(f'{w:g} {name}' for name, w in own.items()) or 'none'}" for arm, own in paid.items()]
     return "Different rewards", f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
 
 

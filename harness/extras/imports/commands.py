@@ -18,9 +18,7 @@ from ...console import terminal
 def import_scores(
     scores: Annotated[Path, typer.Argument(metavar="SCORES", help="A table of scores, or a folder ARM/SEED/ of logs.")],
     name: Annotated[str, typer.Option("--as", metavar="NAME", help="Name of the study that this makes.")],
-    baseline: Annotated[
-        str | None, typer.Option(metavar="ARM", help="The arm to compare with; by default the first.")
-    ] = None,
+    baseline: Annotated[str | None, typer.Option(metavar="ARM", help="Arm to compare with; else the first.")] = None,
     score: Annotated[str | None, typer.Option(metavar="NAME", help="Which score, where files have several.")] = None,
     runs: Runs = RUNS,
 ) -> None:

@@ -18,9 +18,7 @@ _SHOWN = 50
     "cohort verify quickstart --json",
 )
 def verify(
-    study: Annotated[
-        str, typer.Argument(metavar="STUDY", help="A study in the runs folder, or any folder of a study.")
-    ],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study in the runs folder, or any study's folder.")],
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:

@@ -48,6 +48,4 @@ class EasyToHard(Sampler):
         if number := re.search(r"\d+(?:\.\d+)?", dict(prompt.tags).get(self.difficulty, "")):
             return float(number[0])
         rule = "sampler.difficulty must be length or a tag that has a number in every training problem"
-        raise ValueError(
-            f"{rule}, got '{self.difficulty}' for problem {prompt.id} with {dict(prompt.tags) or 'no tags'}"
-        )
+        raise ValueError(f"{rule}, got '{self.difficulty}' for {prompt.id} with {dict(prompt.tags) or 'no tags'}")

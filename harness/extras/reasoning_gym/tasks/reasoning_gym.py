@@ -71,16 +71,12 @@ class ReasoningGym(QuestionTask):
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(default="chain_sum", min_length=1, description="the generator's name, such as countdown")
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict, description="the generator's own settings, but for seed and size"
-    )
+    settings: dict[str, JsonValue] = Field(default_factory=dict, description="the generator's, without seed and size")
     num_demonstrations: int = Field(default=1024, ge=1, le=100_000, description="worked solutions, at most")
     num_train: int = Field(default=2048, ge=1, le=100_000, description="problems for reinforcement learning, at most")
     num_validation: int = Field(default=256, ge=1, le=100_000, description="validation problems, at most")
     num_test: int = Field(default=512, ge=1, le=100_000, description="test problems, at most")
-    answer_format: AnswerFormat = Field(
-        default="think_answer", description="how prompts and demonstrations ask for answers"
-    )
+    answer_format: AnswerFormat = Field(default="think_answer", description="how prompts ask for answers")
     template: str = Field(
         default="",
         description="the prompt; {question}, or a generator's own fields, such as {numbers} -> {target}; "
