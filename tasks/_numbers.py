@@ -258,7 +258,7 @@ def _calculated(text: str) -> Fraction | None:
 
 _PUNCTUATION = {"\u3002": ".", "\u3001": ",", "\u2044": "/", "\u2215": "/", "\u00f7": "/", "\u00d7": "*", "\u22c5": "*"}
 _PUNCTUATION |= {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u300c": '"', "\u300d": '"'}
-_PUNCTUATION |= {"\uffe5": "\u00a5"}
+_PUNCTUATION |= {"\uffe5": "\u00a5", "\u066b": ".", "\u066c": ",", "\u066a": "%"}  # the last three are Arabic
 
 
 def _magnitude(match: re.Match[str]) -> Fraction | None:

@@ -364,6 +364,8 @@ READINGS: Mapping[str, tuple[Sequence[int], Callable[[Generator, int], Iterator[
 }
 MORE: Mapping[str, Callable[[Generator, int], bool]] = {
     "32 families of 16": partial(related, sizes=(16,) * 32, arm_by_family=0.3),
+    "30 families of 8, as gsm_symbolic tests": partial(related, sizes=(8,) * 30),
+    "the same, not named": partial(related, sizes=(8,) * 30, named=False),
     "families of 1 to 20": partial(related, sizes=UNEVEN),
     "a family of half, others of 2": partial(related, sizes=(64, *(2,) * 32)),
     "5 families of 24": partial(related, sizes=(24,) * 5),

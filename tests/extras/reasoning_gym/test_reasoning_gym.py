@@ -1,5 +1,6 @@
 """Problems and scores of the package reasoning-gym: its verifier decides, within bounds, and no answer runs as code."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -112,13 +113,13 @@ def test_a_template_without_a_part_of_a_problem_is_refused_and_partial_credit_is
 
 @pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="the extra [gym] is installed")
 def test_without_the_package_the_error_names_the_extra():
-    with pytest.raises(ValueError, match=r"needs a package: pip install 'cohort-rl\[gym\]'"):
+    with pytest.raises(ValueError, match=r"needs the package reasoning-gym: pip install 'cohort-rl\[gym\]'"):
         ReasoningGym().prompts("test")
 
 
 @needs_gym
 def test_the_package_and_its_version_are_part_of_what_a_run_reads():
-    assert ReasoningGym().inputs("test") == {"package reasoning-gym": {"revision": reasoning_gym.gym_version()}}
+    assert ReasoningGym().inputs("test") == {"package reasoning-gym": {"revision": version("reasoning-gym")}}
 
 
 @needs_gym

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +30,7 @@ from pydantic import Field, JsonValue, field_validator
 from .....tasks._answers import AnswerFormat, QuestionTask, write
 from .....tasks._child import GRACE_SECONDS, Begin, Children
 from .....tasks._data import stable_id
-from ....base.inputs import REVISION, Sources
+from ....base.inputs import Sources, package_source
 from ....base.words import did_you_mean
 from ....data import Demonstration, Prompt, Split
 
@@ -96,7 +95,7 @@ class ReasoningGym(QuestionTask):
 
     def inputs(self, split: Split) -> Sources:
         """The version of the package, which decides problems and scores."""
-        return {"package reasoning-gym": {REVISION: gym_version()}}
+        return package_source("reasoning-gym", "gym")
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
@@ -165,18 +164,10 @@ class ReasoningGym(QuestionTask):
         return self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[split], getattr(self, f"num_{split}")
 
 
-def gym_version() -> str:
-    """The version of the package. ValueError if it is not installed."""
-    try:
-        return version("reasoning-gym")
-    except PackageNotFoundError:
-        raise ValueError("task reasoning_gym needs a package: pip install 'cohort-rl[gym]'") from None
-
-
 @cache
 def gym() -> Children:
     """The child that makes problems and scores answers for this process."""
-    gym_version()
+    package_source("reasoning-gym", "gym")
     wait_seconds = PATIENCE * MAKE_SECONDS + GRACE_SECONDS
     return Children(__name__, cpu_seconds=SCORE_SECONDS, wait_seconds=wait_seconds, memory_bytes=2**31)
 
