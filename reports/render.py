@@ -49,8 +49,9 @@ _LATEX = {
     "|": "$|$", **{character: f"\\{character}" for character in "&%$#_{}"},
 }  # fmt: skip
 
+_TEMPLATES = Path(__file__).parent / "templates"
 _JINJA: dict[str, Any] = {
-    "loader": FileSystemLoader(Path(__file__).parent / "templates"), "undefined": StrictUndefined,
+    "loader": FileSystemLoader(_TEMPLATES), "undefined": StrictUndefined,
     "trim_blocks": True, "lstrip_blocks": True,
 }  # fmt: skip
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -75,9 +76,9 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     """
     record = visible(record)
     analysis = analysed(record)
-    capable, extra, claims = capabilities(analysis), sections(analysis), check_claims(analysis)
-    drawings = page_drawings(analysis, capable, extra, claims)
     folder.mkdir(parents=True, exist_ok=True)
+    capable, extra, claims = capabilities(analysis), sections(analysis, folder), check_claims(analysis)
+    drawings = page_drawings(analysis, capable, extra, claims)
     values: dict[str, Any] = {
         **page_values(analysis, drawings, capable, extra, claims),
         "bootstrap_seed": BOOTSTRAP_SEED,
@@ -113,9 +114,10 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
 
 
 @cache
-def html_environment() -> Environment:
-    """The templates of pages, which escape all text."""
+def html_environment(*folders: Path) -> Environment:
+    """The templates of pages, which escape all text: of these folders, then of reports."""
     html = Environment(autoescape=True, **_JINJA)
+    html.loader = FileSystemLoader([*folders, _TEMPLATES])
     html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits, "raw": escape}
     html.globals["table_of"] = table
     return html

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..harness import extras
 from .analysis import Analysis
@@ -11,8 +12,9 @@ from .tables import Table
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Title and parts in order: `("table", Table)`, `("figures", [Drawing])`, `("heading", text)`, `("code", text)`, or
-    text in a look of the page (`lead`, `note`, `strong`, `plain`). `short` is the title in the page's contents."""
+    """Title and parts in order: `("table", Table)`, `("figures", [Drawing])`, `("heading", text)`, `("code", text)`,
+    `("link", "FILE words")`, or text in a look of the page (`lead`, `note`, `strong`, `plain`). `short` is the title in
+    the contents of the page."""
 
     id: str
     title: str
@@ -25,7 +27,8 @@ class ReportSection:
         return [one for group in groups for one in group]
 
 
-def sections(analysis: Analysis) -> list[ReportSection]:
-    """The sections of all extras that have something to show."""
-    found = [module.section(analysis) for module in extras.modules("section").values()]
+def sections(analysis: Analysis, folder: Path | None = None) -> list[ReportSection]:
+    """The sections of all extras that have something to show; one may link a file that it writes into the `folder` of
+    the page."""
+    found = [module.section(analysis, folder) for module in extras.modules("section").values()]
     return [one for one in found if one is not None]

@@ -21,7 +21,7 @@ from cohort.reports.anova import anova
 from cohort.reports.capability import capabilities
 from cohort.reports.claims import check_claims
 from cohort.reports.figures import outcome
-from cohort.reports.figures.curves import DYNAMICS, aligned
+from cohort.reports.figures.curves import DYNAMICS, aligned, learning_curves
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
@@ -910,6 +910,17 @@ def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not
     assert (x_T[0], x_T[-1]) == (0.0, 30.0)
     assert values_ST[0][20] == pytest.approx(0.5)
     assert aligned([trial], "absent", None) is None
+
+
+def test_an_arm_without_a_complete_trial_has_the_curve_of_its_unfinished_ones_and_one_step_has_one_tick():
+    record = fake_study(three_algorithms()[:2], seeds=[0])
+    first = {metric: values[:1] for metric, values in record.trials[1].history.items()}
+    running = dataclasses.replace(record.trials[1], state="running", history=first)
+    for trials, names in ((record.trials[:1], {"ppo", "grpo (unfinished)"}), ([], {"grpo (unfinished)"})):
+        analysis = analysed(dataclasses.replace(record, trials=[*trials, running]))
+        axes = learning_curves(analysis, ["steps"])[0].figure.axes[0]
+        assert names <= {text.get_text().replace("\n", " ") for text in axes.texts}
+    assert axes.get_xticks().tolist() == [0.0]
 
 
 def test_numbers_read_as_a_reader_expects():

@@ -146,14 +146,13 @@ def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None)
 
 def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_smooth: bool = False) -> list[_Line]:
     """A line per arm that recorded the metric, with the arm's marker at measured steps (over a cost, seeds have none in
-    common), or as a centred moving average over 1/40 of the steps (at least 1), shorter at the ends. Of complete
-    trials, or of unfinished ones while none is complete."""
-    trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
-    trials = trials or [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
-    found, of_arm = [], {one.label: list[TrialRecord]() for one in analysis.arms}
-    for trial in trials:
-        of_arm.get(trial.arm, []).append(trial)
-    for arm, own in of_arm.items():
+    common), or as a centred moving average over 1/40 of the steps (at least 1), shorter at the ends. Of an arm's
+    complete trials, or of its unfinished ones while it has none."""
+    found = []
+    for arm in [one.label for one in analysis.arms]:
+        trials = [trial for trial in analysis.record.trials if trial.arm == arm]
+        complete = [trial for trial in trials if trial.state == "complete"]
+        own = complete or [trial for trial in trials if trial.state in ("running", "stopped")]
         if (series := aligned(own, metric, cost)) is not None:
             x_T, values_ST = series[0], scale_of(metric) * series[1]
             if is_smooth and (reach := x_T.size // 80):
@@ -162,6 +161,7 @@ def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None, *, is_s
             ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
             band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
             name, (color, marker) = style.end_label(analysis, arm), look(analysis, arm)
+            name += " (unfinished)" if name and not complete else ""
             marker = "" if is_smooth or cost else marker
             found.append(_Line(name, color, x_T, values_ST.mean(axis=0), band_2T, marker))
     return found

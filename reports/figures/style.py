@@ -173,6 +173,8 @@ def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Dra
         axes.grid(axis="y")
         if axes.dataLim.y0 == axes.dataLim.y1 == 0:
             axes.set_ylim(-0.03, 1)
+        if axes.dataLim.x0 == axes.dataLim.x1:  # a single step
+            axes.set_xticks([axes.dataLim.x0])
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
             axes.xaxis.set_major_locator(MaxNLocator(4, steps=STEPS, integer=True))

@@ -10,10 +10,10 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, FileSystemLoader
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -27,8 +27,9 @@ from ....reports.render import html_environment, visible
 from ...api.settings import runs_folder
 from ...api.study import list_studies
 from ...base.words import duration
+from ...data import SampleRow
 from ...record.status import TrialStatus
-from ...record.study import STATUS, STUDY, keep_look, read_study
+from ...record.study import STATUS, STUDY, TrialRecord, keep_look, read_study
 from ...study.queue import open_queue
 
 REFRESH_SECONDS = 2.0  # of a page; a tenth of the time is spent on reading at most
@@ -44,6 +45,7 @@ class LiveStudy:
 
     def __init__(self, name: str) -> None:
         self.name, self.runs = name, runs_folder(None).resolve()
+        self.trials: Sequence[TrialRecord] = ()
         self._files: dict[Path, tuple[int, int]] = {}  # size and time of those that were last read
         self._shown: dict[str, Any] = {}
         self._due = 0.0
@@ -88,11 +90,19 @@ class LiveStudy:
         record = read_study(self.runs, self.name)
         keep_look(folder, record)  # whoever sees the page may choose by it, as by a report
         analysis = analysed(visible(record))
+        self.trials, rollouts = analysis.record.trials, sampled_rollouts(analysis)
+        for side in (side for group in rollouts["groups"] for side in group["answers"] if side["row"]):
+            side["link"] = f"/live/{self.name}/{_key(side['label'], side['row'])}"
         return {
             "answer": answer(analysis, check_claims(analysis)),
             "drawings": [*outcome.estimates(analysis), *curves.learning_curves(analysis, ["steps"])],
-            "rollouts": sampled_rollouts(analysis),
+            "rollouts": rollouts,
         }
+
+
+def _key(arm: str, row: SampleRow) -> str:
+    """The name of a sample in its address: of an arm's equal samples the same."""
+    return hashlib.sha256(f"{arm} {row}".encode()).hexdigest()[:16]
 
 
 def _row(trials: list[TrialStatus]) -> dict[str, Any]:
@@ -110,9 +120,7 @@ def _row(trials: list[TrialStatus]) -> dict[str, Any]:
 
 def _page(request: Request, part: str, **values: Any) -> Response:
     """A macro of `live.html` as a page, or 304 if the browser has it; text in `values` is escaped."""
-    environment, nonce = html_environment(), secrets.token_urlsafe(16)
-    loaders = [FileSystemLoader(Path(__file__).parent), environment.loader]
-    pages = environment.overlay(loader=ChoiceLoader([one for one in loaders if one is not None]))
+    pages, nonce = html_environment(Path(__file__).parent), secrets.token_urlsafe(16)
     macro = getattr(pages.get_template("live.html").module, part)
     text = macro(nonce, **{key: visible(value) for key, value in values.items()})
     tag = f'"{hashlib.sha256(text.replace(nonce, "").encode()).hexdigest()}"'
@@ -132,12 +140,20 @@ _studies: dict[str, LiveStudy] = {}
 
 
 def _show(request: Request) -> Response:
-    name = request.path_params["name"]
+    """The page of a study, or of one of its samples, whose address stays when later samples take its place."""
+    name, key = request.path_params["name"], request.path_params.get("key")
     here = {one["name"]: one["question"] for one in list_studies() if "runs folder" in one["where"]}
     if name not in here:
         return PlainTextResponse("The runs folder has no such study.\n", 404)
     study = _studies.setdefault(name, LiveStudy(name))
-    return _page(request, "study", name=name, question=here[name], seconds=REFRESH_SECONDS, **study.shown())
+    shown = study.shown()
+    if key is None:
+        return _page(request, "study", name=name, question=here[name], seconds=REFRESH_SECONDS, **shown)
+    for trial in study.trials:
+        for row in trial.samples:
+            if _key(trial.arm, row) == key:
+                return _page(request, "sample", name=name, arm=trial.arm, seed=trial.seed, row=row)
+    return PlainTextResponse("The study has no such sample.\n", 404)
 
 
-ROUTES = [Route("/live", _list), Route("/live/{name}", _show)]
+ROUTES = [Route("/live", _list), Route("/live/{name}", _show), Route("/live/{name}/{key}", _show)]

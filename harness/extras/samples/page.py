@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import ChoiceLoader, FileSystemLoader
 from markupsafe import Markup
 
 from ....reports.render import html_environment, visible
@@ -43,12 +42,14 @@ def page(result: Result, a: str, b: str, runs: Path) -> str:
         one["runs"].append([int(row["arm"] == b), row["seed"], -1 if row["greedy"] else row["sample"], *told])
     data = visible({"a": a, "b": b, "seeds": seeds, "problems": problems})
     embedded = json.dumps(data).replace("<", "\\u003c")
-    environment, code = html_environment(), b64encode(sha256(_SCRIPT.encode()).digest()).decode()
-    loaders = [FileSystemLoader(Path(__file__).parent), environment.loader]
-    pages = environment.overlay(loader=ChoiceLoader([one for one in loaders if one is not None]))
+    code = b64encode(sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; script-src 'sha256-{code}'"
     shown = {"name": result.name, "a": visible(a), "b": visible(b), "policy": policy}
-    return pages.get_template("page.html").render(**shown, data=Markup(embedded), script=Markup(_SCRIPT))
+    return (
+        html_environment(Path(__file__).parent)
+        .get_template("page.html")
+        .render(**shown, data=Markup(embedded), script=Markup(_SCRIPT))
+    )
 
 
 _FIELDS = {"arm", "seed", "step", "area", "problem", "family", "prompt", "gold", "sample", "greedy", "completion",

@@ -29,6 +29,7 @@ def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(si
     assert "Do larger groups help?" in text and "What is <b>2+2</b>?" in text
     assert text.count("window.hacked = 2") == 2  # in the reason and in the rollout
     assert chromium.find_elements("css selector", "figure svg")
+    sample = chromium.find_element("link text", "whole sample").get_attribute("href")
     chromium.execute_script("window.loaded = 1")
     worker_main("sizes", site.runs, execute=fake_trials.EXECUTE)
     browser.wait_for(site.text_if("4 of 4 trials have ended", "2 complete"), "the end of the trials")
@@ -38,6 +39,9 @@ def test_a_live_page_fits_a_phone_and_shows_what_comes_and_nothing_of_it_runs(si
     chromium.execute_script("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked=5\">')")
     refused = [one["message"] for one in chromium.get_log("browser") if "Content Security Policy" in one["message"]]
     assert refused and chromium.execute_script("return window.hacked") is None
+    chromium.get(sample)  # of a step that the page does not show any more
+    browser.wait_for(site.text_if("seed 0", "Prompt", "onerror"), "the whole sample")
+    assert site.status(f"{sample.removeprefix(site.address)}0", Cookie=site.cookie)[0] == 404
 
 
 @pytest.mark.slow

@@ -156,5 +156,8 @@ def test_two_arms_their_problems_and_their_samples(tmp_path, cohort, record_prop
         assert killed_at(moment, html) and (tmp_path / "page.html").exists() == moment
     assert not killed_at(2, html) and (tmp_path / "page.html").read_text() == written
     record_property("tried", 2)
+    assert cohort("report", "sizes", "--runs", tmp_path) == 0
+    index, listed = (tmp_path / "studies" / "sizes" / "report" / name for name in ("index.html", "problems.html"))
+    assert 'href="problems.html"' in index.read_text() and listed.read_text() == page(result, b, a, tmp_path)
     assert cohort("samples", "sizes", "--runs", tmp_path, "--where", "corect") == 2
     assert "did you mean 'correct'" in cohort.said
