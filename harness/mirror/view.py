@@ -6,6 +6,7 @@ Every server lists it in the menu "Views"; the pages of `cohort ui` open with it
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..base.arms import GREY
@@ -51,22 +52,10 @@ def view_tag(metric: str, factors: Sequence[str], labels: Sequence[str]) -> tupl
     widths = {NAME_COLUMN: names} | {column: max(80, 24 + 7 * len(column.split("`")[1])) for column in columns}
     area = metric.rpartition("/")[0]
     section = {"uuid": "cohort", "name": area or "Model metrics", "display": True, "isReordered": True, "columns": 2}
-    chart = {
-        "uuid": "cohort-metric", "type": "LINE", "metricSectionId": "cohort", "metricKey": metric,
-        "displayName": metric, "deleted": False, "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0,
-        "scaleType": "linear", "xAxisScaleType": "linear", "xAxisKey": "step", "selectedXAxisMetricKey": "",
-        "yAxisKey": "metric", "yAxisExpressions": [], "range": {}, "ignoreOutliers": False, "useGlobalXaxisKey": True,
-        "useGlobalLineSmoothing": True,
-    }  # fmt: skip
+    fixed = json.loads(Path(__file__).with_name("view.json").read_text("utf-8"))  # null: what follows here
+    chart = {**fixed["chart"], "metricKey": metric, "displayName": metric}
     group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": ARM}]}
-    view = {
-        "searchFilter": SHOWN, "orderByKey": f"metrics.`{compared}`", "orderByAsc": False, "startTime": "ALL",
-        "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
-        "selectedColumns": columns, "columnOrder": order, "columnWidths": widths, "runsExpanded": {}, "runsPinned": [],
-        "runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False,
-        "runListHidden": False, "isAccordionReordered": True, "useGroupedValuesInCharts": True,
-        "hideEmptyCharts": True, "groupBy": group, "groupsExpanded": {}, "autoRefreshEnabled": True,
-        "compareRunCharts": [chart], "compareRunSections": [section],
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }  # fmt: skip
+    own = {"orderByKey": f"metrics.`{compared}`", "selectedColumns": columns, "columnOrder": order, "groupBy": group}
+    own |= {"columnWidths": widths, "compareRunCharts": [chart], "compareRunSections": [section], "searchFilter": SHOWN}
+    view = {**fixed["view"], **own}
     return VIEW, json.dumps({"name": "Arms", "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})
