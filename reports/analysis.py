@@ -215,10 +215,8 @@ def analysed(record: StudyRecord) -> Analysis:
     twins = [(label, labels) for labels, _ in record.identical for label in labels]
     same = [label for label, labels in twins if label != (to := references.get(label, label)) and to in labels]
     pairs = [(arm, by_label[to]) for arm in arms if (to := references.get(arm.label, arm.label)) in by_label]
-    comparisons = [
-        replace(one, is_alone=not record.references, tests=() if one.arm in same else one.tests)
-        for one in _compare(pairs, record, outcome, rng)
-    ]
+    compared, is_alone = _compare(pairs, record, outcome, rng), not record.references
+    comparisons = [replace(c, is_alone=is_alone, tests=() if c.arm in same else c.tests) for c in compared]
     effects = grid.effects if grid is not None else ()
     # one that waits for seeds has no p yet, and yet its place in the family
     waits = [math.isnan(one.p) and one.share < 1 and one.arm not in same for one in comparisons]
@@ -226,10 +224,8 @@ def analysed(record: StudyRecord) -> Analysis:
     p_values += [one.p for one in effects]
     adjusted = statistics.holm(p_values)
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
-    comparisons = [
-        replace(one, p_adjusted=math.nan if math.isnan(one.p) else p, family=family)
-        for one, p in zip(comparisons, adjusted, strict=False)
-    ]
+    known = [math.nan if math.isnan(one.p) else p for one, p in zip(comparisons, adjusted, strict=False)]
+    comparisons = [replace(c, p_adjusted=p, family=family) for c, p in zip(comparisons, known, strict=True)]
     if grid is not None:
         after = adjusted[len(comparisons) :]
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])

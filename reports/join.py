@@ -138,11 +138,8 @@ def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
             for key, value in _flat({k: v for k, v in trial.spec.items() if k not in _EACH_RUNS_OWN}, ""):
                 values.setdefault(key, {}).setdefault(record.name, {})[value] = None
     begun = [record.name for record in records if record.trials]
-    texts = {
-        key: {name: ", ".join(by_study.get(name, ["not set"])) for name in begun}
-        for key, by_study in values.items()
-        if key not in varied
-    }
+    others = {key: by_study for key, by_study in values.items() if key not in varied}
+    texts = {key: {name: ", ".join(own.get(name, ["not set"])) for name in begun} for key, own in others.items()}
     for key in sorted({key for record in records for key in record.versions}):
         texts[f"version of {key}"] = {record.name: record.versions.get(key, "unknown") for record in records}
     return {key: each for key, each in texts.items() if len(set(each.values())) > 1}

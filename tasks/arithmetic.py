@@ -62,10 +62,8 @@ class Arithmetic(AnswerTask):
         return f"Compute {text.removesuffix('=')}. {REQUESTS[self.answer_format]}" if is_own else text
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        return [
-            Demonstration(p.text, self._solution([int(number) for number in re.findall(r"[-+]?\d+", p.text)]))
-            for p in _build(self)["demonstrations"]  # pyright: ignore[reportArgumentType]
-        ]
+        known = _build(self)["demonstrations"]  # pyright: ignore[reportArgumentType]
+        return [Demonstration(p.text, self._solution(list(map(int, re.findall(r"[-+]?\d+", p.text))))) for p in known]
 
     def _solution(self, operands: Sequence[int]) -> str:
         totals = list(accumulate(operands))

@@ -41,12 +41,9 @@ if TYPE_CHECKING:
         watch,
     )
 
-_HOME = {  # name -> its module, as the imports above say, which only type checkers run
-    alias.name: "." * node.level + str(node.module)
-    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    if isinstance(node, ast.ImportFrom) and node.level
-    for alias in node.names
-}
+_NODES = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+_IMPORTS = [node for node in _NODES if isinstance(node, ast.ImportFrom) and node.level]  # above, for type checkers
+_HOME = {alias.name: "." * node.level + str(node.module) for node in _IMPORTS for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:  # on first use, because results load pandas

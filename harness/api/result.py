@@ -92,12 +92,8 @@ class Result:
             step        training step; 0 is before the first one
             value       in the unit of the metric: fractions, nats per token, tokens, seconds
         """
-        rows = [
-            (trial.arm, trial.seed, metric, step, value)
-            for trial in self._record.trials
-            for metric, series in trial.history.items()
-            for step, value in series
-        ]
+        logged = [((t.arm, t.seed, name), series) for t in self._record.trials for name, series in t.history.items()]
+        rows = [(*whose, step, value) for whose, series in logged for step, value in series]
         return frame_of(["arm", "seed", "metric", "step", "value"], rows)
 
     @cached_property
@@ -112,11 +108,8 @@ class Result:
             accuracy           samples that were right at the end (fraction)
             accuracy_initial   the same before the first step; NaN unless evaluation.test_at_start was set
         """
-        rows = [
-            (trial.arm, trial.seed, prompt, trial.families.get(prompt), accuracy, trial.start_per_problem.get(prompt))
-            for trial in self._record.trials
-            for prompt, accuracy in trial.per_problem.items()
-        ]
+        known = [(t, prompt, accuracy) for t in self._record.trials for prompt, accuracy in t.per_problem.items()]
+        rows = [(t.arm, t.seed, p, t.families.get(p), accuracy, t.start_per_problem.get(p)) for t, p, accuracy in known]
         return frame_of(["arm", "seed", "prompt_id", "family", "accuracy", "accuracy_initial"], rows)
 
     def compare_problems(self, a: str, b: str) -> pd.DataFrame:

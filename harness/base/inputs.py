@@ -105,10 +105,8 @@ def check_same(then: Inputs, now: Inputs) -> None:
 
 def short(inputs: Inputs) -> dict[str, str]:
     """One hash or commit for each source, for people and tags."""
-    return {
-        source: next(iter(files.values()))[:16] if len(files) == 1 else digest(files)
-        for source, files in sorted(inputs.items())
-    }
+    known = sorted(inputs.items())
+    return {source: next(iter(own.values()))[:16] if len(own) == 1 else digest(own) for source, own in known}
 
 
 def digest(value: Any) -> str:

@@ -55,9 +55,7 @@ def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     return Disk(checkpoint, written * checkpoint + fitted, kept, cold_start)
 
 
-def check_disk(
-    runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished
-) -> dict[str, int] | None:
+def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, keep: Finished) -> dict[str, int] | None:
     """Bytes that runs still need in their folders (`needed`), `at_once` of them at a time, and that are `free`; None
     if one cannot be estimated.
 
@@ -66,7 +64,7 @@ def check_disk(
     known: dict[int, Disk] = {}  # the seeds of an arm share a spec
     starts: dict[str, int] = {}
     for spec in {id(spec): spec for spec, _ in left}.values():
-        disk = estimate_disk(spec, finished)
+        disk = estimate_disk(spec, keep)
         if disk is None:
             return None
         known[id(spec)] = disk

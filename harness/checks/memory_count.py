@@ -164,9 +164,8 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
     states: list[tuple[Tensor, Tensor]] = []
     real = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
-        fakes: dict[int, Any] = {
-            id(x): torch.empty(x.shape, dtype=x.dtype) for x in (*real.parameters(), *real.buffers())
-        }
+        tensors = (*real.parameters(), *real.buffers())
+        fakes: dict[int, Any] = {id(x): torch.empty(x.shape, dtype=x.dtype) for x in tensors}
         fakes |= {id(p): nn.Parameter(fakes[id(p)], requires_grad=p.requires_grad) for p in real.parameters()}
         policy, *value_heads = copies = deepcopy(real, fakes)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)

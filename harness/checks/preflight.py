@@ -59,11 +59,8 @@ def check_runs(
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
-    for task, test in {
-        (spec.task.model_dump_json(), test.model_dump_json()): (spec.task, test)
-        for spec in trained
-        for test in spec.evaluation.tests
-    }.values():
+    both = [(spec.task, test) for spec in trained for test in spec.evaluation.tests]
+    for task, test in {(own.model_dump_json(), test.model_dump_json()): (own, test) for own, test in both}.values():
         asked = set(test.questions("test").values())
         if known := asked.intersection(task.questions("train").values()):
             log.warning(

@@ -70,11 +70,8 @@ def list_(
         columns = list(dict.fromkeys(key for d in documents for key in d["objective"]))
         cells = [(d["name"], *(d["objective"].get(column, "") for column in columns)) for d in documents]
         terminal.show_table("Objective", [kind, *columns], cells)
-    settings = [
-        (document["name"] if i == 0 else "", *(str(field[key]) for key in COLUMNS))
-        for document in documents
-        for i, field in enumerate(document["settings"])
-    ]
+    fields = [(d["name"] if i == 0 else "", field) for d in documents for i, field in enumerate(d["settings"])]
+    settings = [(plugin, *(str(field[key]) for key in COLUMNS)) for plugin, field in fields]
     if settings:
         terminal.show_table("Settings", [kind, *HEADERS], settings)
 

@@ -110,9 +110,7 @@ def evaluate(
         headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
         if rows:
             terminal.show_table("", headers, rows, numeric=headers[1:4])
-    some = [
-        (terminal.shortened(r.prompt), terminal.shortened(r.completion), r.answer, r.gold, terminal.yes(r.correct))
-        for r in result.samples[:3]
-    ]
+    cut, yes = terminal.shortened, terminal.yes
+    some = [(cut(r.prompt), cut(r.completion), r.answer, r.gold, yes(r.correct)) for r in result.samples[:3]]
     terminal.show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], some)
     terminal.say(f"Files: {found.folder}")

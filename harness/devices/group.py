@@ -299,9 +299,8 @@ def enter() -> RankGroup | None:
     global _own
     if not in_group():
         return _own
-    rank, size, local_rank, local_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in places)
     secret = os.environ.get(SECRET, "")
     if local_size < size and not secret:
         raise SpecError(f"a group of several hosts needs {SECRET}; set it to the same long random text on all of them")

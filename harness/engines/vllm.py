@@ -362,11 +362,9 @@ def _adapter(worker: Any) -> dict[str, int]:
     """The checksum of each matrix of the adapter that vLLM serves, of several where it fuses modules."""
     slot = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(1)
     layers = [(name, m) for name, m in worker.get_model().named_modules() if hasattr(m, "lora_a_stacked")]
-    return _read({
-        f"{name}.{kind}": sum(checksum(stacked[slot]) for stacked in getattr(m, kind))
-        for name, m in layers
-        for kind in ("lora_a_stacked", "lora_b_stacked")
-    })  # fmt: skip
+    both = ("lora_a_stacked", "lora_b_stacked")
+    kinds = [(f"{name}.{kind}", getattr(m, kind)) for name, m in layers for kind in both]
+    return _read({name: sum(checksum(one[slot]) for one in stacked) for name, stacked in kinds})
 
 
 def _read(sums: Mapping[str, Any], summed: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, int]:

@@ -129,11 +129,8 @@ class RunMirror:
             if not same and key.partition("/")[0] not in COST_AREAS:
                 return True
         ended = finish is not None and finish["state"] in FINAL
-        return ended and any(
-            step not in self._tail.history.history.get(key, {})
-            for key, step in self._stored
-            if not key.startswith((store.SUMMARY, SYSTEM))
-        )
+        logged = [place for place in self._stored if not place[0].startswith((store.SUMMARY, SYSTEM))]
+        return ended and any(step not in self._tail.history.history.get(key, {}) for key, step in logged)
 
     def _replace(self, client: MlflowClient) -> RunInfo:
         """Delete the MLflow run, and fill a new one from the record."""
@@ -164,11 +161,8 @@ class RunMirror:
         self.place.save(self.directory)
         if parent is not None and run.data.tags.get("mlflow.parentRunId") != parent:
             store.set_tags(client, self.place.run_id, {"mlflow.parentRunId": parent})
-        self._stored = {
-            (key, metric.step): metric.value
-            for key in run.data.metrics
-            for metric in client.get_metric_history(self.place.run_id, key)
-        }
+        stored = {key: client.get_metric_history(self.place.run_id, key) for key in run.data.metrics}
+        self._stored = {(key, metric.step): metric.value for key, series in stored.items() for metric in series}
         self._told = ()
         store.log_params(client, self.place.run_id, {**info.spec, "objective": info.objective})  # harmless if repeated
         store.set_tags(client, self.place.run_id, store.source_tags(vars(info)))
@@ -201,11 +195,9 @@ class RunMirror:
         """Send the first rollouts of every step and split as traces, unless the store takes only metrics."""
         if self._traces is None:
             return
-        rows = {
-            (step, split, i): (row, self._tail.history.sample_times[step, split])
-            for (step, split), (_, members) in self._tail.history.samples.items()
-            for i, row in enumerate(members[: traces_per_split()])
-        }
+        history, most = self._tail.history, traces_per_split()
+        first = {place: members[:most] for place, (_, members) in history.samples.items()}
+        rows = {(*at, i): (row, history.sample_times[at]) for at, some in first.items() for i, row in enumerate(some)}
         try:
             self._traces.write(rows)
         except Exception as error:

@@ -21,7 +21,5 @@ class Overlong(Reward):
 
     def score(self, group: GradedGroup) -> list[float]:
         buffer = self.buffer_fraction * group.max_tokens
-        return [
-            -1.0 if cut else min(0.0, (group.max_tokens - buffer - tokens) / buffer)
-            for tokens, cut in zip(group.num_tokens, group.truncated, strict=True)
-        ]
+        ends = zip(group.num_tokens, group.truncated, strict=True)
+        return [-1.0 if cut else min(0.0, (group.max_tokens - buffer - tokens) / buffer) for tokens, cut in ends]

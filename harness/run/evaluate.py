@@ -235,11 +235,8 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
 
 def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
     """The logged metrics of an evaluation: `<area>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
-    tags = {
-        f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
-        for tag, rows in result.breakdown.items()
-        for value, row in rows.items()
-    }
+    parts = [(f"accuracy_{tag}_{value}", row) for tag, rows in result.breakdown.items() for value, row in rows.items()]
+    tags = {name.replace(" ", "_"): row["accuracy"] for name, row in parts}
     return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
 
 

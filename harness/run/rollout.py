@@ -192,10 +192,8 @@ def earned(run: Run, prompts: Sequence[Prompt], drawn: Rollouts, step: int, firs
     if wanted and groups:
         batch = collate(groups).to(resolve_device(spec.device))
         means = {name: run.learner.token_means(batch, name).view(len(groups), -1).tolist() for name in wanted}
-    graded = [
-        replace(group, token_means={name: tuple(rows[p]) for name, rows in means.items()})
-        for p, group in enumerate(ranks.shared(groups, lambda _: grading.result()))
-    ]
+    both = enumerate(ranks.shared(groups, lambda _: grading.result()))
+    graded = [replace(group, token_means={name: tuple(rows[p]) for name, rows in means.items()}) for p, group in both]
 
     def scored() -> list[Score]:
         is_controlled = spec.control not in (None, "frozen")

@@ -413,10 +413,8 @@ class RunSpec(Section):
     @property
     def tests(self) -> dict[str, Self]:
         """Name -> these settings with another test for their task; completions keep their limit."""
-        return {
-            task.name: self.model_copy(update={"task": task, "sampling": self.sampling_with_limit()})
-            for task in self.evaluation.tests
-        }
+        limited = self.model_copy(update={"sampling": self.sampling_with_limit()})
+        return {task.name: limited.model_copy(update={"task": task}) for task in self.evaluation.tests}
 
     def digest(self) -> str:
         """A stable hash (16 hex digits) of every setting except the number of devices, which a resumed run may

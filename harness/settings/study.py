@@ -452,10 +452,8 @@ def arm_label(levels: Mapping[str, Scalar], digits: int = 0) -> str:
     A number has as many digits as tell it from others, or `digits`.
     """
     named = ("arm", "algorithm.name", "task.name")
-    return ", ".join(
-        _value(level, digits) if path in named else f"{short_path(path)}={_value(level, digits)}"
-        for path, level in levels.items()
-    )
+    told = {path: _value(level, digits) for path, level in levels.items()}
+    return ", ".join(text if path in named else f"{short_path(path)}={text}" for path, text in told.items())
 
 
 def _value(level: Scalar, digits: int) -> str:

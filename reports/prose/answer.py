@@ -70,12 +70,8 @@ def _search_finding(analysis: Analysis) -> str:
 
 def _tuned(analysis: Analysis) -> str:
     """The settings that tuning chose for each arm of a comparison."""
-    chosen = [
-        f"'{cell}' ({wording.settings(arm['parameters'])})"
-        for cell, search in tuning_of(analysis.record).items()
-        for arm in search["arms"]
-        if arm["label"] == search["best"]
-    ]
+    tried = ((cell, arm, found["best"]) for cell, found in tuning_of(analysis.record).items() for arm in found["arms"])
+    chosen = [f"'{cell}' ({wording.settings(arm['parameters'])})" for cell, arm, best in tried if arm["label"] == best]
     return f"tuning chose the settings of {wording.listed(chosen, len(chosen))}" if chosen else ""
 
 

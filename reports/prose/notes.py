@@ -356,9 +356,8 @@ def budget_note(analysis: Analysis, specs: _Specs) -> _Note:
         if short:
             text += f" {wording.quoted(short)} ran out of steps before that limit: give them more steps."
         return "Equal operations", text
-    rollouts, steps, groups = (
-        set(_values(specs, path).values()) for path in ("rollouts_per_step", "steps", "algorithm.group_size")
-    )
+    budgets = ("rollouts_per_step", "steps", "algorithm.group_size")
+    rollouts, steps, groups = (set(_values(specs, path).values()) for path in budgets)
     staged = any(spec.get("stages") for spec in specs.values())
     if len(rollouts) == len(steps) == 1 and not staged:
         each, length = wording.plural(rollouts.pop(), "rollout"), wording.plural(steps.pop(), "step")

@@ -244,10 +244,8 @@ def check_trial(directory: Path, trial: TrialRecord, scope: Scope) -> None:
     if "task" not in info.spec:
         return scope.lacks("its scores were imported, so nothing can be graded again")
     try:
-        task, *others = (
-            parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
-            for settings in (info.spec["task"], *info.spec["evaluation"].get("tests", ()))
-        )
+        given = (info.spec["task"], *info.spec["evaluation"].get("tests", ()))
+        task, *others = (parsed(cast(type[Task], plugins.load("task", str(x["name"]))), x, "task") for x in given)
     except ValueError as error:
         return scope.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
     tests: dict[str, tuple[Split, Task]] = {area: (split, task) for area, split in _AREAS.items()}
@@ -299,11 +297,8 @@ def _check_kept(
     directory: Path, task: Task, tests: Tests, history: RunHistory, spec: Mapping[str, Any], scope: Scope
 ) -> None:
     """Compare kept files with their hashes, and the values that the run (settings: `spec`) logged with the files."""
-    evaluations = {
-        completions_file(area, step): (area, step)
-        for area in tests
-        for step in history.history.get(f"{area}/accuracy", {})
-    }
+    known = [(area, step) for area in tests for step in history.history.get(f"{area}/accuracy", {})]
+    evaluations = {completions_file(*one): one for one in known}
     lacking = Counter(tests[area][0] for file, (area, _) in evaluations.items() if file not in history.kept)
     for split, number in lacking.items():
         scope.lacks(f"{number} evaluations on the {split} split have no completions")

@@ -104,9 +104,6 @@ class Pool(ABC):
                 self._note_end(*end)
         return len(self.alive)
 
-    def _connect(self) -> None:  # noqa: B027
-        """Reach the place where the workers run; ValueError if no worker fits."""
-
     @abstractmethod
     def _start(self, count: int) -> None: ...
 
@@ -125,7 +122,6 @@ class Pool(ABC):
         """Stop on SIGINT and SIGTERM (at once on a second one; see `stop_on_signals`), and always leave no worker
         behind."""
         try:
-            self._connect()
             with stop_on_signals(self._ask_to_stop, scheduled=scheduled) as self.stop:
                 yield self.stop
         finally:
