@@ -23,6 +23,7 @@ from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.math import Math
 from factories import make_spec
 from fakes import MemoryLog, batch_of, tiny_codec
+from real_data import golden
 
 asked: list[tuple[str, str]] = []
 read: list[str] = []
@@ -193,29 +194,10 @@ def test_an_answer_that_restates_the_question_is_wrong_and_has_no_class():
     assert graded.correct == (True, True)
 
 
-NEXT = "\n\nQuestion: A jar holds 5 pens and 6 more. How many?\nAnswer:\n5+6=11\n#### 11"
+CASES = golden("grading")
 
 
-@pytest.mark.parametrize(("form", "gold", "completion", "is_right", "runs_on"), [
-    ("hash", "24", f"3*8=24\n#### 24{NEXT}", True, True),
-    ("hash", "11", f"3*8=24\n#### 24{NEXT}", False, True),
-    ("hash", "11", f"I do not know.{NEXT}", False, True),
-    ("hash", "24", f"#### 24{NEXT}".replace("Q", "**Q").replace("\n", "\r\n"), True, True),
-    ("hash", "24", "<think>Hm.\n\nQuestion: is it 24? Yes.</think>\n#### 24", True, False),
-    ("think_answer", "24", f"<think>3*8</think><answer>24</answer>{NEXT}", True, True),
-    ("hash", "58", "So it is 58.\n#### *58*.", True, False),
-    ("hash", "58", "#### `58`,", True, False),
-    ("hash", "58", "#### 2*58*1", False, False),
-    # A thought answers nothing, whatever its marker; only the text after the last one does.
-    ("boxed", "7", r"<think>It is \boxed{7}? Wait, 3+5", False, False),
-    ("hash", "7", "<think>\n#### 7\nWait", False, False),
-    ("think_answer", "7", "<think>First <answer>7</answer>, no: it", False, False),
-    ("boxed", "7", r"<think>\boxed{7}. No.</think> It is **8**.", False, False),
-    ("boxed", "7", r"\boxed{7}. No.</think> It is **8**.", False, False),
-    ("boxed", "7", r"<think>\boxed{8}. No.</think> It is \boxed{7}.", True, False),
-    ("hash", "7", "It must be 8. No.</think>\n#### 7", True, False),
-    ("boxed", "7", r"<think>3+4</think>\boxed{7} <think>or", False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(("form", "gold", "completion", "is_right", "runs_on"), CASES["ends"])
 def test_the_answer_stands_after_the_last_thought_and_before_a_new_question(form, gold, completion, is_right, runs_on):
     (graded,) = grade(GSM8K(answer_format=form), [group(gold, completion)], 8)
     assert (graded.correct, graded.run_on) == ((is_right,), (runs_on,))
@@ -233,15 +215,7 @@ def test_a_prompt_that_opens_the_thought_itself_is_understood():
     assert as_groups([replace(prompt, text="How many?")], [(1,)], row, codec)[0].prompt.text == "How many?\n<think>"
 
 
-@pytest.mark.parametrize(("gold", "answer", "is_right"), [
-    (r"\text{True}", "true", True), ("False", "false", True), (r"\text{True}", "false", False),
-    (r"\text{(A), (C)}", r"\text{A and C}", True), ("1101_2", "1101", True), ("1101_2", "13", False),
-    ("1101", "1101_2", False), ("1,2,\\ldots,n", r"1,2,\dots,n", True), ("1,2,\\ldots,n", "1,2,n", False),
-    (r"9\text{ ft}", "9 in", False), ("x \\ne 7", "x != 7", True), ("4:9", "A_1:A_2=4:9", True),
-    (r"\begin{pmatrix}4\\6\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}+\begin{pmatrix}3\\4\end{pmatrix}", False),
-    (r"\sqrt{\frac{a}{b}}", r"\frac{\sqrt a}{\sqrt b}", True), (r"\ln(ab)", r"\ln a+\ln b", True),
-    (r"3\text{ hours }20\text{ minutes}", "3 h 20 min", True), (r"\infty", "infinity", True),
-])  # fmt: skip
+@pytest.mark.parametrize(("gold", "answer", "is_right"), CASES["spellings"])
 def test_another_spelling_is_also_an_answer(gold, answer, is_right):
     (graded,) = grade(Math(), [group(gold, rf"\boxed{{{answer}}}")], 8)
     assert graded.correct == (is_right,)
