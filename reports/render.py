@@ -77,7 +77,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     record = visible(record)
     analysis = analysed(record)
     folder.mkdir(parents=True, exist_ok=True)
-    capable, extra, claims = capabilities(analysis), sections(analysis, folder), check_claims(analysis)
+    capable, extra, claims = capabilities(analysis), sections(analysis), check_claims(analysis)
     drawings = page_drawings(analysis, capable, extra, claims)
     values: dict[str, Any] = {
         **page_values(analysis, drawings, capable, extra, claims),
@@ -101,6 +101,9 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     (folder / CAPABILITY).unlink(missing_ok=True)
     if capable is not None:
         write_text(folder / CAPABILITY, capability_csv(capable), sync=False)
+    for one in extra:
+        if one.write is not None:
+            one.write(folder)
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
 

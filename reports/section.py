@@ -1,6 +1,6 @@
 """A section of the page that an extra brings: `harness/extras/NAME/section.py` makes it, the page shows it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from .tables import Table
 class ReportSection:
     """Title and parts in order: `("table", Table)`, `("figures", [Drawing])`, `("heading", text)`, `("code", text)`,
     `("link", "FILE words")`, or text in a look of the page (`lead`, `note`, `strong`, `plain`). `short` is the title in
-    the contents of the page."""
+    the contents of the page; `write` writes the files that it links into the folder of the report."""
 
     id: str
     title: str
     parts: Sequence[tuple[str, Table | Sequence[Drawing] | str]]
     short: str | None = None
+    write: Callable[[Path], None] | None = None
 
     @property
     def drawings(self) -> list[Drawing]:
@@ -27,8 +28,7 @@ class ReportSection:
         return [one for group in groups for one in group]
 
 
-def sections(analysis: Analysis, folder: Path | None = None) -> list[ReportSection]:
-    """The sections of all extras that have something to show; one may link a file that it writes into the `folder` of
-    the page."""
-    found = [module.section(analysis, folder) for module in extras.modules("section").values()]
+def sections(analysis: Analysis) -> list[ReportSection]:
+    """The sections of all extras that have something to show."""
+    found = [module.section(analysis) for module in extras.modules("section").values()]
     return [one for one in found if one is not None]

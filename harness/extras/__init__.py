@@ -5,7 +5,7 @@ are found by the name of their file or folder:
 
     __init__.py   says in its docstring what the extra is for; `API`: its public functions, each with its module
     commands.py   registers its commands
-    section.py    `section(analysis, folder)`: its section of the report in a folder, or None
+    section.py    `section(analysis)`: its section of a report, or None
     record.py     `kept(runs, trials, inputs)`: the plain data that a study's record has of it, or nothing
     launcher.py   the launcher called as the extra: `NEEDS`, a package; `place(given, wanted)`, where workers with these
                   settings run, each with so many GPUs unless they say more; the extra's docstring is its help

@@ -1,6 +1,5 @@
 """The section of a report with the probes of the models that its trials start from."""
 
-from pathlib import Path
 from typing import Any
 
 from ....reports.analysis import Analysis
@@ -17,7 +16,7 @@ _LEAD = (
 )
 
 
-def section(analysis: Analysis, _: Path | None) -> ReportSection | None:
+def section(analysis: Analysis) -> ReportSection | None:
     """The probes of the record, if there are any."""
     parts: list[Any] = [("lead", _LEAD)]
     for one in map(summary, analysis.record.extras.get("contamination", ())):

@@ -6,6 +6,7 @@ script run and nothing load.
 
 import json
 from base64 import b64encode
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from markupsafe import Markup
 
 from ....reports.render import html_environment, visible
 from ...api.result import Result
+from ...settings.errors import SpecError
 from .reading import samples
 
 SOLVED = {"a": "only A", "b": "only B", "both": "both", "neither": "neither"}
@@ -27,7 +29,10 @@ def page(result: Result, a: str, b: str, runs: Path) -> str:
     problems = compared(result, a, b)
     known = {one["id"]: one for one in problems}
     last: dict[tuple[str, int], int] = {}
-    rows = [row for row in samples(result.folder, a, b, where="area == 'test'", runs=runs) if row["problem"] in known]
+    rows: list[dict[str, Any]] = []
+    with suppress(SpecError):  # of a study whose trials keep no completions
+        found = samples(result.folder, a, b, where="area == 'test'", runs=runs)
+        rows = [row for row in found if row["problem"] in known]
     for row in rows:
         run = row["arm"], row["seed"]
         last[run] = max(last.get(run, 0), row["step"])
