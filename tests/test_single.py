@@ -116,7 +116,7 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_tells_tokens_per_second_and_the_time_left(monkeypatch):
-    told, clock = [], iter([0.0, 0.0, 10.0, 11.0, 11.0, 11.5, 20.0, 20.0, 21.5, 21.5])
+    told, clock = [], iter([0.0, 0.0, 10.0, 11.0, 11.0, 11.5, 20.0, 20.0, 21.5, 21.5, 23.0, 23.0])
     monkeypatch.setattr(single, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     pace = single.Pace(lambda *progress: told.append(progress), k=3, limit=50)
     pace.part_ended(2, 12)  # 2 are from an earlier attempt: 10 * 4 * 50 = 2000 tokens at most
@@ -124,9 +124,10 @@ def test_an_evaluation_tells_tokens_per_second_and_the_time_left(monkeypatch):
         pace.sampled(count)
     pace.part_ended(7, 12)  # 60 tokens in 10 s; they were 3 a completion, so 20 * 3 are left
     pace.sampled(9)  # 69 tokens in 11.5 s; 51 of 120 are left
+    pace.sampled(61)  # 130 tokens in 13 s: the last completions are longer than the others
     asked = (2, 12, "10 problems x (1 greedy + 3 sampled) = 40 completions of at most 50 tokens")
     first, part = (2, 12, "40 tokens/s, at most 49 s left"), (7, 12, "6 tokens/s, 10 s left")
-    assert told == [asked, first, part, (7, 12, "6 tokens/s, 8.5 s left")]
+    assert told == [asked, first, part, (7, 12, "6 tokens/s, 8.5 s left"), (7, 12, "10 tokens/s, 0 s left")]
 
 
 @pytest.mark.usefixtures("plugins")

@@ -146,7 +146,7 @@ class Pace:
 
     def _tell(self, done: int) -> None:
         rate = self.tokens / (time.monotonic() - self.begin or 1)
-        left = (self.total - self.first) * (1 + self.k) * self.length - self.tokens
+        left = max((self.total - self.first) * (1 + self.k) * self.length - self.tokens, 0)  # later ones may be longer
         most = "at most " if done == self.first else ""
         words = f"{rate:,.0f} tokens/s, {most}{duration(left / rate)} left" if rate else ""  # not all engines tell
         self.show(done, self.total, words)
