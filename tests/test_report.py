@@ -104,7 +104,7 @@ def test_the_page_loads_nothing_forbids_loading_and_refers_only_to_itself(hostil
     loads = [value for name, value in page.attributes if name in names]
     links = [value for value in loads if not value.startswith("#")]  # downloads: one that the page holds, one beside it
     assert links[0].startswith("data:text/csv;charset=utf-8;base64,")
-    assert links[1:] == ["results.csv"] and hostile.csv.is_file()
+    assert {*links[1:]} - {"problems.html"} == {"results.csv"} and hostile.csv.is_file()  # the first is an extra's
     assert not {"base", "area", "link"} & set(page.tags)
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
@@ -122,7 +122,7 @@ def test_markdown_shows_hostile_text_as_text(hostile):
     images = [value for name, value in page.attributes if name == "src"]
     assert images
     assert all(value.startswith("figures/") for value in images)
-    assert not [value for name, value in page.attributes if name == "href"]
+    assert {value for name, value in page.attributes if name == "href"} <= {"problems.html"}
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     text = "".join(page.text)
     assert "<script>alert(1)</script>" in text
