@@ -41,10 +41,10 @@ MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the built-in name by which functions know where to note
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 SLOW = 20.0  # seconds of processor; a slower file of tests is asked only about lines that no quicker one reaches
-SHORT = ("algorithms/_functional.py", 12, ("tests/test_objectives.py",))
-FILES = ("algorithms", "harness/rewards", "harness/run",
-         "harness/extras/confidence/rewards", "reports/statistics.py", "reports/capability.py", "reports/analysis.py",
-         "reports/anova.py")  # fmt: skip
+SHORT = (("algorithms/_functional.py", "reports/claims.py"), 12, ("tests/test_objectives.py", "tests/test_claims.py"))
+FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/confidence/rewards", "reports/analysis.py",
+         "reports/anova.py", "reports/capability.py", "reports/claims.py", "reports/findings.py",
+         "reports/statistics.py", "reports/suites.py", "reports/trials.py")  # fmt: skip
 HEAVY = ("torch", "numpy", "scipy.stats", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
@@ -302,9 +302,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="these files of tests alone, which may see fewer")
-    parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {SHORT[0]} alone")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {' and '.join(SHORT[0])}")
     chosen = parser.parse_args()
-    chosen_files, sample = ([SHORT[0]], SHORT[1]) if chosen.short else (chosen.files, chosen.sample)
+    chosen_files, sample = SHORT[:2] if chosen.short else (chosen.files, chosen.sample)
     places = [ROOT / name for name in chosen_files]
     paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
     files = [path.relative_to(ROOT).as_posix() for path in paths]

@@ -94,7 +94,7 @@ def test_a_contrast_of_several_arms_says_which_are_taken_from_which():
     record = fake_study(arms_of(*[0.5] * 4), seeds=range(3))
     for contrast, words in (
         ({"a": 1, "b": -1, "c": -1, "d": 1}, "('a' + 'd') - ('b' + 'c')"),
-        ({"a": 1, "b": 1, "c": -2}, "('a' + 'b') - 2 x c"),
+        ({"a": 1, "b": 1, "c": -2, "d": 0}, "('a' + 'b') - 2 x c"),
         ({"a": 0.5, "b": 0.5, "c": -1}, "mean of 'a' and 'b' - c"),
     ):
         assert checked(record, contrast=contrast).found[0][0] == words
@@ -106,7 +106,7 @@ def test_seeds_that_would_decide_follow_from_the_distance_to_the_nearest_end():
     needed = statistics.seeds_needed(0.008, variance, 1)  # 2.8 - 2.0 points
     assert needed is not None and needed > 4
     told = f" {needed} seeds would decide it in 4 of 5 studies, were the true value the measured one."
-    assert found.measured.endswith(told)
+    assert found.measured.startswith("Validation accuracy: b - a ") and found.measured.endswith(told)
     assert "More than 200 seeds" in scored(NEAR, predicts="equivalent", margin=0.0201).measured
     assert "would decide" not in scored(NEAR).measured
     # scores of 2 problems stand on a grid that is far coarser than their spread: more seeds than there are, at least
@@ -128,6 +128,7 @@ def test_p_values_are_corrected_over_the_claims_of_a_study():
     apart, problems = abs(contrast.estimate - 0.06), contrast.num_problems
     needed = statistics.seeds_needed(apart, contrast.variance, problems, alpha=0.05 / 2)
     assert needed is not None and f" {needed} seeds would decide it" in found.measured
+    assert "alone" not in checked(record, **pair[1]).measured  # p are not equal, and verdicts are
     # a contrast of the outcome has the p and the interval of the comparison
     comparison = analysed(record).comparisons[0]
     assert single[0] == pytest.approx(comparison.p)
@@ -164,6 +165,14 @@ def test_a_ratio_is_held_against_a_factor_on_a_logarithmic_scale(ratio, verdict)
     logs = np.log(ratio * np.array(noise))
     low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
     assert f"ppo over grpo {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}]" in found.measured
+    assert found.predicted == "a ratio above 1.7"
+    one_seed = fake_study(arms_of(0.7, 0.7), states={("b", seed): None for seed in (1, 2)})
+    alone = checked(one_seed, **PAIR, ratio=True, margin=1.0)
+    assert " (1 seed)." in alone.measured and alone.predicted == "a ratio above 1"
+    # what is 0 has no logarithm: that seed is left out
+    ends = {"a": [0.2, 0.2, 0.2], "b": [0.4, 0.41, 0.0]}
+    told = measured(lambda t: [1.0, ends[t.arm][t.seed]], "policy/entropy", ratio=True, margin=1.0)
+    assert "Policy entropy: b over a 2.02 [" in told and "(2 seeds)" in told
 
 
 def test_what_a_single_arm_gains_may_be_claimed():
@@ -178,11 +187,17 @@ def test_what_a_single_arm_gains_may_be_claimed():
 @pytest.mark.parametrize(
     ("metric", "value", "expected"),
     [("policy/entropy", "last", "0.3"), ("policy/entropy", "mean", "0.4"), ("policy/entropy", "gain", "0.2"),
-     ("policy/entropy", "fall", "0.6"), ("seconds/step", "mean", "0.5")],  # the first step of a timing warms up
+     ("policy/entropy", "fall", "0.6"), ("seconds/step", "mean", "0.475")],  # the first step of a timing warms up
 )  # fmt: skip
 def test_the_value_of_a_metric_is_its_end_mean_gain_or_fall(metric, value, expected):
-    told = measured(lambda t: [0.1, 0.9, 0.3, 0.3 + 1e-6 * t.seed] if t.arm == "b" else [0.0] * 4, metric, value=value)
+    rises = [0.1, 0.9, math.nan, 0.6, 0.1, 0.3]
+    told = measured(lambda t: [v + 1e-6 * t.seed for v in rises] if t.arm == "b" else [0.0] * 6, metric, value=value)
     assert f"b - a +{expected} [" in told or f"b - a +{expected}0 [" in told
+    assert "points" not in told
+    if value == "gain":  # from two values on
+        assert f"+{expected}" in measured(
+            lambda t: [0.1, 0.3 + 1e-6 * t.seed] if t.arm == "b" else [0, 0], metric, value=value
+        )
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -194,13 +209,31 @@ def test_a_claim_without_a_test_is_not_tested_and_says_why(change, words):
     record = fake_study(arms_of(0.7, 0.7), **change)
     found = checked(record, **PAIR)
     assert found.verdict == "not tested" and math.isnan(found.p_adjusted)
-    assert words in found.measured
+    assert words in found.measured and found.measured.startswith("Test accuracy: b - a ")
+
+
+def test_a_claim_waits_for_the_seeds_of_each_of_its_contrasts():
+    record = fake_study(arms_of(0.7, 0.7, 0.7), states={("c", 2): "running"})
+    found = checked(record, contrast=[{"b": 1, "a": -1}, {"c": 1, "a": -1}])
+    assert found.verdict == "not tested" and "(2 seeds). No test is possible before all planned seeds" in found.measured
 
 
 def test_differences_without_spread_test_nothing_and_invalid_trials_are_named():
     assert "without any spread over seeds" in scored([0.25, 0.25, 0.25]).measured
-    record = fake_study(arms_of(0.7, 0.7), range(4), states={("b", 3): "invalid"})
-    assert checked(record, **PAIR).measured.endswith(" 1 invalid trial left out.")
+    record = fake_study(arms_of(0.7, 0.7, 0.7), range(4), states={("b", 3): "invalid", ("c", 0): "invalid"})
+    none = {"history": {}, "summary": {}, "per_problem": {}}  # complete, and without a value
+    empty = with_trials(record, lambda t: none if (t.arm, t.seed) == ("a", 3) else {})
+    for one, told in ((record, " 1 invalid trial left out."), (empty, " 2 invalid trials left out.")):
+        measured = checked(one, **PAIR, predicts="below").measured
+        assert re.match("(Test|Validation) accuracy: b - a ", measured) and measured.endswith(told)
+
+
+def test_a_claim_says_its_region_and_when_it_was_registered():
+    record = with_claims(fake_study(arms_of(0.7, 0.7)), {**PAIR, "predicts": "below"})
+    later = dataclasses.replace(record, claims=[{**record.claims[0], "time": 86_400_000}])  # milliseconds
+    (found,) = check_claims(analysed(later))
+    assert (found.region, found.predicted) == ((-math.inf, 0.0), "below 0.0 points")
+    assert found.registered == "registered 1970-01-02 00:00 UTC, digest 0a1b"
 
 
 def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():
@@ -215,6 +248,7 @@ def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():
 
     found = checked(with_trials(record, cells), **PAIR)
     assert found.verdict == "undecided"
+    assert found.measured.startswith("Test accuracy: b - a ")
     assert "For these test problems alone it would be supported." in found.measured
     # These p are a Holm family of their own. t(3) = (0.0985 - 0.0526) / (1 / 16 / sqrt(24)) = 3.60, p = 0.037; for a
     # margin of 0 p = 0.0046. Beside a surer claim 0.037 counts once, beside one like it twice.

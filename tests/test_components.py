@@ -165,7 +165,7 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
         comparison = found.comparison(f"without {one.name}")
         assert one.comparison == comparison and one.effect == -comparison.estimate
         assert (one.interval.low, one.interval.high) == (-comparison.interval.high, -comparison.interval.low)
-        assert one.interval.low < one.effect < one.interval.high
+        assert one.interval.low < one.effect == one.interval.estimate < one.interval.high
     alone = {"none": 0.6, "only small": 0.63, "only large": 0.8, "only harmful": 0.5}
     added = ranked_components(analysed(record_of("add_one_in", alone)))
     assert [(one.name, one.effect > 0) for one in added] == [("large", True), ("small", True), ("harmful", False)]

@@ -23,7 +23,7 @@ from cohort.reports.findings import verdicts
 from cohort.reports.render import analysed, results_csv, write_report
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_study, slow_but
-from fake_study import FakeArm, fake_study
+from fake_study import FakeArm, fake_study, with_trials
 from fakes import MemoryLog, assert_same_weights, final_weights, graded_group, rollout_rows
 from safetensors.torch import load_file
 from test_gates import make_spec as stuck_spec
@@ -250,6 +250,16 @@ def test_an_effect_that_a_control_reproduces_is_unexplained():
     assert [one.arm for one in verdicts(analysed(fake_study(arms)))] == ["plain"]  # of its own task and start
     gaining = {(v.arm, v.control): v.reason for v in verdicts(analysed(with_controls(random=0.5)))}
     assert gaining["better", "random"].startswith("it gains ") and "not detectably" not in gaining["better", "random"]
+
+
+def test_a_lead_is_an_effect_too_and_a_control_above_the_arm_reproduces_it():
+    ended = with_trials(with_controls(frozen=0.4), lambda _: {"history": {}})  # nobody knows what they gained
+    assert {one.arm: one.reading for one in verdicts(analysed(ended))} == {
+        "plain": "no effect",
+        "better": "not reproduced",
+    }
+    reasons = [one.reason for one in verdicts(analysed(with_controls(inverted=0.95)))]
+    assert [one.partition(" gains ")[0] for one in reasons] == ["the arm is not detectably above it and it"] * 2
 
 
 def test_an_arm_without_an_effect_has_nothing_to_explain_and_an_invalid_control_is_told():

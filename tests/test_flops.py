@@ -48,6 +48,10 @@ STEPS = {
     "fitted head": ("llama", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"head": "fitted"}}),
     "tokens of high entropy": ("tiny", {"algorithm": GRPO, "high_entropy_tokens": 0.2}),
     "collisions": ("tiny", {"algorithm": {"name": "optimal_token_baseline", "group_size": 4}}),
+    "collisions, and tokens of high entropy": (
+        "tiny",
+        {"algorithm": {"name": "optimal_token_baseline", "group_size": 4}, "high_entropy_tokens": 0.2},
+    ),
     "grouped queries": ("llama", {"algorithm": GRPO}),
     "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),

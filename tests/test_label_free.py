@@ -17,7 +17,7 @@ from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_spec
-from fake_study import fake_study
+from fake_study import fake_study, with_trials
 from fakes import MemoryLog, graded_group
 from test_plugins import install
 
@@ -168,7 +168,7 @@ def test_a_series_has_collapsed_at_the_first_step_from_which_it_stays_below_half
 
 def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
     study = fake_study()
-    falls = [[(0, 0.8), (10, 0.5), (20 + 10 * seed, 0.1)] for seed in range(3)]
+    falls = [[(0, 0.8), (10, 0.8), (20 + 10 * seed, 0.1)] for seed in range(3)]
     trials = [
         replace(trial, history={**trial.history, "validation/accuracy": falls.pop(0)})
         if trial.arm == "grpo_self_consistency"
@@ -181,3 +181,6 @@ def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
     text = dict(notes(analysis))["Collapse"]
     assert "'grpo_self_consistency': policy in 3 of 3 seeds, at step 20, 30 and 40." in text
     assert dict(notes(analysed(study)))["Collapse"].endswith("No arm collapsed.")
+    # labels are means of ten steps: 1 at step 9, and 0.4 at step 15
+    labels = {"train/majority_accuracy": list(enumerate([1.0] * 10 + [0.0] * 7))}
+    assert {one.steps for one in collapses(analysed(with_trials(study, lambda _: {"history": labels})))} == {(15,) * 3}

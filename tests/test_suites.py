@@ -121,7 +121,19 @@ def test_each_test_has_the_numbers_of_a_study_of_it_alone_and_all_differences_ar
     shown = suite_table(found, analysis)
     assert [column.name for column in shown["table"].columns] == ["Arm", "x (64 problems)", "y (30 problems)"]
     assert [[len(cell.parts) for cell in cells] for _, *cells in shown["table"].rows] == [[1, 1], [2, 2], [2, 2]]
+    differences = [cell.parts[1] for _, *cells in shown["table"].rows[1:] for cell in cells]
+    assert all(text[0] in "+-" and limits[1] in "+-" for text, limits in differences)
+    assert shown["reading"].startswith("Mean over seeds, scored once at the end; ")
     assert "all 4 differences of this table are one Holm family" in shown["reading"]
+
+
+def test_a_table_of_tests_is_of_their_accuracy_whatever_the_metric_from_one_trial_on():
+    record = replace(with_tests(fake_study(), {"x": fake_study(rng_seed=1)}), metric="reward/mean")
+    for trials in (record.trials, record.trials[:1]):
+        found = suite(analysed(replace(record, trials=trials)))
+        assert found is not None and found.tests["x"].outcome.name == "test/accuracy"
+        assert {name for trial in found.tests["x"].usable.values() for name in trial.history} == {"test/accuracy"}
+    assert suite(analysed(replace(record, trials=[]))) is None
 
 
 def test_a_test_that_some_trial_lacks_or_has_with_other_settings_is_no_column():
