@@ -12,7 +12,7 @@ from cohort.harness.checks.preflight import check_countable
 from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy import flops
-from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.forward import shared_prompts, token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.build import Run
@@ -186,3 +186,11 @@ def test_operations_end_no_run_whose_model_is_not_counted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=r"max_flops must be left out for model .* mixtral .*; use steps"):
         check_countable(a_run(model=str(tmp_path), max_flops=1e9))
+
+
+def test_long_completions_read_their_prompts_again_for_a_mask_would_cost_more():
+    model = tiny_model(0)
+    for count, pays in ((16, True), (512, False)):
+        tokens, rows = torch.ones((4, 6 + count), dtype=torch.int64), [(6, [count] * 4)]
+        mask = (torch.arange(6 + count) >= 6).expand(4, -1)
+        assert (shared_prompts(model, tokens, mask) is not None) == pays == flops.Costs.of(model).shares(rows)

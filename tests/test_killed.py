@@ -203,7 +203,7 @@ MIXED: dict[str, dict[str, Any]] = {  # settings of a study
     "clones": {"run": RUN, "factors": FOUR, "seeds": [0]},
     "adapters": {"run": LORA, "factors": TWO, "seeds": [0, 1, 2, 3]},
 }  # fmt: skip
-COSTS = ("peak", "core")  # of a summary, beside the areas of metrics that are costs
+COSTS = ("peak", "learner", "core")  # of a summary, beside the areas of metrics that are costs
 PARENT, LEAVES = "kl_beta=0", 3
 
 

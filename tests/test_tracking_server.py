@@ -212,7 +212,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(server, tm
         log = open_log(tmp_path)
         log_batch(log, 0, 10)
         run_id = lambda: str(MirrorState.load(log.directory).run_id)  # noqa: E731
-        wait_for(lambda: run_id() != "None" and len(in_store(tmp_path, run_id())) >= 22)
+        wait_for(lambda: run_id() not in ("", "None") and len(in_store(tmp_path, run_id())) >= 22)
         server.running.close()
         began, step = time.monotonic(), 10
         while time.monotonic() - began < OUTAGE_SECONDS:

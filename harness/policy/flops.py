@@ -22,7 +22,7 @@ from torch import nn
 from ..data import Group
 from ..devices.sharding import is_sharded, layers
 from ..settings.run import RunSpec
-from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes
+from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values, recomputes, sharing_pays
 from .fused_llama import recognised
 from .model import empty_model, model_config
 
@@ -119,6 +119,12 @@ class Costs:
         """The costs of a model by its name in a spec; reads no weights."""
         return cls.of(empty_model(model_config(model)))
 
+    def shares(self, rows: Lengths) -> bool:
+        """Whether rows of a prompt read it once."""
+        again = sum(prompt * (len(counts) - 1) for prompt, counts in rows)
+        squares = sum(count**2 for _, counts in rows for count in counts)
+        return self.can_share and sharing_pays(self.forward.tokens, self.forward.pairs, again, squares)
+
     @property
     def frozen(self) -> "Costs":
         """The costs of the model without its adapter."""
@@ -142,7 +148,7 @@ def sampled(costs: Costs, drawn: Lengths) -> float:
 
 def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> float:
     """Operations of one pass without gradient over these rows."""
-    prompts, completions = _read(rows, share and costs.can_share, headed)
+    prompts, completions = _read(rows, share and costs.shares(rows), headed)
     return prompts.plus(completions).at(costs.forward)
 
 
@@ -163,7 +169,7 @@ def learned(
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
     group, part = size // len(rows), size // parts
-    prompts, completions = _read(rows, share and costs.can_share and part > 1, headed)
+    prompts, completions = _read(rows, share and costs.shares(rows) and part > 1, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
     prompts = Work(*(parts * met * count for count in prompts))
     total = prompts.plus(completions).at(costs.forward)

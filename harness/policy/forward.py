@@ -329,8 +329,8 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
-    """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
-    found = distinct_prompts(tokens_BT, mask_BT) if can_share_prompts(model) else None
+    """The shared states of the rows' prompts, or None if they are not `shared_prompts` or the model keeps no cache."""
+    found = shared_prompts(model, tokens_BT, mask_BT)
     if found is None:
         return None
     prompts_UT, prompt_B = found
@@ -352,16 +352,32 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean, hidden if is_sharded(model) else None)
 
 
-def distinct_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-    """([U, T] prompts, right-padded with -1, [B] the prompt of each row), or None if no rows share a prompt, or one has
-    less than two tokens."""
+def sharing_pays(token: float, pair: float, prompts: float, squares: float) -> bool:
+    """Whether it saves operations not to read so many tokens of `prompts` again. The completions then need a mask, and
+    without one attention skips half of the pairs of a completion's tokens, of which there are `squares` (the sum of the
+    squared lengths). `token` and `pair` are the operations for one of each: with SmolLM2-135M and 140 tokens of a
+    prompt in groups of 4, completions of up to 800 tokens pay."""
+    return token * prompts > pair * squares / 2
+
+
+def shared_prompts(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+    """([U, T] prompts, right-padded with -1, [B] the prompt of each row), or None if no rows share a prompt, one has
+    less than two tokens, the model cannot share them or it does not pay."""
+    if not can_share_prompts(model):
+        return None
     starts_B = mask_BT.int().argmax(dim=1)
-    shortest, width = torch.stack(starts_B.aminmax()).tolist()  # together: a GPU is waited for
+    lengths = *starts_B.aminmax(), starts_B.sum(), (mask_BT.sum(dim=1) ** 2).sum()
+    shortest, width, total, squares = torch.stack(lengths).tolist()  # together: a GPU is waited for
     if shortest < 2:
         return None
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
-    return None if len(prompts_UT) == len(tokens_BT) else (prompts_UT, prompt_B)
+    config: Any = model.config.get_text_config()  # pyright: ignore
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = sum(p.numel() for p in backbone(model).parameters()) - model.get_input_embeddings().weight.numel()  # pyright: ignore
+    pair = 4 * config.num_hidden_layers * config.num_attention_heads * width
+    saved = total * (1 - len(prompts_UT) / len(tokens_BT))
+    return (prompts_UT, prompt_B) if sharing_pays(2 * weights, pair, saved, squares) else None
 
 
 @under_hooks

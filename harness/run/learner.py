@@ -27,12 +27,11 @@ from ..policy import flops, lora
 from ..policy.forward import (
     Critic,
     PromptStates,
-    can_share_prompts,
     completion_states,
-    distinct_prompts,
     microbatch_tokens,
     prompt_states,
     recomputes,
+    shared_prompts,
     token_logprobs,
     token_measure,
 )
@@ -394,9 +393,8 @@ class Learner:
         """The rows in parts, with their places, whose prompts each device reads at once: as many as a micro-batch has
         tokens for, or a single one. So the memory of prompts does not grow with their number."""
         every, world = torch.arange(len(batch), device=batch.tokens_BT.device), ranks.world_size()
-        found = None
-        if self.shares_prompts and can_share_prompts(self.policy):
-            found = distinct_prompts(batch.tokens_BT, batch.completion_mask_BT)
+        given = self.policy, batch.tokens_BT, batch.completion_mask_BT
+        found = shared_prompts(*given) if self.shares_prompts else None
         if found is None:
             return [(every, batch)]
         (prompts_UT, prompt_B), budget = found, microbatch_tokens(self.spec.optimizer, every.device)
