@@ -189,8 +189,11 @@ def test_operations_end_no_run_whose_model_is_not_counted(tmp_path):
 
 
 def test_long_completions_read_their_prompts_again_for_a_mask_would_cost_more():
-    model = tiny_model(0)
-    for count, pays in ((16, True), (512, False)):
+    for model, count, pays in (
+        (MODELS["llama"](), 16, True),
+        (MODELS["llama"](), 512, False),
+        (tiny_model(0), 512, True),
+    ):
         tokens, rows = torch.ones((4, 6 + count), dtype=torch.int64), [(6, [count] * 4)]
         mask = (torch.arange(6 + count) >= 6).expand(4, -1)
         assert (shared_prompts(model, tokens, mask) is not None) == pays == flops.Costs.of(model).shares(rows)

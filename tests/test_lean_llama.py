@@ -10,7 +10,7 @@ from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines import _decoding
 from cohort.harness.engines._decoding import LibraryDecoder
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy import fused_llama
+from cohort.harness.policy import forward, fused_llama
 from cohort.harness.policy.forward import completion_states, prompt_states, token_logprobs
 from cohort.harness.policy.fused_llama import LeanDecoder
 from cohort.harness.policy.lora import add_adapter
@@ -81,9 +81,10 @@ def library(model):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("columns", [7, 140])  # plain products, the library's kernel
-def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
+def test_logprobs_and_gradients_are_those_of_the_library(name, columns, monkeypatch):
     """In float64, the library's norms in float32. Token 0 is padding: sampled it counts. A critic's are compared with
     rows that are read whole (`test_learner.py`)."""
+    monkeypatch.setattr(forward, "sharing_pays", lambda *_: True)
     starts = torch.tensor([4, 4, 2, 2, 3])
     tokens = torch.randint(50, (5, columns), generator=torch.Generator().manual_seed(0))
     tokens[1, :4], tokens[3, :2] = tokens[0, :4], tokens[2, :2]

@@ -69,6 +69,7 @@ class Costs:
     adapter: int
     vocabulary: int
     can_share: bool
+    is_lean: bool
     recomputes: bool
     reference: "Costs | None" = None
     sampler: "Costs | None" = None
@@ -111,6 +112,7 @@ class Costs:
             adapter=adapter,
             vocabulary=len(head),
             can_share=can_share_prompts(policy),
+            is_lean=recognised(policy),
             recomputes=recomputes(policy),
         )
 
@@ -123,7 +125,8 @@ class Costs:
         """Whether rows of a prompt read it once."""
         again = sum(prompt * (len(counts) - 1) for prompt, counts in rows)
         squares = sum(count**2 for _, counts in rows for count in counts)
-        return self.can_share and sharing_pays(self.forward.tokens, self.forward.pairs, again, squares)
+        pays = self.is_lean or sharing_pays(self.forward.tokens, self.forward.pairs, again, squares)
+        return self.can_share and pays
 
     @property
     def frozen(self) -> "Costs":
