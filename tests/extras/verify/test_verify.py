@@ -201,13 +201,6 @@ def test_a_family_that_the_completions_do_not_have_is_found(folder):
     assert f"families/{forged[0]}" in {one.place for one in verified(folder).mismatches}
 
 
-def test_the_card_of_a_trial_has_its_studys_question_accuracy_and_evidence(folder):
-    hub = pytest.importorskip("cohort.harness.extras.publish.hub")
-    card = hub.model_card(sorted((folder / "trials").iterdir())[0])
-    assert "Does it help?" in card and "One of 1 seed (0) of the arm `group_size=" in card
-    assert f"`{sha256(folder / EVIDENCE)}`" in card
-
-
 @pytest.mark.attack("A digit altered in a finished study")
 def test_one_altered_digit_in_any_of_many_places_is_found(folder, record_property):
     """With COHORT_CHAOS=1 in 200 places, the report written anew for each."""
