@@ -235,6 +235,7 @@ class Batch:
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
     collision_BT         float32, the sum of p^2 of the distribution that token t was drawn from, or None where the
                          objective needs none
+    teacher_logprobs_BT  float32 nats after another completion of the group (`Algorithm.shown`), or 0, or None as above
     held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
     gradient_BT          bool, tokens that carry gradient (`high_entropy_tokens`), or None: all
     loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
@@ -259,6 +260,7 @@ class Batch:
     advantages_BT: Tensor = UNSET
     returns_BT: Tensor = UNSET
     collision_BT: Tensor = UNSET
+    teacher_logprobs_BT: Tensor = UNSET
     held_BT: Tensor = UNSET
     gradient_BT: Tensor = UNSET
     loss_weight_BT: Tensor = UNSET

@@ -59,6 +59,7 @@ class Algorithm(Section, ABC):
     learns_from_rewards: ClassVar[bool] = True  # otherwise from the reference alone, which must be a teacher
     needs_greedy: ClassVar[bool] = False  # one greedy completion of each prompt besides, for `greedy_rewards_B`
     needs_collision: ClassVar[bool] = False  # `collision_BT`, which costs a forward pass
+    needs_teacher: ClassVar[bool] = False  # `teacher_logprobs_BT`, a pass over longer rows (`shown`)
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
@@ -148,6 +149,10 @@ class Algorithm(Section, ABC):
         assert batch.loss_weight_BT is not None
         bonus = self.entropy_bonus * (batch.loss_weight_BT * policy.entropy_BT).sum()
         return loss - bonus, {**metrics, "policy/loss": metrics["policy/loss"] - bonus.detach()}
+
+    def shown(self, batch: Batch) -> Tensor:
+        """[P, G]: the place in the group of the completion that is read before each one by its teacher; -1: none."""
+        raise NotImplementedError
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: the mean over the tokens of a row, then

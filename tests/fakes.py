@@ -49,7 +49,7 @@ def small_batch(rewards):
         mask, rewards, 4, tokens_BT=torch.randint(3, 100, (12, 7), generator=generator) * (column < lengths[:, None]),
         lengths_B=lengths, sampler_logprobs_BT=-noise[0].abs(), old_logprobs_BT=-noise[0].abs(),
         ref_logprobs_BT=-noise[1].abs(), values_BT=0.1 * noise[2], collision_BT=(-2 * noise[0].abs()).exp() * mask,
-        held_BT=torch.zeros_like(mask),
+        held_BT=torch.zeros_like(mask), teacher_logprobs_BT=-noise[3].abs(),
         greedy_rewards_B=torch.tensor(rewards[1::4], dtype=torch.float32).repeat_interleave(4),
     )  # fmt: skip
 

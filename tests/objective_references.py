@@ -42,6 +42,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, seed=0):
         "parts": [(r, 0.0 if len(set(rewards)) == 1 else round(draw.random(), 1)) for r in rewards],
         # of the sampled token and of as much again, at most, of the others
         "collision": [[math.exp(2 * x) + draw.random() * (1 - math.exp(x)) ** 2 for x in row] for row in old],
+        "teacher": [[-abs(x) for x in row] for row in numbers(1.0)],
     }
 
 
@@ -257,6 +258,18 @@ def to_teacher(s, given):
     return [[s["kl_beta"] * (q - p) for p, q in zip(*rows, strict=True)] for rows in pairs]
 
 
+def after_a_success(s, given):
+    """SDPO, for rows whose group has another success; and GRPO's share."""
+    result, size = [], given["group_size"]
+    for b, outcome in enumerate(in_groups(standardised, s, given)):
+        first = b - b % size
+        others = [r for i, r in enumerate(given["rewards"][first : first + size]) if i != b - first]
+        taught = (1 - s["outcome_share"]) * any(r >= s["success_reward"] for r in others)
+        tokens = zip(given["teacher"][b], given["old"][b], outcome, strict=True)
+        result.append([taught * (q - p) + s["outcome_share"] * a for q, p, a in tokens])
+    return result
+
+
 def token_rewards(s, given):
     """Rewards on the tokens of each row, less kl_beta times k1."""
     result = []
@@ -314,6 +327,8 @@ ADVANTAGES = {
     "r - mean of the others in the group (shrunk towards the mean of the other groups: baseline)": leave_one_out,
     "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others": pushes,
     "kl_beta * (log p_reference - log p) of each token": to_teacher,
+    f"(1 - outcome_share) * (log p after another success of the group - log p) of each token, 0 without one, "
+    f"+ outcome_share * {IN_GROUP}": after_a_success,
     "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens": generalised,
     "(reward to go - mean) / std over the batch's tokens (less the group's mean first: baseline)": whitened_to_go,
 }  # fmt: skip

@@ -59,6 +59,7 @@ MORE = {
     "reference": case(**{"algorithm.kl_beta": 0.1, "kl.refresh_reference_every": 1}),
     "token_masks": case("dapo", **{"algorithm.entropy_bonus": 0.01, "cold_start.steps": 20}, high_entropy_tokens=0.5,
                         overlong="mask"),
+    "own_teacher": case("sdpo", **{"algorithm.success_reward": 0.0}),  # every completion is one
     "dynamic": case("dapo", dynamic_sampling=2),
     "banded": case(sampler="success_band", task={"name": "arithmetic", "num_train": 6}, cold_start={"steps": 20}),
 }  # fmt: skip

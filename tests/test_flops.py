@@ -18,7 +18,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.build import Run
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.rollout import collate
+from cohort.harness.run.rollout import collate, taught
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import make_spec, slow_but
@@ -47,6 +47,7 @@ STEPS = {
     "shared critic's warm-up": ("qwen2", {"algorithm": SHARED, "critic": {"warmup_steps": 1}, **TWICE}),
     "fitted head": ("llama", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"head": "fitted"}}),
     "tokens of high entropy": ("tiny", {"algorithm": GRPO, "high_entropy_tokens": 0.2}),
+    "own teacher": ("tiny", {"algorithm": {"name": "sdpo", "group_size": 4}}),
     "collisions": ("tiny", {"algorithm": {"name": "optimal_token_baseline", "group_size": 4}}),
     "collisions, and tokens of high entropy": (
         "tiny",
@@ -95,7 +96,7 @@ def test_a_step_takes_the_operations_that_pytorch_counts(case):
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     costs = flops.Costs.of(policy)
     batch = collate(groups).replace(rewards_B=torch.arange(len(groups) * group_size).remainder(group_size) % 2.0)
-    batch, scoring = counted(lambda: learner.annotate(batch))
+    batch, scoring = counted(lambda: taught(learner, learner.annotate(batch), groups))
     batch = learner.algorithm.advantages(batch)
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)

@@ -43,6 +43,7 @@ def make_batch(policy=None, extra_columns=0):
     greedy = torch.tensor([0.0, 0, 0, 0, 1, 1, 0, 0])
     rewards = [1.0, 0, 0, 1, 1, 1, 0, 1]
     batch = batch_of(mask.tolist(), rewards, 2, tokens_BT=tokens, lengths_B=lengths, greedy_rewards_B=greedy)
+    batch = batch.replace(teacher_logprobs_BT=torch.zeros(mask.shape))
     if policy is None:
         return batch
     learner = Learner(make_spec(), policy)

@@ -45,6 +45,7 @@ EVERYWHERE = (
     {"tau_positive": 2.0, "tau_negative": 3.0},
     {"divergence": "kl", "divergence_bound": 0.02, "weight_max": 1.5},
     {"covariance_share": 0.3, "penalty": 0.5},
+    {"success_reward": 0.25, "outcome_share": 0.9},
     {"k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0, "lambda_negative": 5.0},
 )
 
@@ -87,6 +88,7 @@ def made_batch(given, algorithm):
         old_logprobs_BT=column(given["old"]),
         ref_logprobs_BT=column(given["ref"]) if algorithm.needs_reference else None,
         collision_BT=column(given["collision"]),
+        teacher_logprobs_BT=column(given["teacher"]),
         values_BT=column(given["old_values"]) if algorithm.needs_critic else None,
         loss_weight_BT=algorithm.loss_weights(mask.double()),
         **steps,
@@ -142,7 +144,8 @@ def numbers(algorithm, given):
 
 
 INPUTS = {"old_logprobs_BT": "needs_old_logprobs", "ref_logprobs_BT": "needs_reference", "values_BT": "needs_critic",
-          "collision_BT": "needs_collision", "greedy_rewards_B": "needs_greedy"}  # fmt: skip
+          "collision_BT": "needs_collision", "greedy_rewards_B": "needs_greedy",
+          "teacher_logprobs_BT": "needs_teacher"}  # fmt: skip
 
 
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
@@ -267,5 +270,5 @@ def test_the_rewards_that_algorithms_bring_and_the_losses_that_are_a_mean_over_a
                "grpo_self_consistency": {"majority_vote": 1.0}}  # fmt: skip
     assert {name: own for name, own in brought.items() if own != {"accuracy": 1.0}} == special
     found = {name for name in plugins.names("algorithm") if plugins.load("algorithm", name).token_mean}
-    named = {"cispo", "dapo", "distill", "kl_cov", "lite_ppo", "ppo", "reinforce_plus_plus", "vespo"}
+    named = {"cispo", "dapo", "distill", "kl_cov", "lite_ppo", "ppo", "reinforce_plus_plus", "sdpo", "vespo"}
     assert found == named  # the words of `objective` follow this fact, so that no reference sees another one

@@ -338,6 +338,10 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     if recompute:
         others = policy + critic if own_trunk else trunk + counts.states
         stages += [others + again, policy + counts.cast + worst]  # else the copies are kept anyway
+    if spec.algorithm.needs_teacher:  # keys and values of prompts that are longer than a row, a layer, and log-probs
+        row = shape.prompt_tokens + spec.max_tokens
+        read = max(microbatch_tokens(spec.optimizer, device), 2 * row)
+        stages.append((sum(counts.trunk.cache) + again) * read // (shape.rows * row) + counts.states + worst)
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
     return max(stages)

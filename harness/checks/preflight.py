@@ -215,10 +215,11 @@ def check_length(spec: RunSpec, prompts: Sequence[Prompt] | None = None) -> None
     if limit is None:
         return
     found = longest(codec_of(spec), read_prompts(spec) if prompts is None else prompts)
-    if found + spec.max_tokens > limit:
+    twice = spec.algorithm.needs_teacher  # which reads another completion first, with its prompt
+    if (found + spec.max_tokens) * (1 + twice) > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into '{spec.model}'s context limit of {limit} tokens, got "
-            f"{found} + {spec.max_tokens}; lower sampling.max_tokens or use another model"
+            f"{found} + {spec.max_tokens}{', twice' * twice}; lower sampling.max_tokens or use another model"
         )
 
 

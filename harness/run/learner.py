@@ -62,6 +62,7 @@ class Learner:
         self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
         self.warms_critic = False  # whether the last update has trained the critic alone
         self.fits_head = False  # whether the last update has fitted the critic's head
+        self.lessons: flops.Lengths = []  # of the last pass over `teacher_logprobs_BT`
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
             reference = lora.around_frozen(origin or policy)
@@ -99,9 +100,7 @@ class Learner:
         if self.spec.algorithm.needs_collision:
             batch = batch.replace(collision_BT=self._measured(batch, "collision"))
         if (critic := self.critic) is not None:
-            values_BT = self._forward_rows(
-                batch, self._trunks()[-1], lambda part, hidden: critic(part.completion_mask_BT, hidden)
-            )
+            values_BT = self._forward_rows(batch, self._trunks()[-1], lambda own, x: critic(own.completion_mask_BT, x))
             batch = batch.replace(values_BT=values_BT)
         if self.spec.high_entropy_tokens < 1:
             counted = batch.completion_mask_BT & in_loss(batch, self.spec)[:, None]
@@ -185,6 +184,7 @@ class Learner:
         if algorithm.needs_reference:
             scoring += flops.scored(costs.reference or costs.frozen, trained, share=self.shares_prompts)
         scoring += score(trained, headed=False) if algorithm.needs_critic else 0.0
+        scoring += score(self.lessons)
         scoring += score(trained) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
         asked = {reward.distribution for reward in spec.rewards.values()} - {None}
         scoring += len(asked) * sum(score(rows) for rows in (drawn, greedy) if rows)
@@ -267,10 +267,10 @@ class Learner:
                 if self.spec.staleness:
                     log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
                     log_weights.append(log_ratio_BT.double().sum(dim=1))
-                ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT))
+                ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
                 if first:
                     sampler = micro.sampler_logprobs_BT
-                    ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler))
+                    ratios[f"{behind}/max_ratio"].append((logprobs - sampler).abs().max().exp())
                     metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
                 for name, value in metrics.items():
                     sums[name] += value.detach().double()
@@ -361,12 +361,8 @@ class Learner:
 
     @torch.no_grad()
     def _measured(self, batch: Batch, distribution: Distribution) -> Tensor:
-        temperature = self.spec.sampling.temperature
-        return self._forward_rows(
-            batch,
-            self.policy,
-            lambda part, hidden: token_measure(self.policy, hidden, part.completion_mask_BT, temperature, distribution),
-        )
+        measure = partial(token_measure, self.policy, temperature=self.spec.sampling.temperature, name=distribution)
+        return self._forward_rows(batch, self.policy, lambda part, states: measure(states, part.completion_mask_BT))
 
     def _forward_rows(self, batch: Batch, model: nn.Module, measure: Callable[[Batch, Tensor], Tensor]) -> Tensor:
         """[B, T] in the batch's row order, from a function of a micro-batch and its `completion_states`."""
@@ -528,11 +524,6 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
     moments = {n: {k: moved(parameters[n], v) for k, v in own.items()} for n, own in state["state"].items()}
     return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
-
-
-def _ratio_max(logprobs: Tensor, other: Tensor) -> Tensor:
-    """The largest ratio of two probabilities of a token, at least 1."""
-    return torch.exp((logprobs - other).abs().max())
 
 
 def weight_sample(policy: nn.Module) -> list[Tensor]:

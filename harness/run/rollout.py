@@ -32,6 +32,7 @@ from ..policy.flops import Lengths, lengths
 from .build import Run
 from .grading import begin_grading, control_rewards, score
 from .guards.sync import spot_check
+from .learner import Learner
 
 
 class Clock:
@@ -267,6 +268,28 @@ def rewarded(batch: Batch, drawn: Rollouts, tokenizer: PreTrainedTokenizerBase) 
         step_rewards_BT=step_rewards,
         step_ends_BT=step_ends,
     ).to(batch.tokens_BT.device)
+
+
+@torch.no_grad()
+def taught(learner: Learner, batch: Batch, groups: Sequence[Group]) -> Batch:
+    """The rewarded batch of the groups with `teacher_logprobs_BT`, if the objective reads them: of a completion as the
+    policy reads it after the prompt, the completion that `shown` names, and the prompt again."""
+    if not learner.spec.algorithm.needs_teacher:
+        return batch
+    shown_PG, read = learner.spec.algorithm.shown(batch).cpu(), defaultdict[tuple[int, int], list[int]](list)
+    for p, i in (shown_PG >= 0).nonzero().tolist():
+        read[p, int(shown_PG[p, i])].append(i)
+    longer: list[Group] = []
+    for (p, first), places in read.items():
+        prompt, rollouts = groups[p].prompt_token_ids, groups[p].rollouts
+        own = tuple(rollouts[i] for i in places)
+        longer.append(Group(groups[p].prompt, prompt + rollouts[first].token_ids + prompt, own))
+    learner.lessons, found_BT = lengths(longer), torch.zeros_like(batch.sampler_logprobs_BT)
+    if rows := [p * batch.group_size + i for (p, _), places in read.items() for i in places]:
+        every = collate(longer * -(-ranks.world_size() // len(rows))).to(found_BT.device)  # each rank reads some
+        logprobs = learner.logprobs(learner.policy, every)[every.completion_mask_BT].to(found_BT)
+        found_BT[rows] = found_BT[rows].masked_scatter(batch.completion_mask_BT[rows], logprobs)
+    return batch.replace(teacher_logprobs_BT=found_BT)
 
 
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -13,7 +13,7 @@ from .grading import reward_metrics
 from .guards.gates import GateState
 from .guards.sync import check_sync
 from .learner import correct_mismatch
-from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, rewarded, sample
+from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, rewarded, sample, taught
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Rollouts]:
@@ -26,7 +26,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     drawn = earned(run, prompts, drawn, step)  # a thread has graded them meanwhile
     note_pass_rates(run, drawn.graded)
     clock.lap("grade")
-    batch = rewarded(batch, drawn.trained_on(spec.prompts_per_step), run.codec.tokenizer)
+    trained = drawn.trained_on(spec.prompts_per_step)
+    batch = taught(learner, rewarded(batch, trained, run.codec.tokenizer), trained.groups)
     batch = learner.algorithm.credited(batch)
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")

@@ -93,7 +93,8 @@ def _passes(stage: Stage, done: int, sizes: Sizes) -> float:
     rows, prompts, optimizer = spec.rollouts_per_step, spec.prompts_per_step, spec.optimizer
     own_critic = algorithm.needs_critic and not algorithm.shares_trunk
     read = algorithm.needs_reference + algorithm.needs_critic + (spec.updates_per_step > 1 or spec.staleness > 0)
-    read += algorithm.needs_collision + sum(bool(reward.scorer) for reward in spec.rewards.values())
+    read += algorithm.needs_collision + 2 * algorithm.needs_teacher
+    read += sum(bool(reward.scorer) for reward in spec.rewards.values())
     read += len({reward.distribution for reward in spec.rewards.values()} - {None})
     learnt = optimizer.num_inner_epochs * (2 if own_critic else 1)
     prompt, own = sizes.get("prompt_tokens", 0.0), sizes.get("own_tokens", 0.0)

@@ -200,6 +200,7 @@ def make_batch(rewards: Sequence[float]) -> Batch:
         ref_logprobs_BT=-noise[1].abs(),
         values_BT=0.1 * noise[2],
         collision_BT=(-2 * noise[0].abs()).exp() * mask,
+        teacher_logprobs_BT=-noise[3].abs(),
         held_BT=torch.zeros_like(mask),
         greedy_rewards_B=rewards_B[1::GROUP_SIZE].repeat_interleave(GROUP_SIZE),
     )
@@ -293,7 +294,7 @@ def better_answers_become_likelier(algorithm: Algorithm) -> None:
     batch = plain.advantages(Batch(
         tokens, mask, torch.tensor([4, 4]), old, torch.tensor([1.0, 0.0]), 2, greedy_rewards_B=torch.zeros(2),
         old_logprobs_BT=old, ref_logprobs_BT=reference, values_BT=torch.zeros(2, 4),
-        collision_BT=(2 * old).exp() * mask,
+        collision_BT=(2 * old).exp() * mask, teacher_logprobs_BT=old - torch.tensor([[0.0], [1.0]]) * mask,
     ))  # fmt: skip
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()

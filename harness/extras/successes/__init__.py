@@ -1,0 +1,1 @@
+"""Algorithms that learn from a run's own right completions once more."""

@@ -1,0 +1,1 @@
+"""Found by their file names."""
