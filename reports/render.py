@@ -50,10 +50,7 @@ _LATEX = {
 }  # fmt: skip
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_JINJA: dict[str, Any] = {
-    "loader": FileSystemLoader(_TEMPLATES), "undefined": StrictUndefined,
-    "trim_blocks": True, "lstrip_blocks": True,
-}  # fmt: skip
+_JINJA: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -91,7 +88,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         [(claim.sentence, claim.verdict) for claim in claims],
     )  # fmt: skip
     markdown = Environment(
-        autoescape=False, keep_trailing_newline=True, **_JINJA,
+        autoescape=False, keep_trailing_newline=True, loader=FileSystemLoader(_TEMPLATES), **_JINJA,
         finalize=lambda value: value if isinstance(value, _Raw) else in_markdown(value),
     )  # fmt: skip
     markdown.filters |= {"shorten": shorten, "fenced": _fenced, "raw": _Raw, "sentence": str}
@@ -119,8 +116,7 @@ def _formed(environment: Environment, parts: str, kind: type[str], values: Mappi
 @cache
 def html_environment(*folders: Path) -> Environment:
     """The templates of pages, which escape all text: of these folders, then of reports."""
-    html = Environment(autoescape=True, **_JINJA)
-    html.loader = FileSystemLoader([*folders, _TEMPLATES])
+    html = Environment(autoescape=True, loader=FileSystemLoader([*folders, _TEMPLATES]), **_JINJA)
     html.filters |= {"shorten": shorten, "typeset": _typeset, "sentence": _mark_limits, "raw": escape}
     html.globals["table_of"] = table
     return html

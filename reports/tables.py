@@ -1,7 +1,7 @@
 """Decides the tables of a report, as text that a page and a Markdown file write each in their form."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -68,15 +68,6 @@ def _pair(estimate: float | None, interval: Interval | None, metric: str, signed
     return wording.number(estimate, metric, signed), wording.limits(interval, metric, signed)
 
 
-def interval_texts(interval: Interval | None, metric: str, signed: bool = False) -> Part:
-    """An estimate and its limits; `n/a` without one."""
-    return _pair(None if interval is None else interval.estimate, interval, metric, signed)
-
-
-def range_texts(interval: Interval, write: Callable[[float], str]) -> Part:
-    return write(interval.estimate), f"[{write(interval.low)}, {write(interval.high)}]"
-
-
 def _outcome(analysis: Analysis) -> str:
     return f"{analysis.outcome.label.capitalize()}{_unit(analysis)}"
 
@@ -141,7 +132,8 @@ def capability(capable: Capabilities | None) -> tuple[list[Table], Table | None]
         ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
         ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
     ):
-        rows = [[label, *(interval_texts(read(one, x), "accuracy") for x in names.values())] for label, one in curves]
+        found = [(label, [read(one, x) for x in names.values()]) for label, one in curves]
+        rows = [[label, *(_pair(one and one.estimate, one, "accuracy") for one in row)] for label, row in found]
         tables.append(table(["Arm", *(f"{name} (%)" for name in names)], rows))
     crossings = []
     for one in capable.crossovers:
@@ -277,7 +269,8 @@ def statistics(analysis: Analysis) -> Mapping[str, Table]:
          ", ".join(wording.number(value, metric, True) for value in one.values)]
         for one in pairs
     ]  # fmt: skip
-    higher = [[one.name, *range_texts(one.improvement, lambda share: f"{100 * share:.0f}")] for one in pairs]
+    shares = [(one.name, [100 * x for x in (p.estimate, p.low, p.high)]) for one in pairs for p in [one.improvement]]
+    higher = [[name, f"{share:.0f}", f"[{low:.0f}, {high:.0f}]"] for name, (share, low, high) in shares]
     plans = []
     for one in pairs:
         detectable = "n/a" if math.isnan(one.detectable) else wording.points(one.detectable, one.outcome.name)

@@ -50,7 +50,8 @@ ROOMS = (
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_IMPORTER = {
-    "mlflow": ("harness/mirror/",), "optuna": ("harness/study/", "harness/extras/postgres/"),
+    "mlflow": ("harness/mirror/",),
+    "optuna": ("harness/study/", "harness/extras/postgres/", "harness/extras/importance/"),
     "tensorboard": "harness/extras/tensorboard/", "wandb": "harness/extras/wandb/",
 }  # fmt: skip
 NOT_IN_REPORTS = {"torch", "transformers", "datasets"}

@@ -50,11 +50,8 @@ def page(result: Result, a: str, b: str, runs: Path) -> str:
     code = b64encode(sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; script-src 'sha256-{code}'"
     shown = {"name": result.name, "a": visible(a), "b": visible(b), "policy": policy}
-    return (
-        html_environment(Path(__file__).parent)
-        .get_template("page.html")
-        .render(**shown, data=Markup(embedded), script=Markup(_SCRIPT))
-    )
+    template = html_environment(Path(__file__).parent).get_template("page.html")
+    return template.render(**shown, data=Markup(embedded), script=Markup(_SCRIPT))
 
 
 _FIELDS = {"arm", "seed", "step", "area", "problem", "family", "prompt", "gold", "sample", "greedy", "completion",

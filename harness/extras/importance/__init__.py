@@ -1,0 +1,3 @@
+"""Which setting mattered: parallel coordinates and importances of all runs of one or several studies, as one page."""
+
+API = {"importance": "page"}
