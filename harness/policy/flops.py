@@ -125,8 +125,8 @@ class Costs:
         """Whether rows of a prompt read it once."""
         again = sum(prompt * (len(counts) - 1) for prompt, counts in rows)
         squares = sum(count**2 for _, counts in rows for count in counts)
-        pays = self.is_lean or sharing_pays(self.forward.tokens, self.forward.pairs, again, squares)
-        return self.can_share and pays
+        token, pair, _ = self.forward
+        return self.can_share and (self.is_lean or sharing_pays(token, pair, again, squares))
 
     @property
     def frozen(self) -> "Costs":

@@ -377,8 +377,8 @@ def shared_prompts(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> tupl
     weights = sum(p.numel() for p in backbone(model).parameters()) - model.get_input_embeddings().weight.numel()  # pyright: ignore
     pair = 4 * config.num_hidden_layers * config.num_attention_heads * width
     saved = total * (1 - len(prompts_UT) / len(tokens_BT))
-    is_lean = fused_llama.recognised(model)  # whose own pass is faster than the library's without a mask
-    pays = saved > 0 and (is_lean or sharing_pays(2 * weights, pair, saved, squares))
+    # a lean pass is faster than the library's, which has no mask
+    pays = saved > 0 and (fused_llama.recognised(model) or sharing_pays(2 * weights, pair, saved, squares))
     return (prompts_UT, prompt_B) if pays else None
 
 

@@ -389,8 +389,7 @@ class Learner:
         """The rows in parts, with their places, whose prompts each device reads at once: as many as a micro-batch has
         tokens for, or a single one. So the memory of prompts does not grow with their number."""
         every, world = torch.arange(len(batch), device=batch.tokens_BT.device), ranks.world_size()
-        given = self.policy, batch.tokens_BT, batch.completion_mask_BT
-        found = shared_prompts(*given) if self.shares_prompts else None
+        found = shared_prompts(self.policy, batch.tokens_BT, batch.completion_mask_BT) if self.shares_prompts else None
         if found is None:
             return [(every, batch)]
         (prompts_UT, prompt_B), budget = found, microbatch_tokens(self.spec.optimizer, every.device)

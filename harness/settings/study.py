@@ -272,10 +272,8 @@ class StudySpec(Section):
             search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
             base = plan.base.run_spec(0).model_dump(mode="json")
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
-        if self.any_time:
-            known["seeds"] = {"any_time": True}
-        if self.pairing == "none":
-            known["pairing"] = "none"
+        known |= {"seeds": {"any_time": True}} if self.any_time else {}
+        known |= {"pairing": "none"} if self.pairing == "none" else {}
         if self.claim:
             known["claim"] = [claim.model_dump(mode="json") for claim in self.claim]
         return digest(known)
