@@ -245,6 +245,14 @@ def test_few_samples_or_unequal_ones_make_no_curves(tmp_path):
     assert not (tmp_path / "capability.csv").exists()
 
 
+def test_an_arm_whose_seeds_had_other_problems_has_no_curve():
+    record = capability_study(num_problems=30, num_samples=32, with_start=False)
+    more = {"sharp": {"problem-30": 0.5}, "mild": {}}
+    other = with_trials(record, lambda t: {"per_problem": t.per_problem | more[t.arm] if t.seed else t.per_problem})
+    found = found_in(other)
+    assert found is not None and list(found.after) == ["mild"]
+
+
 def test_two_problems_sixteen_samples_and_a_single_seed_are_enough_for_the_curves_of_a_study():
     record = capability_study(num_problems=2, num_samples=16)
     found, (trial, *others) = found_in(record), record.trials
