@@ -152,7 +152,7 @@ class Algorithm(Section, ABC):
 
     def shown(self, batch: Batch) -> Tensor:
         """[P, G]: the place in the group of the completion that is read before each one by its teacher; -1: none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has needs_teacher, so it must define `shown`")
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: the mean over the tokens of a row, then

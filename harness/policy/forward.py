@@ -355,8 +355,7 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
 def sharing_pays(token: float, pair: float, prompts: float, squares: float) -> bool:
     """Whether it saves operations not to read so many tokens of `prompts` again. The completions then need a mask, and
     without one attention skips half of the pairs of a completion's tokens, of which there are `squares` (the sum of the
-    squared lengths). `token` and `pair` are the operations for one of each: with SmolLM2-135M and 140 tokens of a
-    prompt in groups of 4, completions of up to 800 tokens pay."""
+    squared lengths). `token` and `pair` are the operations for one of each."""
     return token * prompts > pair * squares / 2
 
 
@@ -373,9 +372,9 @@ def shared_prompts(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> tupl
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
     config: Any = model.config.get_text_config()  # pyright: ignore
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weights = sum(p.numel() for p in backbone(model).parameters()) - model.get_input_embeddings().weight.numel()  # pyright: ignore
-    pair = 4 * config.num_hidden_layers * config.num_attention_heads * width
+    pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_width
     saved = total * (1 - len(prompts_UT) / len(tokens_BT))
     # a lean pass is faster than the library's, which has no mask
     pays = saved > 0 and (fused_llama.recognised(model) or sharing_pays(2 * weights, pair, saved, squares))

@@ -335,10 +335,8 @@ def raises(backend: Backend) -> list[Number]:
     """An error of either of two processes ends both, and its reason is told."""
     run = backend.settings(devices=2, steps=1, **APART, autocast=False)
     found = [backend.fail_one(run, rank) for rank in (0, 1)]
-    return [
-        *(Number(f"both ended after rank {rank} raised", found[rank][0], "s", most=180) for rank in (0, 1)),
-        Number("the reason is told", min(said.count(WORDS) for _, said in found), least=1),
-    ]
+    ends = [Number(f"both ended after rank {i} raised", seconds, "s", most=180) for i, (seconds, _) in enumerate(found)]
+    return [*ends, Number("the reason is told", min(said.count(WORDS) for _, said in found), least=1)]
 
 
 def real_model(backend: Backend) -> list[Number]:
