@@ -63,7 +63,6 @@ class ReportFiles:
     markdown: Path
     answer: str
     colors: dict[str, str]  # of each arm in the figures
-    claims: list[tuple[str, str]]  # each in a sentence, and its verdict
 
 
 def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FORMATS) -> ReportFiles:
@@ -85,7 +84,6 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     files = ReportFiles(
         folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"],
         {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
-        [(claim.sentence, claim.verdict) for claim in claims],
     )  # fmt: skip
     markdown = Environment(
         autoescape=False, keep_trailing_newline=True, loader=FileSystemLoader(_TEMPLATES), **_JINJA,

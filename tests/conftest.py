@@ -70,7 +70,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch):
-    for name in ("COHORT_TRACKING_URI", "COHORT_MIRROR", "COHORT_NOTIFY"):
+    for name in ("COHORT_TRACKING_URI", "COHORT_MIRROR"):
         monkeypatch.setenv(name, "")  # which a command sets
 
 

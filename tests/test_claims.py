@@ -345,7 +345,6 @@ def test_the_page_states_claims_with_prediction_and_verdict_and_draws_them(tmp_p
         {"contrast": {"b": 1, "a": -1}, "predicts": "equivalent", "margin": 0.05, "sentence": "b <matches> a."},
     )
     files = write_report(record, tmp_path, formats=("svg",))
-    assert files.claims == [("b <matches> a.", "contradicted")]
     page, text = files.html.read_text(), files.markdown.read_text()
     assert "b &lt;matches&gt; a." in page and ">contradicted</span>" in page
     assert "between -5.0 and +5.0 points" in page.replace("\u2212", "-") and "between -5.0 and +5.0 points" in text

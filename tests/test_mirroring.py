@@ -1,4 +1,4 @@
-"""Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning. Notices too."""
+"""Mirrors that are plugins get every event of a run; one that raises, hangs or dies costs a warning."""
 
 import signal
 import subprocess

@@ -11,7 +11,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,36 +210,14 @@ def run_to_report(
             what = f"{at_work} trial{'s' * (at_work > 1)} at work"
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
 
-    def notify(event: str, text: str, **facts: Any) -> None:
-        for hear in heard:
-            hear(event, f"{spec.name}: {text}", **facts)
-
-    told: set[Path] | None = None  # trials that ended badly
-
-    def show(status: StudyStatus) -> None:
-        nonlocal told
-        view(status)
-        bad = {trial.directory: trial for trial in status.trials if trial.state in ("failed", "invalid")}
-        for folder in bad.keys() - (bad.keys() if told is None else told):  # an earlier command told of the first ones
-            facts = {key: getattr(bad[folder], key) for key in ("arm", "seed", "state", "reason")}
-            text = "{arm} | seed {seed} is {state}: {reason}".format(**facts)
-            notify("trial failed", text, trial=folder.name, **facts)
-        told = {*bad}
-
-    with ExitStack() as after:
-        heard = [after.enter_context(one.notices(spec.name)) for one in extras.modules("notices").values()]
-        with progress.study_view() as view:
-            status = runner.run_study(
-                spec, runs, workers=workers, command=command, on_status=show, storage=storage, cluster=cluster
-            )
-        if not status.finished:  # asked to stop
-            raise KeyboardInterrupt
-        with progress.phase_bar(f"report of {spec.name}", REPORTING):
-            record, files = reporting.write_report(spec.name, runs)
-        for sentence, verdict in files.claims:
-            if verdict in ("supported", "contradicted"):
-                notify("claim decided", f"{verdict}: {sentence}", claim=sentence, verdict=verdict)
-        notify("study ended", files.answer, answer=files.answer, counts=status.counts())
+    with progress.study_view() as view:
+        status = runner.run_study(
+            spec, runs, workers=workers, command=command, on_status=view, storage=storage, cluster=cluster
+        )
+    if not status.finished:  # asked to stop
+        raise KeyboardInterrupt
+    with progress.phase_bar(f"report of {spec.name}", REPORTING):
+        record, files = reporting.write_report(spec.name, runs)
     return Ended(status, record, files)
 
 

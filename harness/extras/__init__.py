@@ -10,7 +10,6 @@ are found by the name of their file or folder:
     launcher.py   the launcher called as the extra: `NEEDS`, a package; `place(given, wanted)`, where workers with these
                   settings run, each with so many GPUs unless they say more; the extra's docstring is its help
     storage.py    `FORM`, of the URLs that it serves; `open_storage(study, url)`: a study's storage, or None
-    notices.py    `notices(study)`: a context that yields a function, which gets the events
     models.py     a format of models: `reads(path)`; `check(path)`, which raises ValueError; `sources(path)`, the files
                   that are read; `convert(path, folder)`, which saves the model as transformers reads it
     pages.py      `ROUTES`: pages that `cohort ui` serves below /NAME; the extra's docstring is their title

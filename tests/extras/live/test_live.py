@@ -1,11 +1,15 @@
 """What a reader finds on a study's live page."""
 
 import dataclasses
+import functools
+import uuid
 
 import browser
 import fake_trials
 import pytest
+from cohort.harness.api import study
 from cohort.harness.extras.live import pages
+from cohort.harness.study import runner
 from cohort.harness.study.queue import Queue, TrialOutcome
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
@@ -83,3 +87,31 @@ def test_a_live_page_is_sent_again_once_it_has_changed(runs, monkeypatch):
     queue.finish(claimed(queue), TrialOutcome("failed", "a reason"))
     changed = answer(tag)
     assert changed.status_code == 200 and b"a reason" in changed.body and changed.headers["etag"] != tag
+
+
+SECRETS = ("COHORT_SECRET", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN", "WANDB_API_KEY",
+           "PGPASSWORD")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.attack("A secret in the environment of a study")
+def test_no_secret_of_the_environment_is_in_a_log_record_tag_or_page(
+    runs, plugins, monkeypatch, caplog, capfd, record_property
+):
+    planted = {name: uuid.uuid4().hex for name in SECRETS}
+    for name, secret in planted.items():
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("COHORT_RUNS", str(runs))
+    monkeypatch.setattr(runner, "run_study", functools.partial(runner.run_study, execute=fake_trials.EXECUTE))
+    (runs / "crash").touch()
+    spec = a_study(seeds=[0, 1], factors={"optimizer.weight_decay": [0.0, 0.1, 0.2]})
+    with caplog.at_level("DEBUG", "cohort"):
+        study.run_to_report(study.Study("sizes", (), spec, "cohort study run sizes"), runs, 2)
+        page = repr(pages.LiveStudy("sizes").shown())
+    written = {str(file): file.read_bytes() for file in runs.rglob("*") if file.is_file()}
+    assert {"mlflow.db", "index.html", "run.json", "worker-0.log"} <= {name.rpartition("/")[2] for name in written}
+    said = {"page": page, "log": caplog.text, "output": "".join(capfd.readouterr())}
+    assert "no memory left" in page
+    places = written | {name: text.encode() for name, text in said.items()}
+    assert [(where, name) for where, text in places.items() for name in planted if planted[name].encode() in text] == []
+    record_property("tried", len(SECRETS))
