@@ -213,16 +213,6 @@ def test_a_study_that_extends_what_it_cannot_is_refused(tmp_path, files, words):
         load_study(str(tmp_path / "own.yaml"))
 
 
-def test_show_prints_what_a_file_changes(tmp_path, cohort):
-    write(tmp_path, "base.yaml", BASE)
-    file = write(tmp_path, "own.yaml", {"extends": "base.yaml", "run": {"steps": 7}, "seeds": None})
-    assert cohort("study", "show", file, "--diff", "--json") == 0
-    rows = {row["path"]: (row["extended"], row["here"]) for row in cohort.json()}
-    assert rows == {"run.steps": ("5", "7"), "seeds": ("[0, 1]", "absent")}
-    assert cohort("study", "show", tmp_path / "base.yaml", "--diff") == 2
-    assert "extends none" in cohort.err
-
-
 def test_a_file_of_settings_is_the_same_as_its_settings_one_by_one_and_later_ones_win(tmp_path):
     raw = {"dtype": "bfloat16", "optimizer": {"beta2": 0.95}, "evaluation.num_samples": 2}
     file = write(tmp_path, "a100.yaml", raw)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .settings import shell
     from .study import (
         Study,
-        changes,
         compare,
         comparison,
         dry_run,

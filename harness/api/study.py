@@ -23,7 +23,7 @@ from ..record.status import StudyStatus
 from ..record.study import StudyRecord, read_folder, study_settings
 from ..settings import load
 from ..settings.errors import SpecError
-from ..settings.raw import differences, parse_overrides, read_yaml, with_overrides
+from ..settings.raw import parse_overrides, read_yaml, with_overrides
 from ..settings.run import Optimizer, get_path
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
@@ -258,14 +258,6 @@ def show(study: Study) -> dict[str, Any]:
         "design_arms": arms,
         "budget": {"trials": sum(count for _, count in counts), "rollouts": rollouts},
     }
-
-
-def changes(name_or_path: str) -> list[tuple[str, str, str]]:
-    """(setting, in the study that it extends, here) of each setting that a study file changes or adds."""
-    path, own, base = load.study_mapping(name_or_path)
-    if not base:
-        raise SpecError(f"a study file must extend another one to differ from it, and '{path}' extends none")
-    return list(differences(base, own))
 
 
 def launcher(words: str, study: Study) -> Launcher | None:

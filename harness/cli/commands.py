@@ -1,38 +1,20 @@
 """Defines the command line: `command` adds a function to it, with examples below its help and errors as exit codes."""
 
 import functools
-import importlib
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from ..console import terminal
 
-
-class _Commands(TyperGroup):
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes the help without what rich loads for Markdown and `attrs`, a third of its time; none here has any."""
-        unused: dict[str, Any] = {"rich.markdown": SimpleNamespace(Markdown=None), "attr": None}
-        new, modules = unused.keys() - sys.modules.keys(), cast(dict[str, Any], sys.modules)
-        modules |= {name: unused[name] for name in new}
-        importlib.import_module("typer.rich_utils")
-        for name in new:
-            del modules[name]
-        super().format_help(ctx, formatter)
-
-
 app = typer.Typer(
     name="cohort",
-    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

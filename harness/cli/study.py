@@ -123,22 +123,15 @@ def study_work(
 @command(
     "study show",
     "cohort study show quickstart",
-    "cohort study show my_study.yaml --diff",
     "cohort study show my_study.yaml --set @a100.yaml --json",
 )
 def study_show(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a study file, or a started study.")],
     sets: options.Sets = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Only what a file changes in the one that it extends.")] = False,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, resolved run (defaults included) and budget without running it."""
-    if diff:
-        rows = api.changes(study)
-        if as_json:
-            return terminal.print_json([dict(zip(("path", "extended", "here"), row, strict=True)) for row in rows])
-        return terminal.show_table("", ["setting", "extended study", "here"], rows)
     found = api.study_of(study, sets or (), runs)
     document = api.show(found)
     if as_json:

@@ -31,7 +31,7 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study; any other
     changes the base run (`steps=20`, `task.path=...`).
     """
-    path, raw, _ = study_mapping(name_or_path)
+    path, raw = _study_mapping(name_or_path)
     raw.setdefault("name", path.stem)
     given = parse_overrides(overrides)
     own = {dotted: value for dotted, value in given.items() if dotted.partition(".")[0] in StudySpec.model_fields}
@@ -53,10 +53,9 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     return study
 
 
-def study_mapping(name_or_path: str, extended_by: Path | None = None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The file of a study, its settings, and the settings of the study that it `extends` (a shipped name, or a file
-    beside it); without `extends` the last are empty. The study's settings include the extended ones: its `run` changes
-    single settings, any other section replaces the extended one, null removes one."""
+def _study_mapping(name_or_path: str, extended_by: Path | None = None) -> tuple[Path, dict[str, Any]]:
+    """The file of a study, and its settings with those of the study that it `extends` (a shipped name, or a file beside
+    it): its `run` changes single settings, any other section replaces the extended one, null removes one."""
     shipped = shipped_studies()
     path = shipped.get(name_or_path, (extended_by.parent if extended_by else Path()) / name_or_path)
     if not path.is_file():
@@ -66,16 +65,16 @@ def study_mapping(name_or_path: str, extended_by: Path | None = None) -> tuple[P
         raise SpecError(f"unknown study '{name_or_path}'; {near}shipped: {', '.join(shipped)}, {fix}")
     raw = _mapping(path, "study", "question: ... and run: {task: arithmetic, algorithm: grpo}")
     if (other := raw.pop("extends", None)) is None:
-        return path, raw, {}
+        return path, raw
     if extended_by is not None:
         raise SpecError(f"{extended_by}: extends goes one level, and '{path}' itself extends another; name that one")
     if not isinstance(other, str):
         raise SpecError(f"{path}: extends must be one study, a shipped name or a file, got {other!r}")
-    _, base, _ = study_mapping(other, path)
+    _, base = _study_mapping(other, path)
     base.pop("name", None)
     run = _merged(base.get("run"), raw.get("run"))
     whole = {**base, **raw, **({} if run is None else {"run": run})}
-    return path, {key: value for key, value in whole.items() if value is not None}, base
+    return path, {key: value for key, value in whole.items() if value is not None}
 
 
 def _merged(base: Any, own: Any) -> Any:
