@@ -40,6 +40,7 @@ def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
 
 
 CASES = {
+    "some without advantage": case("dr_grpo", **{"algorithm.group_size": 2, "optimizer.tokens_per_microbatch": 60}),
     "lora_recomputed": case("ppo", lora={"rank": 4}, gradient_checkpointing=True),
     "grpo": case(
         optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60},
@@ -74,6 +75,8 @@ def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their
     ranks_at_work.side_by_side(tmp_path, cases)
     for name in cases:
         check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
+    events = json.loads((tmp_path / "2" / "some without advantage" / "log.json").read_text())["events"]
+    assert any(0 < metrics.get("train/zero_advantage_groups", 0) < 1 for _, metrics in events)
     alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
     assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
     check_weights(RESUMED, tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED)

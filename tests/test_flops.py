@@ -58,6 +58,7 @@ STEPS = {
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),
     "no shared prompts": ("qwen2", {"algorithm": {"name": "ppo", "group_size": 1}}),
     "minibatches": ("tiny", {"algorithm": GRPO, "optimizer": {"num_minibatches": 2, "num_inner_epochs": 2}}),
+    "groups without advantage": ("tiny", {"algorithm": {"name": "dr_grpo", "group_size": 4}}),
     "checkpointing": ("qwen2", {"algorithm": GRPO, "gradient_checkpointing": True}),
 }
 
@@ -98,6 +99,8 @@ def test_a_step_takes_the_operations_that_pytorch_counts(case):
     batch = collate(groups).replace(rewards_B=torch.arange(len(groups) * group_size).remainder(group_size) % 2.0)
     batch, scoring = counted(lambda: taught(learner, learner.annotate(batch), groups))
     batch = learner.algorithm.advantages(batch)
+    if case == "groups without advantage":
+        batch = batch.replace(advantages_BT=batch.advantages_BT * (torch.arange(len(batch)) >= group_size)[:, None])
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
     expected = {"sampling": sampling, "scoring": scoring, "learning": learning}

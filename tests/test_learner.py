@@ -451,6 +451,61 @@ def test_a_batch_without_a_signal_leaves_weights_and_moments_as_they_are(algorit
         assert not differs(moved, everything(learner))
 
 
+def an_update(spec, batch, *, apart=True):
+    """The weights, metrics and operations of an update on rows of given advantages, its learner, and the tokens that
+    are read with and without gradient; unless `apart`, rows without advantage are read as the others are."""
+    learner, read = Learner(spec, tiny_model(0).double()), {True: 0, False: 0}
+    if not apart:
+        learner._still = lambda batch: torch.zeros(len(batch), dtype=torch.bool)
+
+    def note(_, given):
+        read[torch.is_grad_enabled()] += given[0].numel()
+
+    learner.policy.model.embed_tokens.register_forward_pre_hook(note)
+    metrics = learner.update(batch, 0)
+    return [p.detach().flatten() for p in learner.policy.parameters()], metrics, learner, read
+
+
+def some_advantages():
+    """`shared_prompts` with the sampler's log-probs, where the rows of the first prompt have no advantage."""
+    batch = shared_prompts()
+    advantages_B = torch.tensor([0.0, 1, 0, 0.5, -1, 0, -0.5, 0])
+    return batch.replace(
+        advantages_BT=advantages_B[:, None] * batch.completion_mask_BT, old_logprobs_BT=batch.sampler_logprobs_BT
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 20}])
+def test_rows_without_advantage_are_read_without_gradient_and_change_nothing(changes):
+    spec = make_spec({"name": "dr_grpo", "group_size": 2}, **changes)
+    (one, metrics, learner, read), (other, expected, _, whole) = (
+        an_update(spec, some_advantages(), apart=apart) for apart in (True, False)
+    )
+    moved = torch.cat(other) - torch.cat([p.flatten() for p in tiny_model(0).double().parameters()])
+    assert (torch.cat(one) - torch.cat(other)).norm() <= 1e-6 * moved.norm()
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert learner.still == [True, False, True, False, False, True, False, True]
+    if not changes:  # the first prompt and its 4 completions of at most 5 tokens; two prompts and 4 of at most 7
+        assert (read, whole) == ({False: 3 + 4 * 5, True: 2 * 5 + 4 * 7}, {False: 0, True: 3 * 5 + 8 * 7})
+
+
+@pytest.mark.parametrize("algorithm", [
+    {"name": "kl_cov", "penalty": 1.0, "covariance_share": 1.0}, {"name": "dr_grpo", "kl_beta": 0.1},
+    {"name": "dr_grpo", "entropy_bonus": 0.1}, {"name": "ppo", "kl_beta": 0.0},
+], ids=["penalty", "divergence", "entropy", "critic"])  # fmt: skip
+def test_rows_without_advantage_keep_what_else_teaches_them(algorithm):
+    spec = make_spec({"group_size": 2, **algorithm}, num_inner_epochs=2)
+    batch = some_advantages()
+    batch = batch.replace(
+        held_BT=batch.completion_mask_BT, ref_logprobs_BT=batch.sampler_logprobs_BT, returns_BT=batch.advantages_BT,
+        values_BT=0 * batch.advantages_BT,
+    )  # fmt: skip
+    (one, metrics, learner, _), (other, expected, _, _) = (
+        an_update(spec, batch, apart=apart) for apart in (True, False)
+    )
+    assert all(map(torch.equal, one, other)) and metrics == expected and not any(learner.still)
+
+
 def test_a_divergence_an_entropy_bonus_and_a_value_error_are_signals():
     equal = make_batch().replace(rewards_B=torch.zeros(8))
     apart = equal.replace(sampler_logprobs_BT=make_batch(tiny_model(0)).sampler_logprobs_BT)

@@ -138,6 +138,18 @@ def lengths(groups: Sequence[Group]) -> Lengths:
     return [(len(g.prompt_token_ids), [len(r.token_ids) for r in g.rollouts]) for g in groups]
 
 
+def parted(rows: Lengths, apart: Sequence[bool]) -> tuple[Lengths, Lengths]:
+    """The completions that are `apart` (in order; none, if it is empty) and the others, each with their prompts."""
+    flags = iter(apart or [False] * sum(len(counts) for _, counts in rows))
+    marked = [(prompt, [(next(flags), count) for count in counts]) for prompt, counts in rows]
+
+    def those(wanted: bool) -> Lengths:
+        found = [(prompt, [count for flag, count in counts if flag == wanted]) for prompt, counts in marked]
+        return [(prompt, counts) for prompt, counts in found if counts]
+
+    return those(True), those(False)
+
+
 def sampled(costs: Costs, drawn: Lengths) -> float:
     """Operations to sample these completions: each prompt is read once, and each completion token but the last once."""
     work = Work()
@@ -151,6 +163,8 @@ def sampled(costs: Costs, drawn: Lengths) -> float:
 
 def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> float:
     """Operations of one pass without gradient over these rows."""
+    if not rows:
+        return 0.0
     prompts, completions = _read(rows, share and costs.shares(rows), headed)
     return prompts.plus(completions).at(costs.forward)
 

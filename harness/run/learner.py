@@ -8,6 +8,7 @@ depend on the split.
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -63,6 +64,7 @@ class Learner:
         self.warms_critic = False  # whether the last update has trained the critic alone
         self.fits_head = False  # whether the last update has fitted the critic's head
         self.lessons: flops.Lengths = []  # of the last pass over `teacher_logprobs_BT`
+        self.still: list[bool] = []  # of each row of the last update, whether it was read without gradient
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
             reference = lora.around_frozen(origin or policy)
@@ -159,6 +161,7 @@ class Learner:
         weights = weight_sample(self.policy)
         self.fits_head = step == self.start and self.spec.critic.head == "fitted"
         fitted = self._fit_head(batch) if self.fits_head else {}
+        self.still = self._still(batch).tolist()
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
@@ -179,7 +182,8 @@ class Learner:
         rewards' own models."""
         spec, algorithm = self.spec, self.spec.algorithm
         score = partial(flops.scored, costs, share=self.shares_prompts)
-        learn = partial(flops.learned, costs, trained, spec, share=self.shares_prompts)
+        still, moving = flops.parted(trained, self.still)
+        learn = partial(flops.learned, costs, moving, spec, share=self.shares_prompts)
         scoring = score(trained) if self.reads_old and not self.sampler_is_exact else 0.0
         if algorithm.needs_reference:
             scoring += flops.scored(costs.reference or costs.frozen, trained, share=self.shares_prompts)
@@ -192,6 +196,7 @@ class Learner:
             scoring += sum(flops.scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
         batch_tokens = microbatch_tokens(spec.optimizer, resolve_device(spec.device))
         learning = learn(batch_tokens=batch_tokens, has_gradient=not self.warms_critic)
+        learning += spec.optimizer.num_inner_epochs * score(still)
         learning += score(trained, headed=False) if self.fits_head else 0.0
         if algorithm.needs_critic and not algorithm.shares_trunk:
             learning += learn(headed=False)
@@ -243,43 +248,18 @@ class Learner:
 
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
         """The metrics of an optimiser step on a minibatch with loss weights; `first`: the policy is the sampler's."""
-        sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
-        ratios: dict[str, list[Tensor]] = defaultdict(list)
-        log_weights: list[Tensor] = []
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         self._train_mode(recomputes(self.policy))
-        is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
-        behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
-        for _, part in self._parts(minibatch):
-            with torch.set_grad_enabled(not self.warms_critic):
-                prompts = [self._prompt_states(self.policy, part)]
-            prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
-            for rows, width in self._rows_by_length(part, prompts[0]):
-                micro = part.rows(rows, width)
-                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                    output = self._output(micro, [states and states.rows(rows) for states in prompts])
-                if is_on_policy:  # the ratio is exactly 1, and still has its gradient
-                    micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
-                loss, metrics = self.algorithm.minimised(micro, output)
-                loss.backward()
-                logprobs = output.logprobs_BT.detach()
-                if self.spec.staleness:
-                    log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
-                    log_weights.append(log_ratio_BT.double().sum(dim=1))
-                ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
-                if first:
-                    sampler = micro.sampler_logprobs_BT
-                    ratios[f"{behind}/max_ratio"].append((logprobs - sampler).abs().max().exp())
-                    metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
-                for name, value in metrics.items():
-                    sums[name] += value.detach().double()
-            for states in prompts:
-                if states is not None:
-                    states.backward()
+        found, (still, moving) = _Sums(), self._by_gradient(minibatch)
+        if still is not None and self._pass(still, found, first=first, learns=False):
+            self.still, found, moving = [], _Sums(), minibatch  # the objective has another term, which teaches them
+        if moving is not None:
+            self._pass(moving, found, first=first)
         self._train_mode(False)
-        if log_weights:
-            log_weight_B = torch.cat(log_weights)
+        sums, ratios = found.totals, found.ratios
+        if found.log_weights:
+            log_weight_B = torch.cat(found.log_weights)
             weight_B = (log_weight_B - ranks.largest(log_weight_B.max())).exp()  # so none overflows, not all vanish
             sums |= {"weights": weight_B.sum(), "squares": weight_B.square().sum()}
         total = ranks.summed(torch.stack(list(sums.values())))
@@ -304,6 +284,55 @@ class Learner:
                 optimizer.step()
         return totals
 
+    def _by_gradient(self, batch: Batch) -> tuple[Batch | None, Batch | None]:
+        """The rows that teach nothing, if the advantage is all that teaches and they have none, and the others."""
+        still_B, world = self._still(batch), ranks.world_size()
+        still, moving = (rows_B.nonzero()[:, 0] for rows_B in (still_B, ~still_B))
+        if len(still) < world or 0 < len(moving) < world:  # each process must have one
+            return None, batch
+        return batch.rows(still), batch.rows(moving) if len(moving) else None
+
+    def _still(self, batch: Batch) -> Tensor:
+        """[B] bool: the rows without advantage, where nothing but the advantage is known to teach."""
+        others = self.critic is not None or self.algorithm.kl_beta > 0 or self.algorithm.entropy_bonus > 0
+        return (batch.advantages_BT == 0).all(dim=1) & (not others)
+
+    def _pass(self, batch: Batch, sums: "_Sums", *, first: bool, learns: bool = True) -> bool:
+        """Add the gradients of a minibatch's rows, and their metrics to `sums`. Rows from which nothing `learns` are
+        read without gradient: whether their loss has one after all."""
+        is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
+        behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
+        has_gradient, missed = learns and not self.warms_critic, []
+        for _, part in self._parts(batch):
+            with torch.set_grad_enabled(has_gradient):
+                prompts = [self._prompt_states(self.policy, part)]
+            prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
+            for rows, width in self._rows_by_length(part, prompts[0]):
+                micro = part.rows(rows, width)
+                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                    output = self._output(micro, [states and states.rows(rows) for states in prompts], has_gradient)
+                leaves = [] if learns else [x.requires_grad_() for x in (output.logprobs_BT, output.entropy_BT)]
+                if is_on_policy:  # the ratio is exactly 1, and still has its gradient
+                    micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+                loss, metrics = self.algorithm.minimised(micro, output)
+                loss.backward()
+                missed += [(x.grad != 0).any() for x in leaves if x.grad is not None]
+                logprobs = output.logprobs_BT.detach()
+                if self.spec.staleness:
+                    log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
+                    sums.log_weights.append(log_ratio_BT.double().sum(dim=1))
+                sums.ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
+                if first:
+                    sampler = micro.sampler_logprobs_BT
+                    sums.ratios[f"{behind}/max_ratio"].append((logprobs - sampler).abs().max().exp())
+                    metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
+                for name, value in metrics.items():
+                    sums.totals[name] += value.detach().double()
+            for states in prompts:
+                if states is not None:
+                    states.backward()
+        return bool(missed) and bool(ranks.largest(torch.stack(missed).any().float()))
+
     def _train_mode(self, on: bool) -> None:
         """transformers recomputes activations only in training mode, which changes nothing else without dropout."""
         for module in filter(None, (self.policy, self.critic)):
@@ -314,10 +343,10 @@ class Learner:
         own = None if self.critic is None else self.critic.backbone
         return [self.policy] if own is None else [self.policy, own]
 
-    def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
+    def _output(self, micro: Batch, prompts: Sequence[PromptStates | None], has_gradient: bool) -> PolicyOutput:
         """Scores of a micro-batch, given its prompts as each trunk reads them."""
         tokens, mask, temperature = micro.tokens_BT, micro.completion_mask_BT, self.spec.sampling.temperature
-        with torch.set_grad_enabled(not self.warms_critic):
+        with torch.set_grad_enabled(has_gradient):
             hidden = completion_states(self.policy, tokens, mask, prompts[0])
             wanted = self.spec.algorithm.entropy_bonus > 0
             logprobs, entropy = token_logprobs(self.policy, tokens, mask, temperature, hidden, entropy_gradient=wanted)
@@ -430,6 +459,15 @@ class Learner:
         sizes = packed(lengths, budget, ranks.world_size())
         widths = [max(own[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return list(zip(order.split(sizes), widths, strict=True))[ranks.rank() :: ranks.world_size()]
+
+
+@dataclass
+class _Sums:
+    """What the passes of an optimiser step add up, on the device; read once, because every read waits for a GPU."""
+
+    totals: dict[str, Any] = field(default_factory=partial(defaultdict, float))
+    ratios: dict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
+    log_weights: list[Tensor] = field(default_factory=list)
 
 
 def in_loss(batch: Batch, spec: RunSpec) -> Tensor:
