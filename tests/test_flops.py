@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from cohort.harness.checks import memory
 from cohort.harness.checks.preflight import check_countable
 from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
@@ -192,7 +193,7 @@ def test_operations_end_no_run_whose_model_is_not_counted(tmp_path):
         check_countable(a_run(model=str(tmp_path), max_flops=1e9))
 
 
-def test_long_completions_read_their_prompts_again_for_a_mask_would_cost_more():
+def test_long_completions_read_their_prompts_again_for_a_mask_would_cost_more(monkeypatch):
     for model, count, pays in (
         (MODELS["llama"](), 16, True),
         (MODELS["llama"](), 512, False),
@@ -201,3 +202,6 @@ def test_long_completions_read_their_prompts_again_for_a_mask_would_cost_more():
         tokens, rows = torch.ones((4, 6 + count), dtype=torch.int64), [(6, [count] * 4)]
         mask = (torch.arange(6 + count) >= 6).expand(4, -1)
         assert (shared_prompts(model, tokens, mask) is not None) == pays == flops.Costs.of(model).shares(rows)
+        monkeypatch.setattr(memory, "empty_model", lambda *_, model=model: model)
+        long = a_spec(sampling={"max_tokens": count})
+        assert memory.run_sizes(long)["shares_prompts"] == pays

@@ -24,7 +24,14 @@ from ..base.tensors import num_shared
 from ..data import Prompt, Split
 from ..devices import group
 from ..devices.device import GIB, RESERVE, device_bytes, resolve_device
-from ..policy.forward import block_tokens, can_share_prompts, chunk_tokens, is_recomputed, microbatch_tokens
+from ..policy.forward import (
+    block_tokens,
+    can_share_prompts,
+    chunk_tokens,
+    is_recomputed,
+    microbatch_tokens,
+    sharing_pays_in,
+)
 from ..policy.model import check_model, empty_model, model_config
 from ..policy.text import TextCodec, codec_of
 from ..settings.errors import SpecError
@@ -236,7 +243,9 @@ def run_sizes(spec: RunSpec) -> dict[str, float]:
         prompts = [codec.encode(prompt.text) for prompt in spec.task.prompts(split)[-64:]]
         mean = sum(map(len, prompts)) / len(prompts)
         own = mean - num_shared(prompts)
-        sizes = {"prompt_tokens": mean, "own_tokens": own, "shares_prompts": float(can_share_prompts(model))}
+        rows, limit = spec.algorithm.group_size, spec.max_tokens
+        shares = can_share_prompts(model) and sharing_pays_in(model, mean * (rows - 1), rows * limit**2)
+        sizes = {"prompt_tokens": mean, "own_tokens": own, "shares_prompts": float(shares)}
         on_cpu = resolve_device(spec.device).type == "cpu"
         return sizes | ({"cpu_weights": float(model.num_parameters())} if on_cpu else {})
     return {}

@@ -359,6 +359,15 @@ def sharing_pays(token: float, pair: float, prompts: float, squares: float) -> b
     return token * prompts > pair * squares / 2
 
 
+def sharing_pays_in(model: nn.Module, prompts: float, squares: float) -> bool:
+    """`sharing_pays` in a model; always in one that `fused_llama` recognises, whose own pass is the faster one."""
+    config: Any = model.config.get_text_config()  # pyright: ignore
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = sum(p.numel() for p in backbone(model).parameters()) - model.get_input_embeddings().weight.numel()  # pyright: ignore
+    pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_width
+    return prompts > 0 and (fused_llama.recognised(model) or sharing_pays(2 * weights, pair, prompts, squares))
+
+
 def shared_prompts(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor] | None:
     """([U, T] prompts, right-padded with -1, [B] the prompt of each row), or None if no rows share a prompt, one has
     less than two tokens, the model cannot share them or it does not pay."""
@@ -371,14 +380,8 @@ def shared_prompts(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> tupl
         return None
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
-    config: Any = model.config.get_text_config()  # pyright: ignore
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    weights = sum(p.numel() for p in backbone(model).parameters()) - model.get_input_embeddings().weight.numel()  # pyright: ignore
-    pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_width
     saved = total * (1 - len(prompts_UT) / len(tokens_BT))
-    # a lean pass is faster than the library's, which has no mask
-    pays = saved > 0 and (fused_llama.recognised(model) or sharing_pays(2 * weights, pair, saved, squares))
-    return (prompts_UT, prompt_B) if pays else None
+    return (prompts_UT, prompt_B) if sharing_pays_in(model, saved, squares) else None
 
 
 @under_hooks
