@@ -161,7 +161,7 @@ class Learner:
         weights = weight_sample(self.policy)
         self.fits_head = step == self.start and self.spec.critic.head == "fitted"
         fitted = self._fit_head(batch) if self.fits_head else {}
-        self.still = self._still(batch).tolist()
+        self.still = [] if (still_B := self._still(batch)) is None else still_B.tolist()
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
@@ -285,17 +285,18 @@ class Learner:
         return totals
 
     def _by_gradient(self, batch: Batch) -> tuple[Batch | None, Batch | None]:
-        """The rows that teach nothing, if the advantage is all that teaches and they have none, and the others."""
-        still_B, world = self._still(batch), ranks.world_size()
-        still, moving = (rows_B.nonzero()[:, 0] for rows_B in (still_B, ~still_B))
+        """The rows that are `_still`, and the others."""
+        if (still_B := self._still(batch)) is None:
+            return None, batch
+        (still, moving), world = (rows_B.nonzero()[:, 0] for rows_B in (still_B, ~still_B)), ranks.world_size()
         if len(still) < world or 0 < len(moving) < world:  # each process must have one
             return None, batch
         return batch.rows(still), batch.rows(moving) if len(moving) else None
 
-    def _still(self, batch: Batch) -> Tensor:
-        """[B] bool: the rows without advantage, where nothing but the advantage is known to teach."""
+    def _still(self, batch: Batch) -> Tensor | None:
+        """[B] bool: the rows without advantage. None if other terms are known to teach."""
         others = self.critic is not None or self.algorithm.kl_beta > 0 or self.algorithm.entropy_bonus > 0
-        return (batch.advantages_BT == 0).all(dim=1) & (not others)
+        return None if others else (batch.advantages_BT == 0).all(dim=1)
 
     def _pass(self, batch: Batch, sums: "_Sums", *, first: bool, learns: bool = True) -> bool:
         """Add the gradients of a minibatch's rows, and their metrics to `sums`. Rows from which nothing `learns` are
