@@ -128,8 +128,9 @@ bench: $(BENCH_BIN)/.installed
 
 # Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
 # transformers, an older packaging through tensordict) are left out, and what that module imports is named here.
-# And grading beside the cases of reward-doctor and of math-verify's own tests, which are in its source alone.
-$(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
+# And grading beside the cases of reward-doctor and of math-verify's own tests, which are in its source alone, and logs
+# beside the reader of inspect, which needs other versions of what verl needs.
+$(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt constraints-inspect.txt
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PARITY_BIN)/python -m pip install --quiet --upgrade "pip>=24"
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt torch
@@ -140,11 +141,13 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 	$(PARITY_BIN)/python -m pip download --quiet --constraint constraints-parity.txt --no-deps --no-binary math-verify \
 		--dest $(PARITY_VENV)/math-verify math-verify
 	tar -xzf $(PARITY_VENV)/math-verify/*.tar.gz --strip-components 1 --directory $(PARITY_VENV)/math-verify
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-inspect.txt --target $(PARITY_VENV)/inspect inspect-ai
 	touch $@
 
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/graders.py $(PARITY_VENV)/math-verify
+	PYTHONPATH=$(PARITY_VENV)/inspect $(PARITY_BIN)/python tests/parity/logs.py
 
 # Changes of single expressions that no test sees; all tests run once first, then seconds for each mutant of thousands.
 # SAMPLE=100: so many, drawn by SEED. SHORT=1: a dozen, so that CI sees a name that moved.
