@@ -58,6 +58,8 @@ def make_study(**changes: Any) -> StudySpec:
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "gsm8k_qwen": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
                    "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True},
+    "math_qwen": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+                  "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True},
     "math_7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
                 "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip

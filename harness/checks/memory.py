@@ -30,6 +30,7 @@ from ..policy.forward import (
     chunk_tokens,
     is_recomputed,
     microbatch_tokens,
+    prompt_tokens,
     sharing_pays_in,
 )
 from ..policy.model import check_model, empty_model, model_config
@@ -43,6 +44,7 @@ from .memory_count import Counts, Shape, count, models, scorer_bytes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SURE = 0.9  # of the free memory: estimates err by a tenth, and without room a run ends; recomputing takes a third more
 PROCESS = 390 * 2**20  # bytes in RAM of a worker before it loads a model
 # Tokens of the longest prompt of a task, model, prompt format and evaluation, for which a tokenizer must be loaded.
 _LONGEST: dict[tuple[str, ...], int] = {}
@@ -71,13 +73,13 @@ def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None
 
 def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
     """The run with `gradient_checkpointing` true or false, if it is `auto`: false on a CPU, and on a GPU if the run is
-    `alone` there and fits without. A limit of operations, which would end at another step, makes it true on any GPU."""
+    `alone` there and surely fits without. A limit of operations, which would end at another step, makes it true."""
     device, recompute = resolve_device(spec.device), spec.gradient_checkpointing
     if recompute == "auto":
         recompute = device.type == "cuda"
         if recompute and alone and spec.max_flops is None and SHARED_GPU not in os.environ:
             found, _ = estimate_run(spec)
-            recompute = found is None or peak_bytes(found) > device_bytes(device)
+            recompute = found is None or peak_bytes(found) > SURE * device_bytes(device)
     return spec.model_copy(update={"gradient_checkpointing": recompute})
 
 
@@ -321,7 +323,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
         # prompt's keys; leaves of prompts, where they are no parts of the pass, and their gradient; or none are shared.
         before, tokens = shape.prompt_tokens - 1, shape.rows * (shape.prompt_tokens + spec.max_tokens)
         prompts = min(rows * spec.devices, spec.prompts_per_step)
-        most = max(1, microbatch_tokens(spec.optimizer, device) // shape.prompt_tokens)
+        most = max(1, prompt_tokens(spec.optimizer, device) // shape.prompt_tokens)
         own = min(-(-prompts // spec.devices), most)
         prompts = min(prompts, own * spec.devices)
         leaves = own + 2 * prompts if recompute or spec.devices > 1 else prompts * (rows > shape.rows)

@@ -37,6 +37,13 @@ def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
     return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else 1024)
 
 
+def prompt_tokens(settings: Optimizer, device: torch.device) -> int:
+    """Padded tokens of prompts that are read at once. Of a large micro-batch a fourth, because what a pass over prompts
+    keeps for its gradient stays beside what a micro-batch of their completions keeps."""
+    most = microbatch_tokens(settings, device)
+    return min(most, max(1024, most // 4))
+
+
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows, without a
     mask: causal attention never looks at the padding on the right, and positions start at 0."""

@@ -31,6 +31,7 @@ from ..policy.forward import (
     completion_states,
     microbatch_tokens,
     prompt_states,
+    prompt_tokens,
     recomputes,
     shared_prompts,
     token_logprobs,
@@ -422,7 +423,7 @@ class Learner:
         found = shared_prompts(self.policy, batch.tokens_BT, batch.completion_mask_BT) if self.shares_prompts else None
         if found is None:
             return [(every, batch)]
-        (prompts_UT, prompt_B), budget = found, microbatch_tokens(self.spec.optimizer, every.device)
+        (prompts_UT, prompt_B), budget = found, prompt_tokens(self.spec.optimizer, every.device)
         count, width = prompts_UT.shape
         parts = min(-(-count // (max(1, budget // width) * world)), max(1, count // world))
         if parts == 1:
