@@ -16,6 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from real_data import golden
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("harness", "algorithms", "tasks", "studies", "reports")
@@ -217,64 +218,13 @@ def test_every_shipped_file_keeps_every_rule_and_none_import_each_other_in_a_cir
     assert circle(files) == []
 
 
-@pytest.mark.parametrize(("rule", "path", "source"), [
-    ("relative_imports", "harness/run/loop.py", "def f():\n    from harness.data import Prompt"),
-    ("relative_imports", "tasks/gsm8k.py", "import tasks"),
-    ("one_way_imports", "harness/run/loop.py", "def f():\n    from ...algorithms.grpo import GRPO"),
-    ("one_way_imports", "harness/cli/app.py", "from ... import reports"),
-    ("one_way_imports", "harness/cli/app.py", "import_module('cohort.reports.render')"),
-    ("one_way_imports", "algorithms/grpo.py", "from ..harness import study"),
-    ("one_way_imports", "tasks/gsm8k.py", "from ..harness.run.grading import grade"),
-    ("one_way_imports", "reports/render.py", "from ..harness.settings import RunSpec"),
-    ("one_way_imports", "reports/render.py", "from ..harness.data_extra import X"),
-    ("api_is_on_top", "harness/cli/app.py", "def f():\n    import cohort"),
-    ("api_is_on_top", "harness/cli/app.py", "from ... import load_study"),
-    ("rooms_import_downwards", "harness/settings/run.py", "from ..run.loop import train"),
-    ("rooms_import_downwards", "harness/record/events.py", "command = '-m cohort.harness.study.worker'"),
-    ("rooms_import_downwards", "harness/data.py", "if True:\n    from .interfaces import Task"),
-    ("rooms_import_downwards", "harness/run/standalone.py", "from ..console.terminal import say"),
-    ("rooms_import_downwards", "harness/extras/__init__.py", "from ..base import files"),
-    ("one_way_imports", "harness/api/runs.py", "from ...tasks import _data"),
-    ("extras_stand_apart", "harness/api/runs.py", "from ..extras.one import section"),
-    ("extras_stand_apart", "reports/render.py", "load('cohort.harness.extras.one.section')"),
-    ("extras_stand_apart", "harness/extras/one/section.py", "from ..another import tasks"),
-    ("single_importers", "reports/render.py", "from mlflow.tracking import MlflowClient"),
-    ("single_importers", "harness/record/events.py", "import mlflow"),
-    ("single_importers", "harness/mirror/store.py", "import optuna.storages"),
-    ("single_importers", "reports/figures.py", "def f():\n    import torch.nn"),
-    ("gold_stops_at_grading", "harness/run/loop.py", "x = group.prompt.gold"),
-    ("gold_stops_at_grading", "algorithms/grpo.py", "x = getattr(prompt, 'gold')"),
-    ("no_text_runs_as_code", "tasks/math.py", "x = eval(text)"),
-    ("no_text_runs_as_code", "harness/run/checkpoint.py", "from pickle import loads"),
-    ("no_text_runs_as_code", "harness/run/checkpoint.py", "torch.load(path, weights_only=False)"),
-    ("no_text_runs_as_code", "harness/settings/run.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
-    ("no_text_runs_as_code", "harness/record/run.py", "subprocess.run(command, shell=True)"),
-    ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
-    ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
-    ("no_text_runs_as_code", "harness/policy/model.py", "np.load(path, allow_pickle=True)"),
-    ("no_text_runs_as_code", "harness/cli/app.py", "os.system(command)"),
-])  # fmt: skip
+@pytest.mark.parametrize(("rule", "path", "source"), golden("violations"))
 @pytest.mark.attack("Code that would run text, as a change to Cohort")
 def test_a_planted_violation_is_seen(rule, path, source):
     assert list(RULES[rule](path, ast.parse(source)))
 
 
-@pytest.mark.parametrize(("path", "source"), [
-    ("algorithms/ppo.py", "from . import _functional as F\nfrom ..harness.base.tensors import whiten"),
-    ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
-    ("harness/mirror/writer.py", "import mlflow"),
-    ("harness/study/queue.py", "import optuna\nfrom ..record.run import RunLog"),
-    ("harness/study/runner.py", "from .queue import Queue\nfrom ..plugins import load"),
-    ("harness/cli/app.py", "def f():\n    import torch\n    from ..api import run"),
-    ("harness/api/study.py", "import yaml\nfrom .result import Result\nfrom ...reports.render import write_report"),
-    ("cohort/__init__.py", "from harness.api import run\nload('cohort.harness.api')"),
-    ("harness/extras/one/section.py", "from .fits import x\nfrom ....reports import page\nfrom ...cli import a"),
-    ("reports/section.py", "from ..harness import extras"),
-    ("harness/run/grading.py", "x = prompt.gold"),
-    ("tasks/math.py", "p = Prompt(id=i, text=t, gold=g)"),
-    ("harness/run/evaluate.py", "model.eval()\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)"),
-    ("harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
-])  # fmt: skip
+@pytest.mark.parametrize(("path", "source"), golden("honest_code"))
 def test_honest_code_passes_every_rule(path, source):
     assert [v for rule in RULES.values() for v in rule(path, ast.parse(source))] == []
 

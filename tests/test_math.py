@@ -53,27 +53,7 @@ def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(comple
     assert Math().extract(completion) == answer
 
 
-@pytest.mark.parametrize(
-    ("gold", "completion", "is_right"),
-    [
-        ("1,2", r"$\boxed{2}$ and $\boxed{1}$", True),
-        (r"\{1,2,3\}", r"\{\boxed{1}, \boxed{2}, \boxed{3}\}", True),
-        ("(1,5),(2,3)", r"\boxed{(1,5)}, \boxed{(2,3)}", True),
-        (r"2\pm\sqrt3", r"\boxed{2+\sqrt3} or \boxed{2-\sqrt3}", True),
-        ("1,2", r"\boxed{1}, \boxed{2}, \boxed{3}", False),
-        ("1,2", r"\boxed{1} is wrong, \boxed{2}", False),
-        # No list of candidates is right, wherever the right one stands.
-        ("5", r"\boxed{7} or \boxed{5}", False),
-        ("5", r"\boxed{5} or \boxed{7}", False),
-        ("5", r"\boxed 7 or \boxed 5", False),
-        ("x", r"\boxed{x}, \boxed{x+1}", False),
-        ("x>3", r"\boxed{x>3} or \boxed{x>5}", False),
-        ("x>3", r"\boxed{x>3 or x>5}", False),
-        (r"\text{(B)}", r"\boxed{\text{(A)}} or \boxed{\text{(B)}}", False),
-        ("1234", r"\boxed{1}, \boxed{234}", False),
-        (r"\frac13", r"\boxed{0.333333333333333} or \boxed{\frac14}", False),
-    ],
-)
+@pytest.mark.parametrize(("gold", "completion", "is_right"), golden("boxes"))
 @pytest.mark.attack("Hedges, lists and abused units for an answer")
 def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, completion, is_right):
     stated = Math().extract(completion)

@@ -34,6 +34,7 @@ from cohort.harness.record.events import EVENTS, RunHistory, read_history
 from cohort.harness.settings.run import parse_run
 from fakes import tiny_codec
 from pretend_cuda import pretend_cuda
+from real_data import golden
 from transformers import Qwen2Config
 
 GIB = 2**30
@@ -202,57 +203,7 @@ def fake(warm, tmp_path):
     return replace(warm, folder=tmp_path)
 
 
-# A fault of each claim, and a word of its reason.
-FAULTS = {
-    "machine": ("old driver", "driver: 580.1; update it"),
-    "free-memory": ("memory is taken", "free"),
-    "cold-start": ("slow first start", "start"),
-    "real-model": ("real is slow", "after ten steps"),
-    "sleep": ("stale tensor", "stale weights"),
-    "bfloat16": ("torch.bfloat16 is off", "mean, 99.9 %, largest"),
-    "lora-move": ("the adapter is not there", "engine's move"),
-    "grpo-memory": ("grpo-memory is large", "peak / estimate"),
-    "grpo-memory-recomputed": ("grpo-memory-recomputed is large", "peak / estimate"),
-    "ppo-memory": ("ppo-memory is large", "peak / estimate"),
-    "ppo-memory-recomputed": ("ppo-memory-recomputed is large", "peak / estimate"),
-    "lora-memory": ("lora-memory fails", "a run that failed"),
-    "seconds": ("slow update", "update / arithmetic"),
-    "algorithms": ("PPO differs", "CPU's (ppo)"),
-    "resume": ("killed differs", "the resumed run"),
-    "together": ("other differs", "runs differ"),
-    "batches": ("noise of the batch", "equal tokens"),
-    "checkpoint": ("slow disk", "writing"),
-    "wait": ("slow checkpoints", "a checkpoint adds"),
-    "long": ("long rows are off", "mean, 99.9 %, largest"),
-    "float32": ("torch.float32 is off", "mean, 99.9 %, largest"),
-    "warm-start": ("slow start", "start"),
-    "batch-invariant": ("invariant noise of the batch", "equal tokens"),
-    "rank-raises": ("rank 1 waits", "both ended after rank 1"),
-    "two-devices": ("devices-2 differs", "first step"),
-    "tensor-parallel": ("wrong parts", "forward pass"),
-}
-OTHER_FAULTS = [
-    ("machine", "hang", "not ended after"),
-    ("machine", "full memory", "signal 9"),
-    ("machine", "crash", "signal 6"),
-    ("cold-start", "a third of the cache", "cache / estimate"),
-    ("sleep", "changes are not seen", "changes found"),
-    ("sleep", "samples with old weights", "samples after a load"),
-    ("real-model", "real-start is another", "accuracy before"),
-    ("real-model", "real-vllm drifts", "mismatch/kl"),
-    ("rank-raises", "no reason", "the reason is told"),
-    ("rank-raises", "rank 0 waits", "both ended after rank 0"),
-    ("grpo-memory", "grpo-memory is small", "peak / estimate"),
-    ("ppo-memory-recomputed", "ppo-memory-recomputed is small", "peak / estimate"),
-    ("resume", "again differs", "out of bounds"),
-    ("together", "one fails", "a run that failed"),
-    ("checkpoint", "slow copy", "copying"),
-    ("long", "short rows", "tokens"),
-    ("sleep", "memory stays", "memory returned"),
-    ("sleep", "memory leaks", "memory lost"),
-    ("seconds", "slow grading", "grading's share"),
-    ("resume", "it begins anew", "attempts"),
-]
+FAULTS, OTHER_FAULTS = golden("gpu_faults").values()
 # Those of four in which the fault of a claim is planted; neighbours are in different ones.
 ROUNDS = dict(zip(FAULTS, cycle(combinations(range(4), 2)), strict=False))
 

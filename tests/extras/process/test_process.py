@@ -6,30 +6,12 @@ import time
 import pytest
 from cohort.harness.extras.process.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
 from fakes import graded_group
+from real_data import golden
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4+4=8;8+5=13#### 13", [(5, True), (12, True)]), ("4+4=9;9+5=14", [(5, False), (12, True)]),
-        ("<<48/2=24>>24 clips", [(9, True)]), ("She has 2 x 3 = 6 apples", [(17, True)]),
-        ("cost: $5 * 4 = $20.", [(18, True)]), ("2+3=5*2=10", [(5, True), (10, True)]), ("2+3=4+1", [(5, True)]),
-        ("(1+2)*3=9", [(9, True)]), ("1,200+300=1,500", [(15, True)]), ("0.2*50=10.0", [(11, True)]),
-        ("50*20%=10", [(9, True)]), ("10/50=20%", [(9, True)]), ("10/3=3.33", [(9, True)]),
-        ("10/3=3.34", [(9, False)]),
-        ("3349/10000=0.33", [(15, True)]),  # off by 0.0049, of at most 0.005
-        ("335/1000=0.34", [(13, True)]),  # either way of rounding a half
-        ("2/3=66.7%", [(9, True)]), ("2/3=66.8%", [(9, False)]), (f"{'1' * 30}+1={'1' * 29}2", [(63, True)]),
-        ("10/3=3", [(6, False)]), ("3-5=-2", [(6, True)]), ("-3+5=2", [(6, True)]), ("2/0=5", []), ("7=7", []),
-        ("x=5", []), ("y - 3 + 4 = 10", []), ("2y+3+4=7", []), ("5. 3 + 4 = 7", [(12, True)]),
-        ("2 * . 3 + 4 = 7", [(15, True)]), ("- 3 + 4 = 7", [(11, False)]), ("* 3 + 4 = 7", [(11, True)]),
-        ("or ,,3+4=7", [(10, True)]), ("(7)=7", []), ("9**9**9=1", []),
-        ("6 \u00d7 7 = 42, 8\u00f72=4", [(10, True), (17, True)]), ("1+" * 300 + "1=301", []),
-        ("9" * 40 + "+1=2", []), ("(" * 50 + "1+1" + ")" * 50 + "=2", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "expected"), golden("calculations"))
 def test_a_written_calculation_is_found_and_checked(text, expected):
-    assert list(calculations(text)) == expected
+    assert [list(one) for one in calculations(text)] == expected
 
 
 @pytest.mark.attack("Hostile text in a completion")
