@@ -55,23 +55,26 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
     assert engine.asked == 2 * [*16 * [(8, 64)], (8, 1)]  # 8 * 1024 completions
 
 
-def test_parts_are_small_for_a_large_model_on_a_cpu_and_as_ever_for_a_small_one():
+def test_parts_are_small_for_a_large_model_on_a_cpu_unless_rows_are_kept_as_they_end():
     spec = make_spec(70, num_samples=4)  # 5 completions of at most 8 tokens each: 40 tokens of a problem
-    parts = {167_792: [64, 6], 625_000_000: [20, 20, 20, 10], 10**12: 70 * [1]}  # 5e11 / (40 * 625e6) = 20 problems
+    few = [20, 20, 20, 10]  # 5e11 / (40 * 625e6) = 8e12 / (40 * 1e10) = 20 problems
+    parts = {(167_792, None): [64, 6], (625_000_000, None): few, (10**12, None): 70 * [1], (10**10, ()): few}
     whole = evaluate_run(spec, CountingEngine(spec), "validation", 0)
-    for weights, sizes in parts.items():
+    for (weights, ended), sizes in parts.items():
         engine = CountingEngine(spec)
+        engine.ended = None if ended is None else dict(ended)
         assert evaluate_run(spec, engine, "validation", 0, weights=weights) == whole
         assert engine.asked == [part for size in sizes for part in ((size, 4), (size, 1))]
 
 
-@pytest.mark.parametrize(("num_prompts", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0)])
-def test_the_causes_of_a_weak_first_part_are_told_before_the_next(num_prompts, text, looks):
-    spec, told = make_spec(num_prompts, num_samples=1), []
+@pytest.mark.parametrize(("problems", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0), (50, "0", 1)])
+def test_the_causes_of_weak_first_samples_are_told_before_more_are_drawn(problems, text, looks):
+    spec, told = make_spec(problems, num_samples=1), []
     engine = CountingEngine(spec)
-    engine.script = lambda prompt, sample: text
-    evaluate_run(spec, engine, "validation", 0, on_look=lambda causes: told.append((causes, len(engine.asked))))
-    assert len(told) == looks and all("mark no answer" in causes and calls == 2 for causes, calls in told)
+    engine.ended, engine.script = {}, lambda prompt, sample: text
+    weights = 10**10 if problems == 50 else 1  # one part, but a long one
+    evaluate_run(spec, engine, "validation", 0, weights=weights, on_look=lambda x: told.append((x, len(engine.asked))))
+    assert len(told) == looks and all("mark no answer" in causes and calls == 1 for causes, calls in told)
 
 
 @pytest.mark.attack("A kill in the middle of an evaluation")

@@ -32,6 +32,7 @@ from .grading import begin_grading, completion_row, grade, groups_of, sample_row
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
 SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
 ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
+KEPT_WEIGHTS = 8e12  # as PART_WEIGHTS, where rows are kept as they end: minutes, because few rows decode slowly
 ROWS = ".rows"  # ending of the file of an unfinished part's rows
 
 
@@ -84,7 +85,7 @@ def evaluate_run(
     The result includes at most `num_shown` rollouts for the reader. Problems in the file `kept` are not sampled again;
     the others are added to it, each part on disk before the next begins, so that a killed evaluation can continue. The
     number of a model's `weights` bounds the parts of an engine on a CPU; with 0 they are as large as memory allows.
-    Rows that the engine notes as they end are dropped with their part. `on_look` gets the causes of a weak first part.
+    Rows that the engine notes as they end are dropped with their part. `on_look` gets the causes of weak first samples.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
@@ -93,30 +94,34 @@ def evaluate_run(
     shown: dict[tuple[int, int], SampleRow] = {}  # ordered by sample, then by problem
     drawn: list[tuple[int, Sequence[int]]] = []
 
-    def score(groups: Sequence[Group], greedy: Sequence[Group]) -> None:
-        graded, first = (
-            ranks.shared(g, lambda part: begin_grading(spec.task, part, spec.max_tokens).result())
-            for g in (groups, greedy)
-        )
-        for group, marked, first_marked in zip(groups, graded, first, strict=True):
-            place, rows = places[group.prompt.id], sample_rows([group], [marked], step=step, split=split)
-            scores[group.prompt.id] = problem_score(marked, first_marked)
+    def marked(groups: Sequence[Group]) -> list[GradedGroup]:
+        return ranks.shared(groups, lambda part: begin_grading(spec.task, part, spec.max_tokens).result())
+
+    def score(groups: Sequence[Group], graded: Sequence[GradedGroup], greedy: Sequence[Group]) -> None:
+        for group, samples, first in zip(groups, graded, marked(greedy), strict=True):
+            place, rows = places[group.prompt.id], sample_rows([group], [samples], step=step, split=split)
+            scores[group.prompt.id] = problem_score(samples, first)
             shown.update({(i, place): row for i, row in enumerate(rows) if i * len(prompts) + place < num_shown})
 
     for group, greedy in kept_problems(kept) if kept is not None else ():
         if group.prompt.id in places:
-            score([group], [greedy])
+            score([group], marked([group]), [greedy])
     left = [prompt for prompt in prompts if prompt.id not in scores]
-    at_once = max(ROWS_AT_ONCE // num_samples, 1)
-    at_once = at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)
-    if weights:
-        at_once = max(1, min(at_once, int(PART_WEIGHTS / (weights * spec.max_tokens * (1 + num_samples)))))
-    at_once *= ranks.world_size()
+    at_once = min(ROWS_AT_ONCE // num_samples, ROWS_AT_ONCE if engine.plans_batches else PROMPTS_AT_ONCE)
+    each = weights * spec.max_tokens * (1 + num_samples)  # weights read for a problem
+    at_once = min(at_once, int((PART_WEIGHTS if engine.ended is None else KEPT_WEIGHTS) / max(each, 1)))
+    at_once = max(at_once, 1) * ranks.world_size()
     if left:
         on_progress(len(prompts) - len(left), len(prompts))
     for start in range(0, len(left), at_once):
         part = left[start : start + at_once]
-        groups, greedy_groups = (_sampled(spec, engine, part, count, step) for count in (num_samples, None))
+        groups = _sampled(spec, engine, part, num_samples, step)
+        graded = marked(groups)
+        if start == 0 and (len(part) < len(left) or len(part) * each > PART_WEIGHTS):
+            found = sample_metrics([problem_score(samples, samples) for samples in graded])
+            if causes := first_look({**found, "accuracy": 0.5}, spec.max_tokens):  # it is too small to judge accuracy
+                on_look(f"of the completions, {' and '.join(causes)}")
+        greedy_groups = _sampled(spec, engine, part, None, step)
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with kept.open("a", encoding="utf-8") as file:
@@ -127,13 +132,8 @@ def evaluate_run(
             sync(kept.parent)
         if engine.ended is not None:
             engine.ended.clear()
-        score(groups, greedy_groups)
+        score(groups, graded, greedy_groups)
         drawn += [*lengths(groups), *lengths(greedy_groups)]
-        if start == 0 and len(part) < len(left):
-            found = sample_metrics(list(scores.values()))
-            causes = first_look({**found, "accuracy": 0.5}, spec.max_tokens)
-            if causes:  # it is too small to judge accuracy
-                on_look(f"of the completions, {' and '.join(causes)}")
         on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
     samples = [shown[key] for key in sorted(shown)]
     return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)
