@@ -121,10 +121,11 @@ $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
 	$(BENCH_BIN)/python -m pip install --quiet --constraint constraints-bench.txt "trl==1.16.*" --editable .
 	touch $@
 
-# SHORT=1: one round of the smallest setting, so that CI sees a name that moved.
+# SHORT=1: one round of the smallest setting and two problems, so that CI sees a name that moved.
 bench: $(BENCH_BIN)/.installed
 	$(BENCH_BIN)/python tests/benchmarks/speed.py \
 		$(if $(SHORT),--only a: --rounds 1 --warm-up 1 --steps 2 --out build/bench.json)
+	$(BENCH_BIN)/python tests/benchmarks/evaluation.py $(if $(SHORT),--limit 2 --tokens 8 --out build/evaluation.json)
 
 # Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
 # transformers, an older packaging through tensordict) are left out, and what that module imports is named here.

@@ -9,6 +9,8 @@ import os
 import sys
 import tempfile
 import time
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -38,13 +40,35 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     run, _ = prepare(spec, directory, MagicMock(), directory, lambda: False)  # a log that keeps nothing
     steps: list[Step] = []
     prompts = task.prompts("train")
+    assert run.costs is not None
     for number in range(num_steps):
         began = time.perf_counter()
-        metrics, _ = train_step(run, prompts, number)
-        tokens = metrics["completion/length"] * setting.rollouts
-        seconds = time.perf_counter() - began
-        steps.append({"seconds": seconds, "sampling": metrics["seconds/generate"], "tokens": tokens})
+        metrics, drawn = train_step(run, prompts, number)
+        step = {"seconds": time.perf_counter() - began, "tokens": metrics["completion/length"] * setting.rollouts}
+        phases = ("sampling", "generate"), ("scoring", "annotate"), ("update", "update")
+        step |= {name: metrics[f"seconds/{phase}"] for name, phase in phases}
+        step["operations"] = run.learner.operations(run.costs, *drawn.lengths(spec.prompts_per_step))["learning"]
+        step["bytes"] = bytes_read(run.learner.policy, drawn.groups) / (2 if setting.bfloat16 else 1)
+        steps.append(step)
     return steps
+
+
+def bytes_read(policy: Any, groups: Any) -> float:
+    """Bytes in float32 that decoding a batch reads: all weights for each place of its longest completion, and for each
+    token the keys and values of those before it. The embeddings are the head's weights too."""
+    config, rows = policy.config, [(len(g.prompt_token_ids), len(r.token_ids)) for g in groups for r in g.rollouts]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = sum(count * (prompt + count / 2) for prompt, count in rows)
+    weights = sum(parameter.numel() for parameter in policy.parameters())
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * width
+    return 4 * (weights * max(count for _, count in rows) + cache * pairs)
+
+
+def limits(dtype: torch.dtype) -> dict[str, float]:
+    """Operations per second of a large product, and bytes per second that a copy reads and writes, in this process."""
+    factor, source, target = torch.randn(2048, 2048).to(dtype), torch.randn(2**26), torch.zeros(2**26)
+    product, copy = (timeit.timeit(x, number=5) / 5 for x in (lambda: factor @ factor, lambda: target.copy_(source)))
+    return {"products": 2 * 2048**3 / product, "copies": 2 * source.nbytes / copy}
 
 
 def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
@@ -116,16 +140,22 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def main() -> None:
+def answer(work: Callable[[Step], Step]) -> None:
+    """Write what the side of a job finds, with the peak of its memory, where the command line says."""
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
-    if job["side"].startswith("trl"):
+    if job["side"] != "ours":
         sys.modules["sklearn"] = None  # pyright: ignore  # mlflow brings it; transformers would import it, 105 MB
-    setting = Setting(**job["setting"])
-    steps = SIDES[job["side"]](setting, Path(job["folder"]), job["warm_up"] + job["steps"], job)
-    result = {"steps": steps[job["warm_up"] :], "peak_memory_bytes": peak_memory(), "load": os.getloadavg()[0]}
+    result = work(job) | {"peak_memory_bytes": peak_memory(), "load": os.getloadavg()[0]}
+    if "setting" in job:  # after the peak
+        result |= limits(torch.bfloat16 if job["setting"]["bfloat16"] else torch.float32)
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
+def train(job: Step) -> Step:
+    setting, steps = Setting(**job["setting"]), job["warm_up"] + job["steps"]
+    return {"steps": SIDES[job["side"]](setting, Path(job["folder"]), steps, job)[job["warm_up"] :]}
+
+
 if __name__ == "__main__":
-    main()
+    answer(train)

@@ -43,7 +43,7 @@ def compare(setting: Setting, options: argparse.Namespace, workplace: Path) -> d
     runs: dict[str, list[Any]] = {"ours": [], "trl": []}
     for _ in range(options.rounds):
         for side in runs:
-            runs[side].append(_run(job | {"side": side}, workplace))
+            runs[side].append(run_side(job | {"name": setting.name, "side": side}, workplace))
     ours, trl = (_summary(setting, found) for found in runs.values())
     return {
         "name": setting.name, "ours": ours, "trl": trl | {"settings": FASTEST[setting.shape]},
@@ -53,7 +53,8 @@ def compare(setting: Setting, options: argparse.Namespace, workplace: Path) -> d
     }  # fmt: skip
 
 
-def _run(job: dict[str, Any], workplace: Path) -> dict[str, Any]:
+def run_side(job: dict[str, Any], workplace: Path, script: str = "_sides.py", python: str = sys.executable) -> Any:
+    """What a side found in a process of its own."""
     job_file, result_file = workplace / "job.json", workplace / "result.json"
     job_file.write_text(json.dumps(job))
     environment = {
@@ -61,27 +62,37 @@ def _run(job: dict[str, Any], workplace: Path) -> dict[str, Any]:
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)], env={**os.environ, **environment},
+        [python, str(HERE / script), str(job_file), str(result_file)], env={**os.environ, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{job['side']} failed in setting '{job['setting']['name']}':\n{done.stdout[-4000:]}")
+        raise SystemExit(f"{job['side']} failed in setting '{job['name']}':\n{done.stdout[-4000:]}")
     return json.loads(result_file.read_text())
 
 
 def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all steps of a side; the highest peak of its processes."""
+    """Medians over all steps of a side; the highest peak of its processes; of ours how near to the machine's limits."""
     steps = [step for run in runs for step in run["steps"]]
-    seconds = statistics.median(step["seconds"] for step in steps)
+    x = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
     tokens = statistics.mean(step["tokens"] for step in steps)
-    sampling = statistics.median(step["sampling"] for step in steps)
-    return {
-        "seconds_per_step": seconds, "sampling_seconds": sampling, "samples_per_second": setting.rollouts / seconds,
-        "tokens_per_second": tokens / seconds, "completion_length": tokens / setting.rollouts,
+    found = {
+        "seconds_per_step": x["seconds"], "sampling_seconds": x["sampling"],
+        "samples_per_second": setting.rollouts / x["seconds"], "tokens_per_second": tokens / x["seconds"],
+        "completion_length": tokens / setting.rollouts,
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
         "step_seconds": [round(step["seconds"], 4) for step in steps], "load": max(run["load"] for run in runs),
+    }  # fmt: skip
+    if "update" not in x:
+        return found
+    products, copies = (statistics.median(run[name] for run in runs) for name in ("products", "copies"))
+    return found | {
+        "scoring": x["scoring"], "update": x["update"], "products": products, "copies": copies,
+        "mfu": x["operations"] / x["update"] / products, "bytes_per_token": x["bytes"] / x["tokens"],
+        "of_copies": x["bytes"] / x["sampling"] / copies,
     }  # fmt: skip
 
 
@@ -93,6 +104,12 @@ def _print(pair: dict[str, Any]) -> None:
             f"    {name:<16} {x['seconds_per_step']:6.3f} {x['sampling_seconds']:9.3f} {x['samples_per_second']:10.1f}"
             f" {x['tokens_per_second']:9.0f} {x['completion_length']:11.2f} {x['peak_memory_bytes'] / 1e6:8.0f}"
         )
+    x = pair["ours"]
+    print(
+        f"    ours: scoring {x['scoring']:.3f}, update {x['update']:.3f} at {x['mfu']:.2f} of {x['products'] / 1e9:.0f}"
+        f" GFLOP/s; decoding {x['bytes_per_token'] / 1e6:.2f} MB a token, {x['of_copies']:.2f} of "
+        f"{x['copies'] / 1e9:.1f} GB/s"
+    )
     print(
         f"    ours / TRL: {pair['speed_ratio']:.2f}x samples/s, {pair['token_speed_ratio']:.2f}x tokens/s, "
         f"{pair['rss_ratio']:.2f}x peak memory",
