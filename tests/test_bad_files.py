@@ -16,12 +16,12 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.study import StudySpec
-from cohort.harness.study.launchers.local import MAX_CRASHES, MAX_KILLS, WorkerPool
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.preflight import check_unchanged
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import LocalStorage
+from cohort.harness.study.workers import MAX_CRASHES, MAX_KILLS, WorkerPool
 from fake_trials import a_study, begin_study
 
 START = b'{"type":"start","host":"h","pid":1,"time":1}\n'

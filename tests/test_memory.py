@@ -468,7 +468,7 @@ def test_two_vllms_on_one_gpu_are_refused(monkeypatch):
 @pytest.mark.slow
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     monkeypatch.setattr("cohort.harness.study.preflight.usable_gpus", lambda: ("0", "1"))
-    monkeypatch.setattr("cohort.harness.study.launchers.local.usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("cohort.harness.study.workers.usable_gpus", lambda: ("0", "1"))
     seen = []
     monkeypatch.setattr("cohort.harness.checks.memory.check_memory", lambda spec, copies: seen.append(copies))
     study = load_study("quickstart")

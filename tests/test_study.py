@@ -28,8 +28,7 @@ from cohort.harness.settings import run as settings
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study, runs_of, shipped_studies
 from cohort.harness.settings.raw import with_overrides
-from cohort.harness.study import worker
-from cohort.harness.study.launchers import local
+from cohort.harness.study import worker, workers
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, TrialOutcome, study_status
 from cohort.harness.study.runner import dry_run, run_study
@@ -270,16 +269,16 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
 
 
 def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "usable_cores", lambda: 8)
-    monkeypatch.setattr(local, "usable_gpus", lambda: tuple("01234"))
+    monkeypatch.setattr(workers, "usable_cores", lambda: 8)
+    monkeypatch.setattr(workers, "usable_gpus", lambda: tuple("01234"))
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
     (tmp_path / "shown.py").write_text(f"import os; print(*(os.environ.get(name) for name in {names}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr(local, "MODULE", "shown")
+    monkeypatch.setattr(workers, "MODULE", "shown")
     monkeypatch.setattr(machine, "usable_gpus", lambda: tuple("01234"))
     assert machine.default_workers(2) == 2
-    pool = local.WorkerPool({}, 4, tmp_path, devices=2)
+    pool = workers.WorkerPool({}, 4, tmp_path, devices=2)
     pool.fill(3)
     while pool.collect(0):
         time.sleep(0.05)

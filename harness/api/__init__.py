@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         compare,
         comparison,
         dry_run,
-        launcher,
         list_studies,
         load_study,
         open_result,

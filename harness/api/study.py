@@ -6,7 +6,6 @@ COHORT_RUNS, COHORT_MIRROR, COHORT_TRACKING_URI, COHORT_STORAGE, and the variabl
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import warnings
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import extras, plugins
+from .. import plugins
 from ..base.files import read_json
 from ..console import progress, terminal
 from ..record.status import StudyStatus
@@ -28,7 +27,6 @@ from ..settings.run import Optimizer, get_path
 from ..settings.study import StudySpec, parse_study
 from ..study import queue, runner
 from ..study.estimates import planned
-from ..study.launchers.local import Launcher
 from ..study.preflight import auto_workers
 from . import reporting
 from .settings import RATE, REPORTING, Settings, as_texts, runs_folder, scale_settings, shell, suited_rate
@@ -192,18 +190,15 @@ class Ended:
         return self.status.all_valid and all(trial.state != "failed" for trial in self.record.trials)
 
 
-def run_to_report(
-    study: Study, runs: Path, workers: int | None = None, *, storage: str | None = None, cluster: Launcher | None = None
-) -> Ended:
+def run_to_report(study: Study, runs: Path, workers: int | None = None, *, storage: str | None = None) -> Ended:
     """Run a study, show its progress, and write its report.
 
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. KeyboardInterrupt if the study was asked to stop.
     """
     spec, command = study.spec, study.command
-    if cluster is None and workers is None:
-        workers = auto_workers(spec)
-    if workers is not None and command:
+    workers = auto_workers(spec) if workers is None else workers
+    if command:
         command = f"{command} --workers {workers}"
     with suppress(SpecError, ConnectionError):  # it was not started, or its storage is away, which the run says
         if at_work := queue.study_status(spec.name, runs, storage).counts().get("running"):
@@ -211,9 +206,7 @@ def run_to_report(
             terminal.say(f"'{spec.name}' runs already ({what}); this command joins it.", stderr=True)
 
     with progress.study_view() as view:
-        status = runner.run_study(
-            spec, runs, workers=workers, command=command, on_status=view, storage=storage, cluster=cluster
-        )
+        status = runner.run_study(spec, runs, workers=workers, command=command, on_status=view, storage=storage)
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
     with progress.phase_bar(f"report of {spec.name}", REPORTING):
@@ -258,25 +251,6 @@ def show(study: Study) -> dict[str, Any]:
         "design_arms": arms,
         "budget": {"trials": sum(count for _, count in counts), "rollouts": rollouts},
     }
-
-
-def launcher(words: str, study: Study) -> Launcher | None:
-    """The launcher that runs the workers: `local` (None, this machine) or the name of one, then its settings
-    NAME=VALUE. ValueError if its package is not installed."""
-    name, *given = shlex.split(words) or [""]
-    known = extras.modules("launcher")
-    others = " or ".join(known)
-    if name not in ("local", *known):
-        raise SpecError(f"`launcher` must begin with {' or '.join(['local', *known])}, got '{words}'")
-    if name != "local":
-        wanted = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
-        if importlib.util.find_spec(known[name].NEEDS) is None:
-            raise SpecError(f"launcher {name} needs {known[name].NEEDS}; pip install 'cohort-rl[{name}]'")
-        return known[name].place(given, wanted)
-    if given:
-        fix = f"use {others}, or leave them out" if others else "leave them out"
-        raise SpecError(f"launcher local has no settings, got '{words}'; {fix}")
-    return None
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

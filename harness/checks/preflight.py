@@ -111,7 +111,7 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
         if count > max(1, available):
             raise SpecError(
                 f"devices must be at most {available}, the {what}, got {count}; lower devices, or take several hosts "
-                "(`torchrun`, or a study with --launcher)"
+                "(`torchrun`)"
             )
         free = shared_memory_bytes()
         if kind == "cuda" and count > 1 and free is not None and free < SHARED_BYTES:

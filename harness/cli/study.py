@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .. import api, extras
+from .. import api
 from ..console import terminal, views
 from . import options
 from .commands import command
-
-if TYPE_CHECKING:
-    from ..study.launchers.local import Launcher
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -36,13 +32,6 @@ def study_run(
     seeds: options.Seeds = None,
     name: options.Name = None,
     storage: options.Storage = None,
-    launcher: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(["local", *extras.told("launcher")]),
-            help="; ".join(["Where the workers run", *extras.told("launcher").values()]),
-        ),
-    ] = "local",
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     mirror: options.Mirror = None,
@@ -62,15 +51,9 @@ def study_run(
     if not found.command:
         terminal.say(f"Continuing '{study}' of {runs} with the settings that it was started with.", stderr=True)
     count = None if workers == "0" else options.num_workers(workers)
-    cluster = api.launcher(launcher, found)
-    if cluster and workers == "0":
-        raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
-    if found.command:
-        placed = {"--launcher": launcher} if cluster else {}
-        found = dataclasses.replace(found, command=api.shell(found.command, placed))
     terminal.say("Checking the study's settings, models, data, memory and disk ...", stderr=True)
     if dry_run or workers != "0":
-        return _run(found, runs, count, as_json, dry_run, storage, cluster)
+        return _run(found, runs, count, as_json, dry_run, storage)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -300,7 +283,6 @@ def _run(
     as_json: bool,
     dry_run: bool,
     storage: str | None = None,
-    cluster: Launcher | None = None,
 ) -> None:
     """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
     if dry_run:
@@ -308,7 +290,7 @@ def _run(
         if as_json:
             return terminal.print_json({"study": study.name, "question": study.question, **document})
         return views.show_dry_run(study.name, study.question, document)
-    ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster)
+    ended = api.run_to_report(study, runs, workers, storage=storage)
     status, record, files = ended.status, ended.record, ended.files
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}

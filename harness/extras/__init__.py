@@ -7,8 +7,6 @@ are found by the name of their file or folder:
     commands.py   registers its commands
     section.py    `section(analysis)`: its section of a report, or None
     record.py     `kept(runs, trials, inputs)`: the plain data that a study's record has of it, or nothing
-    launcher.py   the launcher called as the extra: `NEEDS`, a package; `place(given, wanted)`, where workers with these
-                  settings run, each with so many GPUs unless they say more; the extra's docstring is its help
     storage.py    `FORM`, of the URLs that it serves; `open_storage(study, url)`: a study's storage, or None
     models.py     a format of models: `reads(path)`; `check(path)`, which raises ValueError; `sources(path)`, the files
                   that are read; `convert(path, folder)`, which saves the model as transformers reads it

@@ -1,6 +1,6 @@
 """Keeps the workers of a pool at work, or a single worker that a scheduler's job or a cluster's pod runs.
 
-The single one starts the same worker process as the local launcher, restarts it when it dies, and ends when no trial is
+The single one starts the same worker process as a pool, restarts it when it dies, and ends when no trial is
 left that it could take. It ignores trials that other workers run.
 """
 
@@ -15,10 +15,10 @@ from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
 from ..record.status import StudyStatus
 from ..record.study import keep_document
-from .launchers.local import Pool, WorkerPool
 from .queue import Queue, open_queue
 from .storage.base import StorageUnavailable
 from .worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log, worker_main
+from .workers import WorkerPool
 
 HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
 PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over
@@ -53,7 +53,7 @@ def work(
 
 
 def supervise(
-    pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None, *, leaves: bool = False
+    pool: WorkerPool, queue: Queue, on_status: Callable[[StudyStatus], None] | None, *, leaves: bool = False
 ) -> StudyStatus:
     """Keep the workers running and the caller informed until nothing is left to do; returns the study's progress.
 

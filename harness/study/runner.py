@@ -1,6 +1,6 @@
 """Runs a study: every (arm, seed) exactly once, in worker processes that may die at any moment.
 
-`queue.py` records who runs which trial and how it ended; `launchers/` starts the workers. A study is checked before
+`queue.py` records who runs which trial and how it ended; `workers.py` starts the workers. A study is checked before
 it writes anything.
 """
 
@@ -19,12 +19,12 @@ from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, read_trial, study_document, write_status
 from ..settings.study import StudySpec
-from .launchers.local import Launcher, WorkerPool
 from .plan import Plan
 from .pool import supervise
 from .preflight import auto_workers, check_room, check_study, check_unchanged
 from .queue import Queue, open_storage
 from .worker import EXECUTE, STORAGE
+from .workers import WorkerPool
 
 
 def run_study(
@@ -36,20 +36,16 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    cluster: Launcher | None = None,
 ) -> StudyStatus:
     """Run the study's missing trials with `workers` processes; returns the study's progress.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` what runs the
-    workers instead of this machine.
+    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`).
     """
-    if cluster is not None:
-        cluster.check(runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
-    inputs = _checked(queue, workers, execute, here=cluster is None)
+    inputs = _checked(queue, workers, execute, here=True)
 
     def show(status: StudyStatus) -> None:
         with suppress(OSError):  # a full disk ends the workers, and they say so
@@ -57,12 +53,10 @@ def run_study(
         if on_status is not None:
             on_status(status)
 
-    options: dict[str, Any] = {"name": study.name, "runs": str(runs), "execute": execute}
-    options |= {"checked": True} if cluster is None else {}
+    options = {"name": study.name, "runs": str(runs), "execute": execute, "checked": True}
     secret = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}  # no process has a password in its arguments
-    kind = WorkerPool if cluster is None else cluster.pool
-    size = workers or (default_workers(study.devices) if cluster is None else 0)
-    pool = kind(options, size, plan.folder / "logs", secret, study.devices, cluster)
+    size = workers or default_workers(study.devices)
+    pool = WorkerPool(options, size, plan.folder / "logs", secret, study.devices)
     with pool.running():
         _opened(queue, command, inputs)
         with mirrored(runs, plan.folder):

@@ -278,7 +278,7 @@ def _watch_parent(parent: int, ask_to_stop: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    options = json.loads(sys.argv[1])  # of `worker_main`, from `launchers.local.start_worker`
+    options = json.loads(sys.argv[1])  # of `worker_main`, from `workers.start_worker`
     options["runs"], devices = Path(options["runs"]), options.pop("devices")
     if not in_group() and devices > 1:
         from ..devices.group import launch

@@ -7,21 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ...base.disk import EXIT_STATUS, UNFIT, full
-from ...base.machine import SHARED_GPU, WORKER, python_path, usable_cores, usable_gpus
-from ...base.stop import StopRequest, stop_on_signals
-from ...settings.errors import SpecError
+from ..base.disk import EXIT_STATUS, UNFIT, full
+from ..base.machine import SHARED_GPU, WORKER, python_path, usable_cores, usable_gpus
+from ..base.stop import StopRequest, stop_on_signals
+from ..settings.errors import SpecError
 
 MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
-CORES_PER_GPU = 8  # of a worker that a cluster places: it grades, and feeds the engine
 MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die, or find no fit machine, before any claims a trial
 log = logging.getLogger(__name__)
 
@@ -44,40 +42,25 @@ def last_words(log_file: Path) -> str:
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
 
 
-class Launcher(ABC):
-    """Where the workers of a study run, if not on this machine."""
-
-    pool: ClassVar[type["Pool"]]
-
-    def check(self, runs: Path, workers: int | None) -> None:  # noqa: B027
-        """ValueError if that many workers cannot be started from here, or would not find the runs folder."""
-
-
 class WorkersCrash(ChildProcessError, RuntimeError):
     """Workers end before they can start a trial; the message has the last output of one."""
 
 
-class Pool(ABC):
-    """At most `size` workers of a study, each with `devices` GPUs: a signal stops all of them, and too many crashes end
-    the study.
+class WorkerPool:
+    """At most `size` workers of a study on this machine, each with `devices` GPUs and a log file whose name begins with
+    `prefix`: a signal stops all of them, and too many crashes end the study.
 
-    `options` go to `work`; the `environment` has values that must not stand among a process's arguments; `cluster`
-    says where the workers run, if not on this machine.
+    `options` go to `worker_main`; the `environment` has values that must not stand among a process's arguments.
     """
 
+    prefix = "worker"
+
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        size: int,
-        logs: Path,
-        environment: Mapping[str, str] = {},
-        devices: int = 1,
-        cluster: Any = None,
+        self, options: Mapping[str, Any], size: int, logs: Path, environment: Mapping[str, str] = {}, devices: int = 1
     ) -> None:
         self.options, self.size, self.logs, self.devices = options, size, logs, devices
-        self.cluster = cluster
         self.environment = {**environment, "PYTHONPATH": python_path()}
-        self.alive: dict[Any, Any] = {}  # worker by its name
+        self.alive: dict[int, subprocess.Popen[bytes]] = {}  # by number
         self.stop = StopRequest()
         self._claims = 0
         self._ended_early: Counter[str] = Counter()
@@ -103,19 +86,6 @@ class Pool(ABC):
                 del self.alive[name]
                 self._note_end(*end)
         return len(self.alive)
-
-    @abstractmethod
-    def _start(self, count: int) -> None: ...
-
-    @abstractmethod
-    def _end_of(self, name: Any, worker: Any) -> tuple[str, int, str] | None:
-        """A worker's name, its exit status (negative for a signal) and its last output; None while it lives."""
-
-    @abstractmethod
-    def _ask_to_stop(self) -> None: ...
-
-    @abstractmethod
-    def _kill(self) -> None: ...
 
     @contextmanager
     def running(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
@@ -153,12 +123,6 @@ class Pool(ABC):
         if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= most_kills:
             words = f"workers end before they can start a trial; the last one {how}:\n{words}\n({worker})"
             raise WorkersCrash(words)
-
-
-class WorkerPool(Pool):
-    """Worker processes of this machine, each with a log file whose name begins with `prefix`."""
-
-    prefix = "worker"
 
     def _ask_to_stop(self) -> None:
         for process in self.alive.values():
