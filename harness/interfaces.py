@@ -61,6 +61,7 @@ class Algorithm(Section, ABC):
     needs_collision: ClassVar[bool] = False  # `collision_BT`, which costs a forward pass
     needs_teacher: ClassVar[bool] = False  # `teacher_logprobs_BT`, a pass over longer rows (`shown`)
     needs_old_logprobs: ClassVar[bool] = False  # `old_logprobs_BT`, which several updates per batch have anyway
+    replay_weight: ClassVar[float] = 0.0  # of minus the mean log-prob of completions `kept`, in the loss; 0: none is
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
     pairs_rows: ClassVar[bool] = False  # the loss needs both completions of a pair, so that neither may be left out
@@ -153,6 +154,10 @@ class Algorithm(Section, ABC):
     def shown(self, batch: Batch) -> Tensor:
         """[P, G]: the place in the group of the completion that is read before each one by its teacher; -1: none."""
         raise NotImplementedError(f"{self.name} has needs_teacher, so it must define `shown`")
+
+    def kept(self, known: list[list[int]], rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[list[int]]:
+        """Token ids of a prompt's completions to replay, of those known and a step's `rollouts` with their rewards."""
+        return known
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         """Weight of each token in the loss of a minibatch, float32, with sum 1: the mean over the tokens of a row, then

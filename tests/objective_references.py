@@ -454,11 +454,14 @@ def cut(s, words, given, b, t, a):
 
 # Sums over tokens: the weight of a token of row b, with n tokens in each row.
 
+SUM = "sum over all tokens / (rows * loss_denominator)"
 PAIR = "sum over a row's tokens, one pair per group, mean over groups"
 AGGREGATIONS = {
     "mean over a row's tokens, then over rows": lambda s, n, b: 1 / len(n) / n[b],
     "mean over all tokens": lambda s, n, b: 1 / sum(n),
-    "sum over all tokens / (rows * loss_denominator)": lambda s, n, b: 1 / len(n) / s["loss_denominator"],
+    SUM: lambda s, n, b: 1 / len(n) / s["loss_denominator"],
+    f"{SUM}; of kept completions besides, replay_coefficient * (G - 1) / G^2 * mean -log p":  # by test_replay.py
+    lambda s, n, b: 1 / len(n) / s["loss_denominator"],
     "sum over a row's tokens, then mean over rows": lambda s, n, b: 1 / len(n),
 }
 MEANS = [partial(AGGREGATIONS[words], {}) for words in list(AGGREGATIONS)[:2]]  # of what is reported

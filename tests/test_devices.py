@@ -61,6 +61,7 @@ MORE = {
     "token_masks": case("dapo", **{"algorithm.entropy_bonus": 0.01, "cold_start.steps": 20}, high_entropy_tokens=0.5,
                         overlong="mask"),
     "own_teacher": case("sdpo", **{"algorithm.success_reward": 0.0}),  # every completion is one
+    "replay": case("dr_grpo_replay", **{"algorithm.success_reward": 0.0, "cold_start.steps": 60}),
     "dynamic": case("dapo", dynamic_sampling=2),
     "banded": case(sampler="success_band", task={"name": "arithmetic", "num_train": 6}, cold_start={"steps": 20}),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.build import Run
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.rollout import collate, taught
+from cohort.harness.run.rollout import Rollouts, collate, replayed, taught
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec
 from factories import make_spec, slow_but
@@ -48,6 +48,7 @@ STEPS = {
     "shared critic's warm-up": ("qwen2", {"algorithm": SHARED, "critic": {"warmup_steps": 1}, **TWICE}),
     "fitted head": ("llama", {"algorithm": {"name": "ppo", "group_size": 4}, "critic": {"head": "fitted"}}),
     "tokens of high entropy": ("tiny", {"algorithm": GRPO, "high_entropy_tokens": 0.2}),
+    "replay": ("qwen2", {"algorithm": {"name": "dr_grpo_replay", "group_size": 4}, **TWICE}),
     "own teacher": ("tiny", {"algorithm": {"name": "sdpo", "group_size": 4}}),
     "collisions": ("tiny", {"algorithm": {"name": "optimal_token_baseline", "group_size": 4}}),
     "collisions, and tokens of high entropy": (
@@ -102,6 +103,9 @@ def test_a_step_takes_the_operations_that_pytorch_counts(case):
     batch = learner.algorithm.advantages(batch)
     if case == "groups without advantage":
         batch = batch.replace(advantages_BT=batch.advantages_BT * (torch.arange(len(batch)) >= group_size)[:, None])
+    kept = {group.prompt.id: [[*one.token_ids] for one in group.rollouts[:3]] for group in groups}
+    run: Any = SimpleNamespace(spec=spec, learner=learner, codec=tiny_codec(), kept=kept)
+    learner.replays = replayed(run, prompts, Rollouts(), 0)
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
     expected = {"sampling": sampling, "scoring": scoring, "learning": learning}

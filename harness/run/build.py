@@ -88,6 +88,7 @@ class Run:
     costs: flops.Costs | None = None  # None where operations are not counted
     answers: list[Demonstration] | None = None
     pass_rates: dict[str, float] = field(default_factory=dict)  # the history of its prompts, for its sampler
+    kept: dict[str, list[list[int]]] = field(default_factory=dict)  # by prompt, the completions to replay
     writer: Writer = field(default_factory=Writer)  # of checkpoints
     cache: Path = Path()
     whole: RunSpec = None  # pyright: ignore  # by default its only stage's
@@ -145,6 +146,7 @@ class Run:
             "gates": vars(self.gates),
             "ledger": self.spent,
             "pass_rates": self.pass_rates,
+            "kept": self.kept,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
         facts = {"spec_digest": self.whole.digest(), "inputs": self.inputs, "progress": deepcopy(progress)}
@@ -331,6 +333,7 @@ def prepare(
     progress, learner.kl_beta = checkpoint.progress, checkpoint.progress["kl_beta"]
     run.totals, run.gates = Totals(**progress["totals"]), GateState(**progress["gates"])
     run.accuracies, run.spent, run.pass_rates = (dict(progress[key]) for key in ("accuracies", "ledger", "pass_rates"))
+    run.kept = dict(progress.get("kept", {}))
     return run, checkpoint.step
 
 

@@ -66,6 +66,8 @@ class Learner:
         self.fits_head = False  # whether the last update has fitted the critic's head
         self.lessons: flops.Lengths = []  # of the last pass over `teacher_logprobs_BT`
         self.still: list[bool] = []  # of each row of the last update, whether it was read without gradient
+        self.replays: Batch | None = None  # rows that the next update learns besides, with their weights
+        self.replayed: flops.Lengths = []  # the same rows
         self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         if reference is None and spec.algorithm.needs_reference and not self.adapted:
             reference = lora.around_frozen(origin or policy)
@@ -199,6 +201,8 @@ class Learner:
         learning = learn(batch_tokens=batch_tokens, has_gradient=not self.warms_critic)
         learning += spec.optimizer.num_inner_epochs * score(still)
         learning += score(trained, headed=False) if self.fits_head else 0.0
+        again = flops.learned(costs, self.replayed, spec, share=False, batch_tokens=batch_tokens)
+        learning += spec.optimizer.num_minibatches * again  # each of which replays all
         if algorithm.needs_critic and not algorithm.shares_trunk:
             learning += learn(headed=False)
         sampling = flops.sampled(costs.sampler or costs, [*drawn, *greedy])
@@ -257,6 +261,13 @@ class Learner:
             self.still, found, moving = [], _Sums(), minibatch  # the objective has another term, which teaches them
         if moving is not None:
             self._pass(moving, found, first=first)
+        again = [] if (kept := self.replays) is None else [kept.rows(*one) for one in self._rows_by_length(kept, None)]
+        for micro in again:
+            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                output = self._output(micro, [None, None], True)
+            loss = -(micro.loss_weight_BT * output.logprobs_BT).sum()
+            loss.backward()
+            found.totals["replay/loss"] += loss.detach().double()
         self._train_mode(False)
         sums, ratios = found.totals, found.ratios
         if found.log_weights:

@@ -292,6 +292,30 @@ def taught(learner: Learner, batch: Batch, groups: Sequence[Group]) -> Batch:
     return batch.replace(teacher_logprobs_BT=found_BT)
 
 
+def replayed(run: Run, prompts: Sequence[Prompt], drawn: Rollouts, step: int) -> Batch | None:
+    """Keeps what the algorithm wants of a step; then all that is kept of as many prompts as a step draws, in turns. The
+    weights are `replay_weight` times the mean over tokens, then a prompt's rows, then prompts. None if none is kept."""
+    algorithm, kept, count = run.spec.algorithm, run.kept, run.spec.prompts_per_step
+    if not algorithm.replay_weight:
+        return None
+    for group, rewards in zip(drawn.groups, drawn.totals, strict=True):
+        if ids := algorithm.kept(kept.get(group.prompt.id, []), group.rollouts, rewards):
+            kept[group.prompt.id] = ids
+    groups, known = list[Group](), [prompt for prompt in prompts if prompt.id in kept]
+    for i in range(min(count, len(known))):
+        prompt = known[(step * count + i) % len(known)]
+        rows = tuple(Rollout("", tuple(ids), (0.0,) * len(ids), "stop") for ids in kept[prompt.id])
+        groups.append(Group(prompt, run.codec.encode(prompt.text), rows))
+    run.learner.replayed = lengths(groups)
+    if not groups:
+        return None
+    groups *= -(-ranks.world_size() // sum(len(group.rollouts) for group in groups))  # each rank reads some
+    batch = collate(groups)
+    mask, sizes = batch.completion_mask_BT, [[len(group.rollouts)] for group in groups for _ in group.rollouts]
+    weight_BT = algorithm.replay_weight / len(groups) * mask / (mask.sum(dim=1, keepdim=True) * torch.tensor(sizes))
+    return batch.replace(loss_weight_BT=weight_BT).to(resolve_device(run.spec.device))
+
+
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """The first completion token at which the text has at least `character` characters."""
     ids = list(rollout.token_ids)

@@ -13,7 +13,7 @@ from .grading import reward_metrics
 from .guards.gates import GateState
 from .guards.sync import check_sync
 from .learner import correct_mismatch
-from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, rewarded, sample, taught
+from .rollout import Clock, Rollouts, annotated, earned, note_pass_rates, replayed, rewarded, sample, taught
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Rollouts]:
@@ -31,6 +31,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     batch = learner.algorithm.credited(batch)
     batch, corrected = correct_mismatch(batch, spec.mismatch) if learner.corrects else (batch, {})
     clock.lap("annotate")
+    learner.replays = replayed(run, prompts, drawn, step)
     updated = learner.update(batch, step)
     run.totals.learner_peak_bytes = max(run.totals.learner_peak_bytes, run.note_peak())
     clock.lap("update")
