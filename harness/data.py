@@ -235,6 +235,7 @@ class Batch:
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
     collision_BT         float32, the sum of p^2 of the distribution that token t was drawn from, or None where the
                          objective needs none
+    log_share_B          float32 nats, the log of a row's share of its group's probability when sampled (TPO), or None
     teacher_logprobs_BT  float32 nats after another completion of the group (`Algorithm.shown`), or 0, or None as above
     held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
     gradient_BT          bool, tokens that carry gradient (`high_entropy_tokens`), or None: all
@@ -260,6 +261,7 @@ class Batch:
     advantages_BT: Tensor = UNSET
     returns_BT: Tensor = UNSET
     collision_BT: Tensor = UNSET
+    log_share_B: Tensor = UNSET
     teacher_logprobs_BT: Tensor = UNSET
     held_BT: Tensor = UNSET
     gradient_BT: Tensor = UNSET

@@ -253,6 +253,33 @@ def pushes(s, given):
     return on_tokens(given, result)
 
 
+def shares(s, given):
+    """TPO: the old log-prob of each row's whole group, and the row's share of its probability, now and as a target."""
+    result = []
+    sums = groups_of([sum(row) for row in given["old"]], given["group_size"])
+    for logs, rewards in zip(sums, groups_of(given["rewards"], given["group_size"]), strict=True):
+        spread = math.sqrt(mean([a * a for a in centred(rewards)])) or 1.0
+        pairs = zip(logs, centred(rewards), strict=True)
+        tilted = [math.exp(v + a / spread / s["target_temperature"]) for v, a in pairs]
+        every = sum(map(math.exp, logs))
+        result += [(math.log(every), math.exp(v) / every, w / sum(tilted)) for v, w in zip(logs, tilted, strict=True)]
+    return result
+
+
+def to_target(s, given):
+    return on_tokens(given, [q - p for _, p, q in shares(s, given)])
+
+
+def target_loss(s, given, logprobs):
+    """Each row with tokens: log of the group's probability - q * the row's log-prob, the others as they were sampled;
+    both over the old probability of the group."""
+    total = 0.0
+    for row, old, (every, p, q) in zip(logprobs, given["old"], shares(s, given), strict=True):
+        others = (1 - p) * math.exp(every)
+        total += (math.log(others + math.exp(sum(row))) - every - q * (sum(row) - every)) if old else 0.0
+    return total / (len(logprobs) / given["group_size"])
+
+
 def to_teacher(s, given):
     pairs = zip(given["old"], given["ref"], strict=True)
     return [[s["kl_beta"] * (q - p) for p, q in zip(*rows, strict=True)] for rows in pairs]
@@ -326,6 +353,7 @@ ADVANTAGES = {
     f"sum of weight * {IN_GROUP} over rewards, then the same over the batch": each_reward_apart,
     "r - mean of the others in the group (shrunk towards the mean of the other groups: baseline)": leave_one_out,
     "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others": pushes,
+    "q - p of the group's probability: p the old share, q by p * exp((r - mean) / std / target_temperature)": to_target,
     "kl_beta * (log p_reference - log p) of each token": to_teacher,
     f"(1 - outcome_share) * (log p after another success of the group - log p) of each token, 0 without one, "
     f"+ outcome_share * {IN_GROUP}": after_a_success,
@@ -456,6 +484,7 @@ def cut(s, words, given, b, t, a):
 
 SUM = "sum over all tokens / (rows * loss_denominator)"
 PAIR = "sum over a row's tokens, one pair per group, mean over groups"
+TARGET = "cross-entropy of p to q in the group, mean over groups"
 AGGREGATIONS = {
     "mean over a row's tokens, then over rows": lambda s, n, b: 1 / len(n) / n[b],
     "mean over all tokens": lambda s, n, b: 1 / sum(n),
@@ -482,12 +511,11 @@ KLS = {LOSS_KL, f"{LOSS_KL}; or its sum over a row, before the group is compared
 def loss_of(s, words, given, advantages, fixed, now):
     bonus = s["entropy_bonus"] * weighted(given, MEANS[words["aggregation"] == "mean over all tokens"],
                                           lambda b, t: given["entropy"][b][t])  # fmt: skip
-    if words["aggregation"] == PAIR:
-        return dpo_loss(s, given, now) - bonus
+    own = {PAIR: dpo_loss, TARGET: target_loss}.get(words["aggregation"])
     more = [advantages] if words["clip"] in (GMPO, KL_COV) else []
 
     def token(b, t):
-        value = CLIPS[words["clip"]](s, given, b, t, now, fixed, advantages[b][t], *more)
+        value = 0.0 if own else CLIPS[words["clip"]](s, given, b, t, now, fixed, advantages[b][t], *more)
         if words["kl"].startswith("kl_beta * kl_estimator") and s.get("kl_in") != "reward":
             ratio = math.exp(now[b][t] - given["old"][b][t]) if s["kl_importance_weighted"] else 1
             value += s["kl_beta"] * ratio * k(s["kl_estimator"], now[b][t], given["ref"][b][t])
@@ -495,6 +523,8 @@ def loss_of(s, words, given, advantages, fixed, now):
             value += s["kl_beta"] * k("k2", now[b][t], given["ref"][b][t])
         return value
 
+    if own:
+        return own(s, given, now) + weighted(given, MEANS[0], token) - bonus
     return weighted(given, partial(AGGREGATIONS[words["aggregation"]], s), token) - bonus
 
 

@@ -51,7 +51,7 @@ CASES = {
 }
 MORE = {
     **{name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo", "cispo", "rloo",
-                                     "reinforce_plus_plus")},
+                                     "reinforce_plus_plus", "tpo")},
     "lora": case(lora={"rank": 4}),
     "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),

@@ -15,6 +15,7 @@ from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from cohort.algorithms.tpo import TPO
 from cohort.harness import plugins
 from cohort.harness.base.tensors import pad_right
 from cohort.harness.data import Batch, PolicyOutput
@@ -45,6 +46,7 @@ EVERYWHERE = (
     {"tau_positive": 2.0, "tau_negative": 3.0},
     {"divergence": "kl", "divergence_bound": 0.02, "weight_max": 1.5},
     {"covariance_share": 0.3, "penalty": 0.5},
+    {"target_temperature": 0.5, "kl_beta": 0.1},
     {"success_reward": 0.25, "outcome_share": 0.9},
     {"k_positive": 1.0, "lambda_positive": 4.0, "k_negative": 2.0, "lambda_negative": 5.0},
 )
@@ -202,7 +204,7 @@ def test_equal_rewards_teach_nothing_and_what_lies_outside_the_completions_does_
 @pytest.mark.parametrize("name", NAMES)
 def test_the_policy_term_scales_with_advantages_as_declared_and_parts_without_tokens_weigh_nothing(name):
     algorithm = without_divergence(plugins.load("algorithm", name)(group_size=4))
-    batch = small_batch([0.0] * 12).replace(returns_BT=torch.zeros(12, 7))
+    batch = small_batch([0.0] * 12).replace(returns_BT=torch.zeros(12, 7), log_share_B=torch.full((12,), -1.4))
     mask = batch.completion_mask_BT
     now = (batch.old_logprobs_BT - 0.3) * mask
     one, two = (loss_and_gradient(algorithm, batch.replace(advantages_BT=a * mask), now)[1] for a in (0.25, 0.5))
@@ -219,6 +221,28 @@ def test_groups_of_equal_rewards_have_exact_zeros_whatever_lies_beside_them():
     parts_BK = torch.tensor([[1.0, 0.1], [0.0, 0.7], [0.2, 0.4], *[[0.3, 0.3]] * 3])
     mixed = batch_of([[1]] * 6, parts_BK.sum(1).tolist(), 3, reward_parts_BK=parts_BK, reward_weights_BK=parts_BK**0)
     assert not GDPO(group_size=3).advantages(mixed).advantages_BT[3:].any()
+
+
+def test_tpo_has_the_gradient_of_a_groups_cross_entropy_where_it_was_sampled_and_none_at_its_target():
+    old = torch.tensor([[-1.0, -2.0], [-0.5, -0.5], [-2.0, -0.25]], dtype=torch.float64)
+    batch = TPO().advantages(batch_of([[1, 1]] * 3, [1.0, 0.0, 0.0], 3, old_logprobs_BT=old))
+    own = old.sum(1).requires_grad_()  # u is (1 - 1/3) / (sqrt(2) / 3) = sqrt(2), and -sqrt(1/2) twice
+    target = (own.detach() + torch.tensor([2**0.5, -(0.5**0.5), -(0.5**0.5)])).softmax(0)
+    expected = -(target * own.log_softmax(0)).sum()
+    expected.backward()
+    loss, gradient = loss_and_gradient(TPO(), batch, old)
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+    assert torch.allclose(gradient, own.grad[:, None].expand(-1, 2), atol=1e-5, rtol=0)
+    moved = target.logit() - own.detach().softmax(0).logit()  # its odds alone are those of q
+    assert loss_and_gradient(TPO(), batch, old + moved[:, None] / 2)[1].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("moved", [-40.0, 0.0, 40.0])
+def test_tpo_stays_finite_where_one_answer_holds_all_of_the_probability(moved):
+    old = torch.tensor([[0.0, 0.0], [0.0, -400.0]])
+    batch = TPO().advantages(batch_of([[1, 1]] * 2, [0.0, 1.0], 2, old_logprobs_BT=old))
+    loss, gradient = loss_and_gradient(TPO(), batch, old + moved)
+    assert math.isfinite(loss) and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("gap", [-400.0, 400.0])
