@@ -18,7 +18,7 @@ from cohort.harness.data import Prompt
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.load import load_study
-from cohort.harness.settings.run import PART_WEIGHTS, RunSpec
+from cohort.harness.settings.run import RunSpec
 from cohort.harness.settings.study import Arm, StudySpec
 from cohort.harness.study import estimates
 from cohort.harness.study.estimates import TrialTimes, _stamped, budget, cost, passes, with_time_left
@@ -89,9 +89,6 @@ def test_prompts_count_as_often_as_they_are_read():
     # and so do 4 minibatches, which are read once more for the old log-probs
     parts = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"num_minibatches": 4})})
     assert passes(parts, 1, sizes) - passes(parts, 1) == 2 * 7 + 8 * 10 * (1 + 3) + 10 * 7 * 2
-    # so many weights that a part has 2 problems of 5 x 6 tokens: 5 parts, not 1
-    heavy = {"cpu_weights": PART_WEIGHTS / (2 * 5 * 6)}
-    assert passes(spec, 1, heavy) - passes(spec, 1) == 2 * 4 * 6 * 40
 
 
 def test_a_run_notes_the_sizes_with_which_its_time_is_estimated(tmp_path):
@@ -107,10 +104,8 @@ def test_a_run_notes_the_sizes_with_which_its_time_is_estimated(tmp_path):
     assert left == pytest.approx(1.0 + passes(other, None, noted) / passes(spec, None, noted), rel=1e-9)
     real = make_spec()
     texts = [len(prompt.text) for prompt in real.task.prompts("train")[-64:]]  # a token a character, and none besides
-    weights, mean = tiny_model(0).num_parameters(), sum(texts) / 64
-    assert run_sizes(real) == {
-        "prompt_tokens": mean, "own_tokens": mean, "shares_prompts": 1.0, "cpu_weights": weights,
-    }  # fmt: skip
+    mean = sum(texts) / 64
+    assert run_sizes(real) == {"prompt_tokens": mean, "own_tokens": mean, "shares_prompts": 1.0}
 
 
 def test_dry_run_status_watch_and_run_say_the_same_time_of_one_record(tmp_path, capsys, cohort):

@@ -12,7 +12,6 @@ from cohort.harness.data import InvalidRun
 from cohort.harness.devices.sharding import copied
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.run import build as state
-from cohort.harness.run import evaluate
 from cohort.harness.run.checkpoint import Writer, save_checkpoint
 from cohort.harness.run.loop import train
 from cohort.harness.settings.run import Checkpoints, parse_run
@@ -214,14 +213,16 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(name, tmp_pa
 @pytest.mark.parametrize("when", slow_but(["during"], ["before", "during"]))
 def test_a_stop_leaves_the_last_test_to_the_next_attempt(when, tmp_path, cache, undisturbed, monkeypatch):
     whole = undisturbed("grpo")[1]  # and its cold start, in which nothing is asked below
-    monkeypatch.setattr(evaluate, "PART_WEIGHTS", 3 * 3 * 32 * 166_592)  # 3 problems: 2 samples, 1 greedy answer
-    log, stop = MemoryLog(), StopAfter(8)  # asked 2 times in the first evaluation, after 5 steps
-    during = lambda: log.phases[-1] == ("test", 6, 16)  # noqa: E731
+    log, stop = MemoryLog(), StopAfter(6)  # after 5 steps
+    if when == "during":  # of its first and only part
+        monkeypatch.setattr("cohort.harness.run.loop.PART_WEIGHTS", 16 * 32 * 166_592)
+    during = lambda: log.phases[-1] == ("test", 0, 16)  # noqa: E731
     result = train(make_spec(), tmp_path, log, cache=cache, should_stop=stop if when == "before" else during)
     assert (result.state, result.summary["rollouts"], log.history("test/accuracy")) == ("stopped", 80, [])
     assert train(make_spec(), tmp_path, log, cache=cache).state == "complete"
     assert log.resumed_at == [-1, 5]
-    assert log.phases.count(("test", 6, 16)) == (1 if when == "before" else 2)
+    assert log.phases.count(("test", 0, 16)) == (1 if when == "before" else 2)
+    assert log.phases.count(("test", 16, 16)) == 1
     assert log.fractions == whole.fractions
 
 

@@ -237,8 +237,8 @@ def longest(codec: TextCodec, prompts: Sequence[Prompt]) -> int:
 
 def run_sizes(spec: RunSpec) -> dict[str, float]:
     """What estimates of time count with: the mean `prompt_tokens` of the last prompts, how many are its own and not
-    what all begin with (`own_tokens`), whether rows of a prompt learn from it once (`shares_prompts`), and on a CPU the
-    weights of the model (`cpu_weights`); empty if they cannot be read."""
+    what all begin with (`own_tokens`), and whether rows of a prompt learn from it once (`shares_prompts`); empty if
+    they cannot be read."""
     split: Split = "train" if spec.steps else "validation"
     with suppress(Exception):  # as in the estimate of memory
         model, codec = empty_model(model_config(spec.model)), codec_of(spec)
@@ -247,9 +247,7 @@ def run_sizes(spec: RunSpec) -> dict[str, float]:
         own = mean - num_shared(prompts)
         rows, limit = spec.algorithm.group_size, spec.max_tokens
         shares = can_share_prompts(model) and sharing_pays_in(model, mean * (rows - 1), rows * limit**2)
-        sizes = {"prompt_tokens": mean, "own_tokens": own, "shares_prompts": float(shares)}
-        on_cpu = resolve_device(spec.device).type == "cpu"
-        return sizes | ({"cpu_weights": float(model.num_parameters())} if on_cpu else {})
+        return {"prompt_tokens": mean, "own_tokens": own, "shares_prompts": float(shares)}
     return {}
 
 

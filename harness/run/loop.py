@@ -20,7 +20,7 @@ from ..data import EvaluationResult, InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..policy import flops
 from ..record.run import CHECKPOINTS, RunLog
-from ..settings.run import RunSpec
+from ..settings.run import PART_WEIGHTS, RunSpec
 from .build import Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .evaluate import completions_file, evaluate_run, evaluation_metrics, weights_read
 from .grading import sample_rows
@@ -176,7 +176,7 @@ def logged_evaluation(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult:
     """Evaluate the policy, with the run's own settings or a test's, and store the accuracies of the summary;
-    StoppedEarly, after a part, if asked to stop.
+    StoppedEarly if asked to stop: of its completions the next attempt needs none.
 
     Result and cost are logged as metrics of an area: by default the split's name; `start` for test problems before
     training; `test_NAME` and `start_NAME` for another test. For test problems each fraction and family is logged, and
@@ -192,8 +192,22 @@ def logged_evaluation(
         if 0 < done < total and ranks.same(should_stop):
             raise StoppedEarly
 
-    weights = weights_read(run.whole, run.engine, run.learner.policy)
-    result = evaluate_run(spec or run.whole, run.engine, split, step, progress, kept=kept, weights=weights)
+    weights, read = weights_read(run.whole, run.engine, run.learner.policy), 0
+
+    def sampled(count: int) -> None:
+        """Look for a stop now and then, so that parts may be large: few rows decode slowly."""
+        nonlocal read
+        read += count * weights
+        if read > PART_WEIGHTS:
+            read = 0
+            if should_stop():
+                raise StoppedEarly
+
+    if ranks.world_size() == 1:  # several stop together, and so between parts, which are small then
+        run.engine.note_tokens = sampled
+    bound = weights if ranks.world_size() > 1 else 0
+    result = evaluate_run(spec or run.whole, run.engine, split, step, progress, kept=kept, weights=bound)
+    vars(run.engine).pop("note_tokens", None)  # of the evaluation alone
     if kept is not None:
         log.kept(step, completions_file(area, step), sha256(kept))
     cost = run.charge_flops(lambda costs: {"evaluation": flops.sampled(costs, result.drawn)})

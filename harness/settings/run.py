@@ -21,7 +21,7 @@ from .stages import Stage, completed, staged
 
 Scalar = bool | int | float | str | None
 PROMPTS_AT_ONCE = 64  # in an evaluation, for an engine that holds a whole batch in memory
-PART_WEIGHTS = 5e11  # weights that an evaluation on a CPU reads for all tokens of a part, at most: tens of seconds
+PART_WEIGHTS = 5e11  # weights that an evaluation on a CPU reads before it looks whether to stop: tens of seconds
 Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"]
 
 

@@ -22,7 +22,7 @@ from ..base.machine import default_workers, usable_cores
 from ..policy.sources import is_here
 from ..record.run import INFO
 from ..record.status import StudyStatus
-from ..settings.run import PART_WEIGHTS, PROMPTS_AT_ONCE, RunSpec, parse_run
+from ..settings.run import PROMPTS_AT_ONCE, RunSpec, parse_run
 from ..settings.stages import Stage
 from ..settings.study import Arm, StudySpec
 from .plan import Plan
@@ -80,9 +80,8 @@ def passes(spec: RunSpec, step: int | None = None, sizes: Mapping[str, float] = 
 def _evaluated(spec: RunSpec, problems: int, samples: int, sizes: Sizes) -> float:
     """Passes for so many problems, sampled greedily and at random, each time part by part as `run.evaluate` does."""
     tokens = (1 + samples) * spec.max_tokens
-    part = max(1, min(PROMPTS_AT_ONCE, PART_WEIGHTS / (sizes.get("cpu_weights", 1.0) * tokens)))
     each = tokens + 2 * sizes.get("own_tokens", 0.0)
-    return problems * each + 2 * math.ceil(problems / part) * DECODE * spec.max_tokens
+    return problems * each + 2 * math.ceil(problems / PROMPTS_AT_ONCE) * DECODE * spec.max_tokens
 
 
 def _passes(stage: Stage, done: int, sizes: Sizes) -> float:
