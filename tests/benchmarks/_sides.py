@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting, digit_sum, prompt_texts
+from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting
 
 Step = dict[str, Any]
 
@@ -27,7 +27,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     from cohort.harness.run.step import train_step
     from cohort.harness.settings.run import parse_run
 
-    task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
+    task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens, graded=setting.graded)
     raw = {
         "model": str(folder), "task": task, "device": "cpu", "checkpoints": {"rollouts_every": 0},
         "autocast": setting.bfloat16,
@@ -93,9 +93,13 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
     def asked(text: str) -> Any:  # in a chat's turns the template of the model is applied
         return text if setting.prompt_tokens else [{"role": "user", "content": text}]
 
-    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens, graded=setting.graded)
+
+    rows = [{"prompt": asked(one.text), "gold": one.gold} for one in task.prompts("train")]
+
+    def reward(completions: list[Any], gold: list[str], **kwargs: Any) -> list[float]:
         texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
-        return [float(digit_sum(text) % 2 == 0) for text in texts]
+        return [float(task.extract(text) == answer) for text, answer in zip(texts, gold, strict=True)]
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=folder.parent), use_cpu=True, bf16=setting.bfloat16,
@@ -112,7 +116,7 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=str(folder), reward_funcs=reward, args=config,
-        train_dataset=Dataset.from_list([{"prompt": asked(text)} for text in prompt_texts(setting.prompt_tokens)]),
+        train_dataset=Dataset.from_list(rows),
         callbacks=[Watch()],
     )  # fmt: skip
     sample: Any = trainer._generate_single_turn

@@ -9,6 +9,7 @@ a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
 import json
 import os
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,7 @@ class Setting:
     kl_beta: float = 0.04
     num_inner_epochs: int = 1
     bfloat16: bool = False  # products in bfloat16 over float32 weights, on both sides
+    graded: bool = False  # paid by GSM8K's answer, the last number, not by the digits' sum
 
     @property
     def rollouts(self) -> int:
@@ -67,15 +69,18 @@ SETTINGS = [
         for row, prompts in (("d", 2), ("e", 8))
         for precision in ("float32", "bfloat16")
     ),
+    Setting("g: as d, float32, with GSM8K's own reward", "135M", 2, 0, 128, kl_beta=0.0, graded=True),
 ]  # fmt: skip
 
 
 class DigitSum(Task):
-    """Whether the digits of a completion sum to an even number: cheap, and about half of all texts earn it."""
+    """Whether the digits of a completion sum to an even number: cheap, and about half of all texts earn it; `graded`:
+    whether its last number is the answer."""
 
     name: Literal["digit_sum"] = "digit_sum"
     prompt_tokens: int
     max_tokens: int
+    graded: bool = False
 
     @property
     def max_completion_tokens(self) -> int:
@@ -83,13 +88,14 @@ class DigitSum(Task):
 
     def prompts(self, split: Split) -> list[Prompt]:
         texts = prompt_texts(self.prompt_tokens) if split == "train" else []
-        return [Prompt(f"{i:04d}", text, "0") for i, text in enumerate(texts)]
+        golds = answers() if self.graded else ["0"] * len(texts)
+        return [Prompt(f"{i:04d}", text, gold) for i, (text, gold) in enumerate(zip(texts, golds, strict=False))]
 
     def demonstrations(self) -> list[Demonstration]:
         return []
 
     def extract(self, completion: str) -> str:
-        return str(digit_sum(completion) % 2)
+        return last_number(completion) if self.graded else str(digit_sum(completion) % 2)
 
     def equivalent(self, answer: str, other: str) -> bool:
         return answer == other
@@ -102,6 +108,16 @@ def prompt_texts(num_tokens: int) -> list[str]:
     draw = random.Random(0)
     texts = {"".join(draw.choice("0123456789+-") for _ in range(num_tokens - 1)) + "=" for _ in range(2 * NUM_PROMPTS)}
     return sorted(texts)[:NUM_PROMPTS]
+
+
+def answers() -> list[str]:
+    """The gold answers of GSM8K's questions."""
+    return [last_number(json.loads(line)["answer"]) for line in QUESTIONS.read_text().splitlines()[:NUM_PROMPTS]]
+
+
+def last_number(text: str) -> str:
+    found = re.findall(r"\d+", text.replace(",", ""))
+    return found[-1] if found else ""
 
 
 def digit_sum(text: str) -> int:
