@@ -306,9 +306,9 @@ class Learner:
         return batch.rows(still), batch.rows(moving) if len(moving) else None
 
     def _still(self, batch: Batch) -> Tensor | None:
-        """[B] bool: the rows without advantage. None if other terms are known to teach."""
+        """[B] bool: the rows without advantage. None if other terms are known to teach, or no row has advantages."""
         others = self.critic is not None or self.algorithm.kl_beta > 0 or self.algorithm.entropy_bonus > 0
-        return None if others else (batch.advantages_BT == 0).all(dim=1)
+        return None if others or batch.advantages_BT is None else (batch.advantages_BT == 0).all(dim=1)
 
     def _pass(self, batch: Batch, sums: "_Sums", *, first: bool, learns: bool = True) -> bool:
         """Add the gradients of a minibatch's rows, and their metrics to `sums`. Rows from which nothing `learns` are
