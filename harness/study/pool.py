@@ -1,7 +1,7 @@
 """Keeps the workers of a pool at work, or a single worker that a scheduler's job or a cluster's pod runs.
 
-The single one starts the same worker process as a pool, restarts it when it dies, and ends when no trial is
-left that it could take. It ignores trials that other workers run.
+The single one starts the same worker process as a pool, restarts it when it dies, and ends when no trial is left that
+it could take. It ignores trials that other workers run.
 """
 
 import os
