@@ -1,5 +1,6 @@
 """Processes of a trial forked from one warm process: runs in one and in two of them, groups, hosts."""
 
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -72,6 +73,7 @@ def _begin(target: Callable[..., None], given: tuple[Any, ...], output: Path | N
         os.dup2(os.open(str(output), os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
     os.environ["GLOO_SOCKET_IFNAME"] = group.loopback()
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(100)  # who hangs says where, before `ends` gives up
     gc.freeze()  # every run collects, and nothing of a library is garbage
     target(*given)
 
@@ -288,7 +290,7 @@ def group_of_two(rank: int, folder: Path, port: int) -> None:
 STALE = InvalidRun("stale weights")
 BROKEN = {
     "follower": {1: torch.OutOfMemoryError("too long")}, "first": {0: KeyError("own")}, "stale": {1: STALE},
-    "both": {0: STALE, 1: STALE},
+    "both": {0: STALE, 1: STALE}, "device": {},
 }  # fmt: skip
 PLACES = {"update": (Learner, "update"), "evaluation": (loop, "evaluate_run"), "checkpoint": (state, "save_checkpoint"),
           "closing": (TransformersEngine, "close")}  # fmt: skip
@@ -319,6 +321,8 @@ def group_of_nccl(rank: int, folder: Path, port: int, how: str) -> None:
     learned, Learner.update = Learner.update, update
     state.Run.close, dist.destroy_process_group = (lambda run: together()), together  # pyright: ignore
     group.LEAVE_SECONDS, group.BACKENDS = 1, {"cpu": "cpu:gloo"}
+    if how == "device" and rank:
+        group.resolve_device = Mock(side_effect=SpecError("no GPU"))
     _trained(rank, folder, port, how)
 
 

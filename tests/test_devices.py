@@ -260,6 +260,7 @@ def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_
     ("first", [False, False, "KeyError", "'own'"], [1, 1]),
     ("stale", [True, False, "invalid"], [1, 1]),
     ("both", [False, True, "invalid"], [0, 0]),
+    ("device", [True, False, "SpecError", "no GPU"], [1, 0]),
 ])  # fmt: skip
 def test_an_error_of_one_process_ends_all_although_each_would_wait_for_the_others(tmp_path, how, told, statuses):
     """A fake NCCL: whoever ends the group, or vLLM in it, waits until the other does too (torchtitan's issue 1342)."""

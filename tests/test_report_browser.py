@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import session
+from browser import requests, session
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
 from fake_study import HOSTILE_ARM, factor_grid, fake_study, with_claims, with_trials
@@ -74,15 +74,13 @@ def opened(browser: Any, page: Path, width: int) -> None:
 
 @pytest.mark.attack("Hostile text on a page or in a file")
 def test_nothing_runs_and_nothing_is_loaded(browser, page):
-    browser.get_log("browser"), browser.get_log("performance")  # forget earlier pages
+    browser.get_log("browser"), requests(browser)  # forget earlier pages
     opened(browser, page, 1440)
     assert browser.title.startswith("fake: ")
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
     with pytest.raises(pytest.importorskip("selenium.common.exceptions").NoAlertPresentException):
         _ = browser.switch_to.alert.text
-    traffic = " ".join(entry["message"] for entry in browser.get_log("performance"))
-    requested = re.findall(r'"url":"(\w+:[^"]*)"', traffic)
-    assert {url for url in requested if not url.startswith(("data:", "about:"))} == {page.as_uri()}
+    assert {url for url in requests(browser) if not url.startswith(("data:", "about:"))} == {page.as_uri()}
     assert browser.execute_script("return document.scripts.length + document.images.length") == 0
     text = browser.execute_script("return document.body.textContent")
     assert "Claims <script>alert(9)</script>" in text
@@ -144,11 +142,11 @@ def test_in_the_dark_the_page_and_its_figures_are_dark_and_all_text_is_legible(b
 def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser, tmp_path):
     bad = tmp_path / "bad.html"
     bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
-    browser.get_log("browser"), browser.get_log("performance")
+    browser.get_log("browser"), requests(browser)
     opened(browser, bad, 390)
     until, seen = time.monotonic() + 240, []  # the refused image is logged some time after the page has loaded
     while not seen and time.monotonic() < until:
         seen = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert seen
-    assert "http://127.0.0.1:9/x" in " ".join(entry["message"] for entry in browser.get_log("performance"))
+    assert "http://127.0.0.1:9/x" in requests(browser)
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390

@@ -151,7 +151,7 @@ class RankGroup:
         """The result of this rank's part of a trial; on rank 0 also the first error of any, and ChildProcessError if
         one of them is gone. `when_stuck` is as `lead` has it."""
         store: Any = dist.PrefixStore(f"{self._trials}/", self._store)  # pyright: ignore
-        size, backend, left = job["spec"]["devices"], BACKENDS[resolve_device(job["spec"]["device"]).type], Event()
+        size, backend, left = job["spec"]["devices"], ENDS_ALONE, Event()
 
         def note(error: BaseException) -> bool:
             words = json.dumps([self.rank, type(error).__name__, str(error)])
@@ -162,8 +162,10 @@ class RankGroup:
         watch = Thread(target=self._watch, args=(store.clone(), left, stuck), name="trial", daemon=True)
         watch.start()
         try:
+            backend = BACKENDS[resolve_device(job["spec"]["device"]).type]
             with ranks.telling(note):
-                dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=PATIENCE)
+                own = store.clone()  # a rank that waits in a store keeps its other threads from it
+                dist.init_process_group(backend, store=own, rank=self.rank, world_size=size, timeout=PATIENCE)
                 with expecting(job["inputs"]):
                     end = run()
             if self.rank and end.state == "invalid":
@@ -202,9 +204,10 @@ class RankGroup:
                 except BaseException as error:
                     print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 self.end()
-            later = f"trial-{self._trials + 1}"  # in which the first would wait for this one
+            later, polls = f"trial-{self._trials + 1}", 0  # in which the first would wait for this one
             while not left.wait(POLL_SECONDS) and not self._store.check(["ended"]):
-                if self._store.check([later]) and not left.wait(LEAVE_SECONDS):
+                polls += self._store.check([later])
+                if polls * POLL_SECONDS > LEAVE_SECONDS:
                     break
             if left.is_set():
                 return
