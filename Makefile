@@ -127,8 +127,9 @@ bench: $(BENCH_BIN)/.installed
 		$(if $(SHORT),--only a: --rounds 1 --warm-up 1 --steps 2 --out build/bench.json)
 	$(BENCH_BIN)/python tests/benchmarks/evaluation.py $(if $(SHORT),--limit 2 --tokens 8 --out build/evaluation.json)
 
-# Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
-# transformers, an older packaging through tensordict) are left out, and what that module imports is named here.
+# Objectives beside verl's, TRL's and remax-rl's. Of verl only one module of functions is used: its own requirements (an older
+# transformers, an older packaging through tensordict) are left out, and what that module imports is named here; of
+# remax-rl, which asks for torch 2.6, only what needs no more than torch.
 # And grading beside the cases of reward-doctor and of math-verify's own tests, which are in its source alone, and logs
 # beside the reader of inspect, which needs other versions of what verl needs.
 $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt constraints-inspect.txt
@@ -137,7 +138,8 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt constraints-insp
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt torch
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt \
 		"trl==1.16.*" pydantic ray omegaconf codetiming orjson cloudpickle
-	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt --no-deps verl tensordict pyvers reward-doctor
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt --no-deps verl tensordict pyvers \
+		reward-doctor remax-rl
 	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt "math-verify[antlr4_9_3]" pytest
 	$(PARITY_BIN)/python -m pip download --quiet --constraint constraints-parity.txt --no-deps --no-binary math-verify \
 		--dest $(PARITY_VENV)/math-verify math-verify

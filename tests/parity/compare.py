@@ -1,6 +1,7 @@
-"""Compares value and gradient of every objective with verl and TRL, live, and fails where a difference is unexplained.
+"""Compares value and gradient of every objective with verl, TRL and remax-rl, live, and fails where a difference is
+unexplained.
 
-`python tests/parity/compare.py [verl|trl ...]` prints the table; the README beside says how to read it.
+`python tests/parity/compare.py [verl|trl|remax ...]` prints the table; the README beside says how to read it.
 """
 
 import importlib
@@ -18,7 +19,7 @@ logging.disable(logging.WARNING)
 
 from _table import evaluate, markdown  # noqa: E402
 
-LIBRARIES = ("verl", "trl")
+LIBRARIES = {"verl": "verl", "trl": "trl", "remax": "remax-rl"}  # and what the package is called
 
 
 def main(libraries: list[str]) -> int:
@@ -29,7 +30,7 @@ def main(libraries: list[str]) -> int:
             raise SystemExit(f"unknown library '{library}'; choose from {', '.join(LIBRARIES)}")
         results = [evaluate(row) for row in importlib.import_module(f"_{library}").rows()]
         held &= all(result.holds for result in results)
-        print(f"\n## {library} {version(library)}, torch {version('torch')}\n")
+        print(f"\n## {library} {version(LIBRARIES[library])}, torch {version('torch')}\n")
         print(markdown(results), flush=True)
         for result in results:
             if not result.holds:
