@@ -12,6 +12,7 @@ from cohort.harness.extras.successes.algorithms.dr_grpo_replay import DrGRPORepl
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.rollout import Rollouts, replayed
+from cohort.harness.study.estimates import passes
 from factories import make_spec
 from fakes import tiny_codec
 from test_learner import make_batch
@@ -73,3 +74,12 @@ def test_a_run_that_is_killed_in_its_steps_has_kept_and_learns_the_same(tmp_path
     last = [max((tmp_path / part / "trials/one/checkpoints").glob("step-*")) for part in ("quiet", "killed")]
     quiet, killed = (json.loads((folder / "state.json").read_text())["progress"]["kept"] for folder in last)
     assert quiet == killed != {}
+
+
+def test_the_time_that_is_estimated_covers_the_rows_of_half_full_banks():
+    two = {"rollouts_per_step": 8, "steps": 3, "optimizer.num_minibatches": 2}
+    plain, own = (make_spec(own, **two) for own in ({"name": "dr_grpo", "group_size": 2}, REPLAY))
+    limit = own.max_tokens
+    assert passes(own, None, {"prompt_tokens": 5}) - passes(plain, None, {"prompt_tokens": 5}) == (
+        3 * 3 * 2 * 4 * 1 * (limit + 5)  # steps, learning, minibatches, prompts, kept
+    )
