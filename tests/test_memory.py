@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,7 +182,8 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
 def test_the_count_of_shared_prompts_is_within_5_percent_of_what_autograd_saves(
     heads, autocast, before, after, rows, monkeypatch
 ):
-    """Half a layer of Qwen2.5-0.5B, with its 2 heads of keys for 14 of queries and with 14; one prompt is shorter."""
+    """Half a layer of Qwen2.5-0.5B, with its 2 heads of keys for 14 of queries and with 14; one prompt is shorter. The
+    count is a GPU's; a CPU keeps no key for each head of queries."""
     sizes = {"hidden_size": 448, "num_hidden_layers": 1, "num_attention_heads": 14, "num_key_value_heads": heads}
     config, policy = model_of("qwen2", intermediate_size=2432, **sizes)
     monkeypatch.setattr("cohort.harness.policy.forward.sharing_pays", lambda *_: True)
@@ -200,7 +202,10 @@ def test_the_count_of_shared_prompts_is_within_5_percent_of_what_autograd_saves(
 
     counts = count(Shape.of(spec, config, rows=rows, prompt_tokens=before))
     found = counts.trunk.all * 2 * (before - 1) / (rows * (before + after)) + counts.shared.all
-    assert found == pytest.approx(bytes_saved(policy, spec, forward), rel=0.05)
+    on_a_cpu = bytes_saved(policy, spec, forward)
+    monkeypatch.setattr("cohort.harness.policy.forward.grouped_attention", nullcontext)
+    assert found == pytest.approx(repeated := bytes_saved(policy, spec, forward), rel=0.05)
+    assert on_a_cpu < 0.97 * repeated if heads == 2 else on_a_cpu == repeated
 
 
 def bytes_saved(module, spec, forward):

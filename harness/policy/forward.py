@@ -22,7 +22,7 @@ from ..devices.sharding import is_sharded, under_hooks
 from ..interfaces import Distribution
 from ..settings.run import Optimizer
 from . import fused_llama
-from .library import given_cache
+from .library import given_cache, grouped_attention
 from .lora import around_frozen
 
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
@@ -421,13 +421,15 @@ def completion_states(
         past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
         hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, None if all_filled else filled)
     else:
-        hidden = backbone(model)(
-            input_ids=inputs,
-            attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
-            position_ids=positions,
-            use_cache=not _is_recomputing(model),
-            **given_cache(model, prompt_cache(model, prompts)),
-        ).last_hidden_state
+        again = _is_recomputing(model)  # once this has returned
+        with nullcontext() if again else grouped_attention(model):
+            hidden = backbone(model)(
+                input_ids=inputs,
+                attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
+                position_ids=positions,
+                use_cache=not again,
+                **given_cache(model, prompt_cache(model, prompts)),
+            ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]
 
 

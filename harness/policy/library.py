@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
@@ -141,7 +142,7 @@ def packed_products(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def grouped_attention(model: nn.Module) -> Iterator[None]:
-    """Inside the context, where the model's attention is SDPA's, `_attend` is, which repeats no keys for one token."""
+    """Inside the context, where the model's attention is SDPA's, `_attend` is, which repeats no keys."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -160,13 +161,18 @@ def grouped_attention(model: nn.Module) -> Iterator[None]:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """([R, 1, heads, D], None): SDPA's attention of a single token, in which the query heads that share a key head are
-    the rows of one product; SDPA itself for more tokens, for a mask by head and for a term by position."""
+    """([R, T, heads, D], None): SDPA's attention; of a single token the query heads that share a key head are the rows
+    of one product. transformers' own for a mask by head, a term by position, and more tokens without a mask, or on a
+    GPU, where torch has no fast kernel for shared heads and a mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
-    if query.shape[2] != 1 or by_head or given.get("dropout") or given.get("position_bias") is not None:
+    is_slow = query.shape[2] != 1 and (attention_mask is None or query.is_cuda)
+    if is_slow or by_head or given.get("dropout") or given.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    if query.shape[2] != 1:
+        attend = partial(nn.functional.scaled_dot_product_attention, scale=given.get("scaling"), enable_gqa=True)
+        return attend(query, key, value, attention_mask).transpose(1, 2), None
     (rows, heads, _, width), shared = query.shape, key.shape[1]
     scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
     grouped = (query * scale).view(rows * shared, heads // shared, width)
