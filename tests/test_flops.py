@@ -58,6 +58,11 @@ STEPS = {
     "grouped queries": ("llama", {"algorithm": GRPO}),
     "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
     "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),
+    "adapter, checkpointing": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}, "gradient_checkpointing": True}),
+    "adapter of queries, checkpointing": (
+        "qwen2",
+        {"algorithm": GRPO, "lora": {"rank": 4, "targets": ["q_proj"]}, "gradient_checkpointing": True},
+    ),
     "no shared prompts": ("qwen2", {"algorithm": {"name": "ppo", "group_size": 1}}),
     "minibatches": ("tiny", {"algorithm": GRPO, "optimizer": {"num_minibatches": 2, "num_inner_epochs": 2}}),
     "groups without advantage": ("tiny", {"algorithm": {"name": "dr_grpo", "group_size": 4}}),

@@ -89,15 +89,18 @@ class Costs:
         every = list(layers(policy))
         first, last = ({id(p) for p in layer.parameters()} for layer in (every[0], every[-1]))
         read_by_keys = _INPUT if recognised(policy) else _KEYS  # there queries, keys and values are one product
-        adapted = any(".lora_" in name for name in weights)
+        adapted, computes_again = any(".lora_" in name for name in weights), recomputes(policy)
         token = gradient = keys_gradient = again = adapter = 0
         for name, p in weights.items():
             product = 2 * p.numel()
             is_adapter = ".lora_" in name
-            reads_frozen = adapted and id(p) in first and _INPUT.search(name) and ".lora_B" not in name
+            # with checkpointing the embeddings' output asks for a gradient
+            reads_frozen = (
+                adapted and not computes_again and id(p) in first and _INPUT.search(name) and ".lora_B" not in name
+            )
             needed = (0 if reads_frozen else product) + (product if is_adapter or not adapted else 0)
             token += product
-            again += 0 if _END.search(name) and not is_adapter else product
+            again += 0 if _END.search(name) and not is_adapter and ".base_layer" not in name else product
             adapter += product if is_adapter else 0
             gradient += needed
             keys_gradient += 0 if id(p) in last and not read_by_keys.search(name) else needed
@@ -113,7 +116,7 @@ class Costs:
             vocabulary=len(head),
             can_share=can_share_prompts(policy),
             is_lean=recognised(policy),
-            recomputes=recomputes(policy),
+            recomputes=computes_again,
         )
 
     @classmethod
