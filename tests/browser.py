@@ -50,9 +50,12 @@ def session(*flags: str, width: int = 1440, height: int = 900) -> Iterator[Any]:
 
 
 def requests(chromium: Any) -> list[str]:
-    """The addresses that pages asked for since the last call, the pages themselves included, the browser's own not."""
+    """The addresses that pages asked for since the last call, the pages themselves and sockets included, the browser's
+    own not."""
     events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
     urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    opened = ("Network.webSocketCreated", "Network.webTransportCreated")
+    urls += [event["params"]["url"] for event in events if event["method"] in opened]
     return [url for url in urls if not url.startswith("chrome://")]
 
 

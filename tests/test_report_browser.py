@@ -141,12 +141,15 @@ def test_in_the_dark_the_page_and_its_figures_are_dark_and_all_text_is_legible(b
 
 def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser, tmp_path):
     bad = tmp_path / "bad.html"
-    bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
+    bad.write_text(
+        "<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>"
+        "<script>new WebSocket('ws://127.0.0.1:9/y')</script>"
+    )
     browser.get_log("browser"), requests(browser)
     opened(browser, bad, 390)
     until, seen = time.monotonic() + 240, []  # the refused image is logged some time after the page has loaded
     while not seen and time.monotonic() < until:
         seen = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert seen
-    assert "http://127.0.0.1:9/x" in requests(browser)
+    assert {"http://127.0.0.1:9/x", "ws://127.0.0.1:9/y"} <= {*requests(browser)}
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390

@@ -421,13 +421,13 @@ def completion_states(
         past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
         hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, None if all_filled else filled)
     else:
-        again = _is_recomputing(model)  # once this has returned
-        with nullcontext() if again else grouped_attention(model):
+        is_recomputed_later = _is_recomputing(model)  # in the backward pass, outside of this context
+        with nullcontext() if is_recomputed_later else grouped_attention(model):
             hidden = backbone(model)(
                 input_ids=inputs,
                 attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
                 position_ids=positions,
-                use_cache=not again,
+                use_cache=not is_recomputed_later,
                 **given_cache(model, prompt_cache(model, prompts)),
             ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]

@@ -161,16 +161,17 @@ def grouped_attention(model: nn.Module) -> Iterator[None]:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """([R, T, heads, D], None): SDPA's attention; of a single token the query heads that share a key head are the rows
-    of one product. transformers' own for a mask by head, a term by position, and more tokens without a mask, or on a
-    GPU, where torch has no fast kernel for shared heads and a mask."""
+    """([R, T, heads, D], None): attention without copies of the keys that query heads share. Of a single token those
+    heads are the rows of one product; of more on a CPU SDPA's own kernel takes them beside a mask. transformers' way
+    else (its own knows them without a mask), for a mask by head and for a term by position."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
-    is_slow = query.shape[2] != 1 and (attention_mask is None or query.is_cuda)
-    if is_slow or by_head or given.get("dropout") or given.get("position_bias") is not None:
+    is_single, is_masked_on_cpu = query.shape[2] == 1, attention_mask is not None and query.device.type == "cpu"
+    has_more_terms = by_head or given.get("dropout") or given.get("position_bias") is not None
+    if has_more_terms or not (is_single or is_masked_on_cpu):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    if query.shape[2] != 1:
+    if not is_single:
         attend = partial(nn.functional.scaled_dot_product_attention, scale=given.get("scaling"), enable_gqa=True)
         return attend(query, key, value, attention_mask).transpose(1, 2), None
     (rows, heads, _, width), shared = query.shape, key.shape[1]

@@ -101,7 +101,8 @@ def _passes(stage: Stage, done: int, sizes: Sizes) -> float:
     batches = math.ceil(rows / getattr(spec.engine, "max_batch_rows", rows))
     each = rows * limit + prompts * own + DECODE * limit * batches
     each *= (1 + spec.dynamic_sampling) / 2  # half of the batches that it may draw
-    updates, kept = learnt * optimizer.num_minibatches, getattr(algorithm, "replay_capacity", 0) / 2  # a bank half full
+    updates = learnt * optimizer.num_minibatches
+    kept = getattr(algorithm, "replay_capacity", 0) / 2 if algorithm.replay_weight else 0  # a bank half full
     each += (read + 3 * learnt) * (rows * limit + met * prompt) + updates * MOVE
     each += 3 * updates * prompts * kept * (limit + prompt)
     each += prompts * (limit + own) + DECODE * limit if algorithm.needs_greedy else 0

@@ -77,9 +77,10 @@ def test_a_run_that_is_killed_in_its_steps_has_kept_and_learns_the_same(tmp_path
 
 
 def test_the_time_that_is_estimated_covers_the_rows_of_half_full_banks():
-    two = {"rollouts_per_step": 8, "steps": 3, "optimizer.num_minibatches": 2}
-    plain, own = (make_spec(own, **two) for own in ({"name": "dr_grpo", "group_size": 2}, REPLAY))
+    few = {"rollouts_per_step": 8, "steps": 3, "optimizer.num_minibatches": 2}
+    plain, own = (make_spec(own, **few) for own in ({"name": "dr_grpo", "group_size": 2}, REPLAY))
     limit = own.max_tokens
     assert passes(own, None, {"prompt_tokens": 5}) - passes(plain, None, {"prompt_tokens": 5}) == (
         3 * 3 * 2 * 4 * 1 * (limit + 5)  # steps, learning, minibatches, prompts, kept
     )
+    assert passes(make_spec({**REPLAY, "replay_coefficient": 0.0}, **few)) == passes(plain)
