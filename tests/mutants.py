@@ -18,18 +18,27 @@ import ast
 import builtins
 import contextlib
 import copy
+import gc
 import importlib
+import inspect
+import itertools
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import psutil
@@ -39,8 +48,9 @@ ROOT = Path(__file__).resolve().parents[1]
 KNOWN = Path(__file__).with_suffix(".txt")
 MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the built-in name by which functions know where to note
+SHARED = defaultdict[str, set[tuple[str, int]]](set)  # what a fixture of several tests reaches
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
-SLOW = 20.0  # seconds of processor; a slower file of tests is asked only about lines that no quicker one reaches
+MOST_SECONDS = 60.0  # of processor that the tests of a mutant take, the quickest first
 SHORT = (("algorithms/_functional.py", "reports/claims.py"), 12, ("tests/test_objectives.py", "tests/test_claims.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/confidence/rewards", "reports/analysis.py",
          "reports/anova.py", "reports/capability.py", "reports/claims.py", "reports/findings.py",
@@ -48,6 +58,8 @@ FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/confide
 HEAVY = ("torch", "numpy", "scipy.stats", "pandas", "pydantic", "transformers", "matplotlib.pyplot",
          "peft", "optuna", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server", "statsmodels.api")  # fmt: skip
 
+Changes = Mapping[CodeType, CodeType]  # of functions
+Reached = Mapping[str, tuple[float, Collection[tuple[str, int]]]]  # test -> seconds of processor, (file, line)
 OTHER: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
@@ -165,8 +177,9 @@ def mutants(file: str, tree: ast.Module) -> list[Mutant]:
             line = getattr(child, "lineno", getattr(node, "lineno", 0))
             for own, place, new in changes(child):
                 at = (node, field, index) if own == "" else (child, own, place)
-                if isinstance(child, ast.stmt | ast.expr) and isinstance(new, ast.stmt | ast.expr):
-                    new = ast.copy_location(copy.copy(new), child)
+                old = getattr(*at[:2]) if at[2] is None else getattr(*at[:2])[at[2]]
+                if isinstance(old, ast.stmt | ast.expr) and isinstance(new, ast.stmt | ast.expr):
+                    new = ast.copy_location(copy.copy(new), old)
                     ast.fix_missing_locations(new)
                 found.append(Mutant(file, where, line, *at, new))
             visit(child, where)
@@ -182,12 +195,14 @@ def in_child(work: Any, seconds: float) -> Any:
     """What `work()` returns in a process of its own, as JSON has it; None if it dies, hangs or takes more than so many
     seconds of processor."""
     reading, writing = os.pipe()
+    folder = tempfile.mkdtemp()
     pid = os.fork()
     if pid == 0:
         os.setsid()
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
         try:
             with os.fdopen(writing, "w") as file:
                 json.dump(work(), file)
@@ -200,6 +215,9 @@ def in_child(work: Any, seconds: float) -> Any:
         answer = file.read()
     ended.set()
     os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what a test left
+    shutil.rmtree(folder, ignore_errors=True)
     return json.loads(answer) if answer else None
 
 
@@ -217,64 +235,129 @@ def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
                 return
 
 
-def run_changed(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> int:
-    """The exit status of these files of tests in a process that has loaded nothing of the product, whose files have
-    these trees."""
-    original, changed = SourceFileLoader.get_code, {str(ROOT / file): tree for file, tree in trees.items()}
+def with_tests(tests: Sequence[str], work: Callable[[pytest.Session], Any]) -> Any:
+    """What `work(session)` returns, which comes instead of the tests of these files."""
+    found: list[Any] = []
 
-    def get_code(loader: SourceFileLoader, name: str) -> Any:
-        tree = changed.get(loader.path)
-        return original(loader, name) if tree is None else compile(tree, loader.path, "exec", dont_inherit=True)
+    class Instead:
+        def pytest_runtestloop(self, session: pytest.Session) -> bool:
+            found.append(work(session))
+            return True
 
-    SourceFileLoader.get_code = get_code  # pyright: ignore
+        @pytest.hookimpl(wrapper=True)
+        def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+            """What several tests share may be reached before the first of them."""
+            reached = getattr(builtins, NOTES, set())
+            before = {*reached}
+            reached.clear()
+            yield
+            if fixturedef.scope != "function":
+                SHARED[fixturedef.argname] |= reached
+            reached |= before
+
     os.chdir(ROOT)
-    return int(pytest.main(["-xqs", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests]))
+    pytest.main(["-qs", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests], [Instead()])
+    return found[0]
+
+
+def outcomes(session: pytest.Session, items: Sequence[pytest.Item]) -> Iterator[tuple[str, bool]]:
+    """(name, whether it passed) of these tests, run in this order."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        failed = session.testsfailed
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        yield item.nodeid, session.testsfailed == failed
+
+
+def first_failure(session: pytest.Session, names: Collection[str]) -> str:
+    items = {item.nodeid: item for item in session.items}
+    return next((name for name, passed in outcomes(session, [items[name] for name in names]) if not passed), "")
+
+
+def code_of(tree: ast.Module, file: str) -> CodeType:
+    return compile(tree, str(ROOT / file), "exec", dont_inherit=True)
+
+
+def changed_code(old: CodeType, new: CodeType) -> Changes | None:
+    """The code of each function that differs; None if what runs at import differs."""
+    inner = [[one for one in code.co_consts if isinstance(one, CodeType)] for code in (old, new)]
+    own = [(x.co_code, x.co_names, [one for one in x.co_consts if not isinstance(one, CodeType)]) for x in (old, new)]
+    is_function, is_alike = bool(old.co_flags & inspect.CO_OPTIMIZED), len(inner[0]) == len(inner[1])
+    if old.co_freevars != new.co_freevars or (not is_function and (own[0] != own[1] or not is_alike)):
+        return None
+    found = {old: new} if is_function and old != new else {}
+    for one, other in zip(*inner, strict=True) if is_alike else ():
+        changed = changed_code(one, other)
+        if changed is None or (changed and not is_function and one.co_name.endswith(("comp>", "expr>"))):
+            return None
+        found |= changed
+    return found
+
+
+class Functions:
+    """All functions of these files of the product that now exist."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        for file in files:
+            importlib.import_module("cohort." + file.removesuffix(".py").replace("/", "."))
+        self._found = defaultdict[tuple[str, CodeType], list[FunctionType]](list)
+        gc.unfreeze()
+        for one in gc.get_objects():
+            if isinstance(one, FunctionType):
+                self._found[one.__code__.co_filename, one.__code__].append(one)
+        gc.freeze()
+
+    def change(self, file: str, changed: Changes) -> None:
+        for old, new in changed.items():
+            for one in self._found.get((str(ROOT / file), old), ()):
+                one.__code__ = new
 
 
 def noting(file: str) -> ast.Module:
     """The tree of a file whose functions note the first line of each of their statements."""
     tree = ast.parse((ROOT / file).read_text("utf-8"), file)
-    for node in ast.walk(tree):
+    inside = {node for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)}
+    for node in inside:
         for field in ("body", "orelse", "finalbody"):
             within = getattr(node, field, None)
-            if isinstance(within, list) and not isinstance(node, ast.Module | ast.ClassDef):
+            if isinstance(within, list) and not isinstance(node, ast.ClassDef):
                 notes = [ast.parse(f"{NOTES}.add(({file!r}, {one.lineno}))").body[0] for one in within]
                 setattr(node, field, [one for pair in zip(notes, within, strict=True) for one in pair])
     return tree
 
 
-def survey(files: Sequence[str], tests: Sequence[str]) -> dict[str, tuple[float, set[tuple[str, int]]]]:
-    """File of tests -> (seconds of processor, the (file, line) that it reaches), without those that fail."""
-    trees, found = {file: noting(file) for file in files}, {}
+def survey(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> Reached:
+    """What each test takes and reaches, without those that fail."""
 
-    def one(name: str) -> Any:
-        reached = set[tuple[str, int]]()
+    def work(session: pytest.Session) -> Any:
+        functions, reached, found = Functions([*trees]), set[tuple[str, int]](), {}
+        for file, tree in trees.items():
+            functions.change(file, changed_code(code_of(tree, file), code_of(noting(file), file)) or {})
         setattr(builtins, NOTES, reached)
-        since = time.process_time()
-        return run_changed(trees, [name]), time.process_time() - since, sorted(reached)
+        began = time.process_time()
+        for name, passed in outcomes(session, session.items):
+            began, seconds = time.process_time(), time.process_time() - began
+            if passed:
+                found[name] = seconds, {*reached}
+            reached.clear()
+        shared = {item.nodeid: [SHARED[one] for one in getattr(item, "fixturenames", ())] for item in session.items}
+        return {name: (took, sorted(lines.union(*shared[name]))) for name, (took, lines) in found.items()}
 
-    for name in tests:
-        status, seconds, reached = in_child(lambda name=name: one(name), 1200) or (1, 0.0, [])
-        if status:
-            print(f"left out, because it fails without a mutant: {name}")
-        else:
-            found[name] = seconds, {(file, line) for file, line in reached}
-    return found
+    rows = in_child(lambda: with_tests(tests, work), 3600)
+    return {name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items()}
 
 
-def tests_of(
-    mutant: Mutant, tree: ast.Module, reached: Mapping[str, tuple[float, set[tuple[str, int]]]]
-) -> dict[str, float]:
-    """The files of tests that reach a mutant's statement with their seconds, the quickest first; of a line that runs
-    once, at import, all that reach its file."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    own = {line for _, lines in reached.values() for file, line in lines if file == mutant.file}
+def tests_of(mutant: Mutant, tree: ast.Module, reached: Reached) -> list[str]:
+    """The tests that reach a mutant's statement, the quickest first, as many as take `MOST_SECONDS`; of a line that
+    runs once, at import, those that reach its file."""
+    functions, span = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)], range(sys.maxsize)
     if any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions):
         spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
-        own &= set(min((span for span in spans if mutant.line in span), key=len))
-    found = {name: took for name, (took, lines) in reached.items() if lines & {(mutant.file, line) for line in own}}
-    quick = {name: took for name, took in found.items() if took <= SLOW}
-    return dict(sorted((quick or found).items(), key=lambda pair: pair[1]))
+        span = min((span for span in spans if mutant.line in span), key=len)
+    found = {name: took for name, (took, lines) in reached.items()
+             if any(file == mutant.file and line in span for file, line in lines)}  # fmt: skip
+    names = sorted(found, key=found.__getitem__)
+    sums = itertools.accumulate(found[name] for name in names)
+    return [name for i, (name, taken) in enumerate(zip(names, sums, strict=True)) if i == 0 or taken <= MOST_SECONDS]
 
 
 def _last(node: Any) -> int:
@@ -282,12 +365,70 @@ def _last(node: Any) -> int:
     return node.body[0].lineno - 1 if isinstance(getattr(node, "body", None), list) else node.end_lineno
 
 
-def is_seen(mutant: Mutant, tree: ast.Module, tests: Mapping[str, float]) -> bool:
-    def work() -> int:
-        mutant.swap()
-        return run_changed({mutant.file: tree}, [*tests])
+def is_seen_anew(mutant: Mutant, tree: ast.Module, tests: Sequence[str]) -> bool:
+    """Whether a test sees the change in a process that has loaded nothing of the product yet."""
 
-    return bool(tests) and in_child(work, 20 + 3 * sum(tests.values())) != 0
+    def work() -> str:
+        original, path = SourceFileLoader.get_code, str(ROOT / mutant.file)
+        mutant.swap()
+        code = code_of(tree, mutant.file)
+        SourceFileLoader.get_code = lambda self, name: code if self.path == path else original(self, name)  # pyright: ignore
+        files = dict.fromkeys(name.partition("::")[0] for name in tests)
+        return with_tests([*files], lambda session: first_failure(session, tests))
+
+    return bool(tests) and in_child(work, 60 + 3 * MOST_SECONDS) != ""
+
+
+class Sight:
+    """Which collected test sees a change of functions?"""
+
+    def __init__(self, session: pytest.Session, files: Sequence[str]) -> None:
+        self._session, self._functions = session, Functions(files)
+        self._is_fair = dict[str, bool]()  # whether a test passes alone, without a change
+        self._last = defaultdict[str, list[str]](list)  # the tests that saw changes of a function
+
+    def sees(self, mutant: Mutant, changed: Changes, tests: Sequence[str]) -> bool:
+        known = self._last[mutant.where]
+        names = dict.fromkeys([*(name for name in reversed(known) if name in tests), *tests])
+        while names:
+            found = self._first_failure(names, mutant.file, changed)
+            if not found:
+                return found is None
+            if found not in self._is_fair:
+                self._is_fair[found] = self._first_failure([found], mutant.file, {}) == ""
+            if self._is_fair[found]:
+                known.append(found)
+                return True
+            del names[found]
+        return False
+
+    def _first_failure(self, names: Collection[str], file: str, changed: Changes) -> str | None:
+        def work() -> str:
+            self._functions.change(file, changed)
+            return first_failure(self._session, names)
+
+        return in_child(work, 20 + 3 * MOST_SECONDS)
+
+
+def unseen(drawn: Sequence[Mutant], trees: Mapping[str, ast.Module], reached: Reached, tests: Sequence[str]) -> Any:
+    """The places of the mutants that no test sees."""
+    codes, changes, left = {file: code_of(tree, file) for file, tree in trees.items()}, [], list[int]()
+    for place, mutant in enumerate(drawn):
+        tree = trees[mutant.file]
+        mutant.swap()
+        changed = changed_code(codes[mutant.file], code_of(tree, mutant.file))
+        mutant.swap()
+        names = tests_of(mutant, tree, reached)
+        if changed is not None:
+            changes.append((place, changed, names))
+        elif not is_seen_anew(mutant, tree, names):
+            left.append(place)
+
+    def work(session: pytest.Session) -> list[int]:
+        sight = Sight(session, [*trees])
+        return [place for place, *change in changes if not sight.sees(drawn[place], *change)]
+
+    return left + with_tests(tests, work)
 
 
 def known() -> dict[str, str]:
@@ -302,6 +443,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="these files of tests alone, which may see fewer")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {' and '.join(SHORT[0])}")
     chosen = parser.parse_args()
     chosen_files, sample = SHORT[:2] if chosen.short else (chosen.files, chosen.sample)
@@ -314,21 +456,21 @@ def main() -> int:
     for name in HEAVY:  # once, not in every child
         importlib.import_module(name)
     whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    reached = survey(files, SHORT[2] if chosen.short else chosen.tests or whole)
-    print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(reached)} files of tests", flush=True)
-    reasons, listed, left = known(), 0, 0
-    for mutant in drawn:
-        tests = tests_of(mutant, trees[mutant.file], reached)
-        if mutant.key in reasons:
-            listed += 1
-        elif not is_seen(mutant, trees[mutant.file], tests):
-            left += 1
-            print(f"{mutant.key}  (line {mutant.line}, {len(tests)} files of tests)", flush=True)
+    tests = SHORT[2] if chosen.short else chosen.tests or whole
+    reached, reasons = survey(trees, tests), known()
+    print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
+    asked = [mutant for mutant in drawn if mutant.key not in reasons]
+    shares = [asked[i :: chosen.jobs] for i in range(chosen.jobs)]
+    with ThreadPoolExecutor() as pool:
+        answers = pool.map(lambda share: in_child(lambda: unseen(share, trees, reached, tests), math.inf), shares)
+        left = [share[i] for share, places in zip(shares, answers, strict=True) for i in places]
+    for mutant in left:
+        print(f"{mutant.key}  (line {mutant.line}, {len(tests_of(mutant, trees[mutant.file], reached))} tests)")
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
-    share = left / max(len(drawn), 1)
-    print(f"{len(drawn)} mutants, {listed} listed with a reason, {left} left ({share:.1%})")
+    share = len(left) / max(len(drawn), 1)
+    print(f"{len(drawn)} mutants, {len(drawn) - len(asked)} listed with a reason, {len(left)} left ({share:.1%})")
     return int(share > MOST_LEFT or bool(stale))
 
 

@@ -73,7 +73,9 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             new = key_states, value_states
             if not self.is_initialized:
-                self.whole = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in new]
+                kind = new[0].device.type  # autocast, where it is on, would cast all of them again for every token
+                dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                self.whole = [x.new_empty(*x.shape[:2], capacity, x.shape[3], dtype=dtype) for x in new]
                 self.rows, self.is_initialized = len(key_states), True
             start, self.length = self.length, self.length + key_states.shape[2]
             for whole, x in zip(self.whole, new, strict=True):
@@ -177,7 +179,12 @@ def _attend(
     (rows, heads, _, width), shared = query.shape, key.shape[1]
     scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
     grouped = (query * scale).view(rows * shared, heads // shared, width)
-    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, shared, heads // shared, -1)
+    keys, turned = key.flatten(0, 1), grouped.transpose(1, 2)
+    if key.device.type == "cpu" and key.dtype == torch.bfloat16:  # whose keys torch would copy for the product below
+        scores = torch.bmm(keys, turned).transpose(1, 2).contiguous()
+    else:
+        scores = torch.bmm(grouped, keys.transpose(1, 2))
+    scores = scores.view(rows, shared, heads // shared, -1)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill_(~attention_mask, -torch.inf)
     elif attention_mask is not None:
