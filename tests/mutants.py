@@ -36,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -50,7 +51,8 @@ MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the built-in name by which functions know where to note
 SHARED = defaultdict[str, set[tuple[str, int]]](set)  # what a fixture of several tests reaches
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
-MOST_SECONDS = 60.0  # of processor that the tests of a mutant take, the quickest first
+MOST_SECONDS = 20.0  # of processor that the tests of a mutant take at first, the quickest first
+MOST_AT_LAST = 300.0  # if none of them sees it, the whole files take
 SHORT = (("algorithms/_functional.py", "reports/claims.py"), 12, ("tests/test_objectives.py", "tests/test_claims.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/confidence/rewards", "reports/analysis.py",
          "reports/anova.py", "reports/capability.py", "reports/claims.py", "reports/findings.py",
@@ -235,7 +237,7 @@ def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
                 return
 
 
-def with_tests(tests: Sequence[str], work: Callable[[pytest.Session], Any]) -> Any:
+def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], marks: str = "not slow") -> Any:
     """What `work(session)` returns, which comes instead of the tests of these files."""
     found: list[Any] = []
 
@@ -256,7 +258,7 @@ def with_tests(tests: Sequence[str], work: Callable[[pytest.Session], Any]) -> A
             reached |= before
 
     os.chdir(ROOT)
-    pytest.main(["-qs", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests], [Instead()])
+    pytest.main(["-qs", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests], [Instead()])
     return found[0]
 
 
@@ -346,8 +348,8 @@ def survey(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> Reached:
     return {name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items()}
 
 
-def tests_of(mutant: Mutant, tree: ast.Module, reached: Reached) -> list[str]:
-    """The tests that reach a mutant's statement, the quickest first, as many as take `MOST_SECONDS`; of a line that
+def reaching(mutant: Mutant, tree: ast.Module, reached: Reached, most: float = MOST_SECONDS) -> list[str]:
+    """The tests that reach a mutant's statement, the quickest first, as many as take so many seconds; of a line that
     runs once, at import, those that reach its file."""
     functions, span = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)], range(sys.maxsize)
     if any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions):
@@ -357,7 +359,7 @@ def tests_of(mutant: Mutant, tree: ast.Module, reached: Reached) -> list[str]:
              if any(file == mutant.file and line in span for file, line in lines)}  # fmt: skip
     names = sorted(found, key=found.__getitem__)
     sums = itertools.accumulate(found[name] for name in names)
-    return [name for i, (name, taken) in enumerate(zip(names, sums, strict=True)) if i == 0 or taken <= MOST_SECONDS]
+    return [name for i, (name, taken) in enumerate(zip(names, sums, strict=True)) if i == 0 or taken <= most]
 
 
 def _last(node: Any) -> int:
@@ -365,18 +367,31 @@ def _last(node: Any) -> int:
     return node.body[0].lineno - 1 if isinstance(getattr(node, "body", None), list) else node.end_lineno
 
 
-def is_seen_anew(mutant: Mutant, tree: ast.Module, tests: Sequence[str]) -> bool:
-    """Whether a test sees the change in a process that has loaded nothing of the product yet."""
+def is_seen_anew(mutant: Mutant, tree: ast.Module, reached: Reached) -> bool:
+    """Whether a test sees the change in a process that has loaded nothing of the product yet. Of all files with a test
+    that reaches it, slow tests come last; first come tests that bear the module's name among their parameters."""
+    stem = Path(mutant.file).stem
+    named = [name for name in reached if stem in name.partition("[")[2].rstrip("]").split("-")]
+    for names in (named, reaching(mutant, tree, reached, math.inf)):
+        found = in_child(partial(first_seen, mutant, tree, names, reached), MOST_AT_LAST) if names else ""
+        if found is None or (found and in_child(partial(first_seen, None, tree, [found], reached), MOST_AT_LAST) == ""):
+            return True
+    return False
 
-    def work() -> str:
+
+def first_seen(mutant: Mutant | None, tree: ast.Module, names: Sequence[str], reached: Reached) -> str:
+    """The first test of these tests' files that fails with a mutant; without one, of these tests alone."""
+    if mutant is not None:
         original, path = SourceFileLoader.get_code, str(ROOT / mutant.file)
         mutant.swap()
         code = code_of(tree, mutant.file)
         SourceFileLoader.get_code = lambda self, name: code if self.path == path else original(self, name)  # pyright: ignore
-        files = dict.fromkeys(name.partition("::")[0] for name in tests)
-        return with_tests([*files], lambda session: first_failure(session, tests))
 
-    return bool(tests) and in_child(work, 60 + 3 * MOST_SECONDS) != ""
+    def work(session: pytest.Session) -> str:
+        every = [item.nodeid for item in session.items if mutant is not None or item.nodeid in names]
+        return first_failure(session, sorted(every, key=lambda name: reached[name][0] if name in reached else math.inf))
+
+    return with_tests(dict.fromkeys(name.partition("::")[0] for name in names), work, marks="")
 
 
 class Sight:
@@ -411,18 +426,16 @@ class Sight:
 
 
 def unseen(drawn: Sequence[Mutant], trees: Mapping[str, ast.Module], reached: Reached, tests: Sequence[str]) -> Any:
-    """The places of the mutants that no test sees."""
-    codes, changes, left = {file: code_of(tree, file) for file, tree in trees.items()}, [], list[int]()
+    """The places of the mutants that no quick test sees; of those of what runs at import all."""
+    codes, left, changes = {file: code_of(tree, file) for file, tree in trees.items()}, list[int](), []
     for place, mutant in enumerate(drawn):
-        tree = trees[mutant.file]
         mutant.swap()
-        changed = changed_code(codes[mutant.file], code_of(tree, mutant.file))
+        changed = changed_code(codes[mutant.file], code_of(trees[mutant.file], mutant.file))
         mutant.swap()
-        names = tests_of(mutant, tree, reached)
-        if changed is not None:
-            changes.append((place, changed, names))
-        elif not is_seen_anew(mutant, tree, names):
+        if changed is None:
             left.append(place)
+        else:
+            changes.append((place, changed, reaching(mutant, trees[mutant.file], reached)))
 
     def work(session: pytest.Session) -> list[int]:
         sight = Sight(session, [*trees])
@@ -461,11 +474,12 @@ def main() -> int:
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
     asked = [mutant for mutant in drawn if mutant.key not in reasons]
     shares = [asked[i :: chosen.jobs] for i in range(chosen.jobs)]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(chosen.jobs) as pool:
         answers = pool.map(lambda share: in_child(lambda: unseen(share, trees, reached, tests), math.inf), shares)
-        left = [share[i] for share, places in zip(shares, answers, strict=True) for i in places]
-    for mutant in left:
-        print(f"{mutant.key}  (line {mutant.line}, {len(tests_of(mutant, trees[mutant.file], reached))} tests)")
+        rest = [share[i] for share, places in zip(shares, answers, strict=True) for i in places]
+        seen = pool.map(lambda mutant: is_seen_anew(mutant, trees[mutant.file], reached), rest)
+        left = [mutant for mutant, is_seen in zip(rest, seen, strict=True) if not is_seen]
+    print("".join(f"{mutant.key}  (line {mutant.line})\n" for mutant in left), end="")
     keys = {mutant.key for mutant in every}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")

@@ -259,19 +259,20 @@ class _LinearHead(torch.autograd.Function):
             own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
             for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
                 states = given.to(ctx.dtype)
-                gradient = products[i] if products else F.linear(states, *own)  # once its blocks took their places
-                blocks = (x.split(ctx.block) for x in (gradient, *of_tokens))
-                for part, targets, *known in zip(*blocks, strict=True):
+                product = products[i] if products else F.linear(states, *own)
+                gradient = torch.empty_like(product) if products else product
+                blocks = (x.split(ctx.block) for x in (product, gradient, *of_tokens))
+                for part, part_gradient, targets, *known in zip(*blocks, strict=True):
                     if ctx.plain is not None:
                         if not products:
                             ctx.score(part, targets)
                         slope = (known[0] / ctx.plain)[:, None].to(part.dtype)
-                        part.mul_(-slope).scatter_add_(1, targets[:, None], slope)
+                        torch.mul(part, -slope, out=part_gradient).scatter_add_(1, targets[:, None], slope)
                         continue
                     leaf = part.detach().requires_grad_()
                     with torch.enable_grad():
                         found = [x for x in ctx.score(leaf, targets) if x.requires_grad]
-                    part.copy_(torch.autograd.grad(found, leaf, known[: len(found)])[0])
+                    part_gradient.copy_(torch.autograd.grad(found, leaf, known[: len(found)])[0])
                 into.copy_(gradient @ own[0])
                 if sums[0] is not None and sums[0].dtype == ctx.dtype:
                     sums[0].addmm_(gradient.t(), states)

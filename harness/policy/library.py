@@ -179,11 +179,15 @@ def _attend(
     (rows, heads, _, width), shared = query.shape, key.shape[1]
     scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
     grouped = (query * scale).view(rows * shared, heads // shared, width)
-    keys, turned = key.flatten(0, 1), grouped.transpose(1, 2)
-    if key.device.type == "cpu" and key.dtype == torch.bfloat16:  # whose keys torch would copy for the product below
-        scores = torch.bmm(keys, turned).transpose(1, 2).contiguous()
+    if key.device.type == "cpu" and key.dtype == torch.bfloat16:
+        # torch would copy the keys for the product below. This one makes a kernel for each length, hence steps of 16:
+        # what lies behind the keys in their cache is multiplied too and left out.
+        length, room = key.shape[2], 0 if key.storage_offset() else key.stride(1) // key.stride(2)
+        longer = max(length, min(-(-length // 16) * 16, room))
+        keys = key.as_strided((rows, shared, longer, width), key.stride()).flatten(0, 1)
+        scores = torch.bmm(keys, grouped.transpose(1, 2))[:, :length].transpose(1, 2).contiguous()
     else:
-        scores = torch.bmm(grouped, keys.transpose(1, 2))
+        scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2))
     scores = scores.view(rows, shared, heads // shared, -1)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill_(~attention_mask, -torch.inf)
