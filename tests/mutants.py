@@ -1,11 +1,13 @@
 """Which changes of the product does no test see? Changes one node of a file at a time and runs the tests that reach it.
 
-    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--tests FILE ...] [--short]
+    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--jobs N] [--short]
 
-A first run notes which lines each file of tests reaches. A mutant is a process of its own that loads the changed text,
-so the checkout stays as it is. It is killed once a test fails, hangs, or the tests take three times as long as they
-should. Survivors are printed. `tests/mutants.txt` lists those that change nothing that matters, each with its reason:
-they count as known. With more than `MOST_LEFT` of the mutants left, the exit status is 1.
+A first run notes which lines each quick test reaches. A mutant is a process of its own, so the checkout stays as it
+is: a copy of one that has collected all tests, in which functions get changed code. The tests that reach the change
+run, the quickest first; one counts that fails, and passes without the change. A mutant that none of them sees, and one
+of what runs at import, is tried again with whole files, slow tests too, where nothing is loaded yet. `mutants.txt`
+lists survivors that change nothing that matters, each with its reason. With more than `MOST_LEFT` of the mutants left,
+the exit status is 1.
 
 mutmut 3 and cosmic-ray 8 do not fit: the first names a mutant by another module path than the package's, the second
 rewrites files of the checkout.
@@ -455,7 +457,6 @@ def main() -> int:
     parser.add_argument("files", nargs="*", default=FILES, help="product files or folders")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
-    parser.add_argument("--tests", nargs="*", metavar="FILE", help="these files of tests alone, which may see fewer")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {' and '.join(SHORT[0])}")
     chosen = parser.parse_args()
@@ -469,7 +470,7 @@ def main() -> int:
     for name in HEAVY:  # once, not in every child
         importlib.import_module(name)
     whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    tests = SHORT[2] if chosen.short else chosen.tests or whole
+    tests = SHORT[2] if chosen.short else whole
     reached, reasons = survey(trees, tests), known()
     print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
     asked = [mutant for mutant in drawn if mutant.key not in reasons]

@@ -8,7 +8,7 @@ from pathlib import Path
 import objective_references as references
 import pytest
 import torch
-from cohort.algorithms._functional import group_centred
+from cohort.algorithms._functional import group_centred, group_standardised
 from cohort.algorithms.dppo import _binary_kl
 from cohort.algorithms.gdpo import GDPO
 from cohort.algorithms.maxrl import MaxRL
@@ -213,9 +213,12 @@ def test_the_policy_term_scales_with_advantages_as_declared_and_parts_without_to
 
 
 def test_groups_of_equal_rewards_have_exact_zeros_whatever_lies_beside_them():
-    mask = torch.tensor([[True] * 7 + [False]])
-    for value in (0.1, -0.1):  # the float32 means of sevens are not exact, and the 0 that does not count lies beside
-        assert torch.equal(group_centred(value * mask, mask), torch.zeros(1, 8))
+    mask = torch.tensor([[True] * 7 + [False]] * 2)
+    for value in (0.1, -0.1):  # the float32 means of sevens are not exact, and what does not count lies beside
+        rewards = torch.tensor([[value] * 7 + [0.0], [3 * value] * 7 + [9.0]])
+        assert torch.equal(group_centred(rewards, mask), torch.zeros(2, 8))
+    assert group_centred(torch.tensor([[1.0, 3.0, 9.0]]), mask[:1, -3:]).tolist() == [[-1, 1, 0]]
+    assert group_standardised(torch.ones(1, 1), of_batch=True).tolist() == [[0]]
     equal = batch_of([[1]] * 14, [0.1] * 7 + [0.3] * 7, 7)
     assert not ReinforcePlusPlus(kl_beta=0, baseline="group").advantages(equal).advantages_BT.any()
     parts_BK = torch.tensor([[1.0, 0.1], [0.0, 0.7], [0.2, 0.4], *[[0.3, 0.3]] * 3])
