@@ -38,8 +38,8 @@ INTRO = """\
 What papers and guides say, held against runs on this project's own tasks. A claim is part of a study file and is fixed
 before the first trial ([how](studies.md)); its verdict follows by rule: supported or contradicted if the
 contrast is shown to lie where the claim says or elsewhere, by a p below 0.05 (Holm's correction over the claims of the
-study), else undecided. A verdict holds for its model (`tiny`, 167 thousand parameters, but in `real_sums` and `real_costs`), task
-and steps; it does not say that a paper is wrong at its own scale.
+study), else undecided. A verdict holds for its model (`tiny`, 167 thousand parameters, but in `real_sums` and
+`real_costs`), task and steps; it does not say that a paper is wrong at its own scale.
 
 `make claims` runs the studies, verifies their records and writes this page; no number or verdict on it is typed. A
 record, about 2 MB, is not in the repository: the page names it by the SHA-256 of its archive or of its evidence.
