@@ -83,6 +83,7 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, undisturbed):
     assert result.summary["test_accuracy"] == log.history("test/accuracy")[0][1]
     validated = [value for _, value in log.history("validation/accuracy")]
     assert (result.summary["accuracy_initial"], result.summary["accuracy_final"]) == (validated[0], validated[-1])
+    assert [row.step for row in log.rows if row.split == "train"] == 8 * [2] + 8 * [4] + 8 * [5]
     assert len(log.fractions) == 16
     assert sum(log.fractions.values()) / 16 == pytest.approx(result.summary["test_accuracy"])
     assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
