@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -197,7 +198,7 @@ def mutants(file: str, tree: ast.Module) -> list[Mutant]:
 
 def in_child(work: Any, seconds: float) -> Any:
     """What `work()` returns in a process of its own, as JSON has it; None if it dies, hangs or takes more than so many
-    seconds of processor."""
+    seconds of processor. RuntimeError if it raises: a fault of this file is no test that sees something."""
     reading, writing = os.pipe()
     folder = tempfile.mkdtemp()
     pid = os.fork()
@@ -208,10 +209,12 @@ def in_child(work: Any, seconds: float) -> Any:
             os.dup2(quiet, stream)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
         try:
-            with os.fdopen(writing, "w") as file:
-                json.dump(work(), file)
-        finally:
-            os._exit(0)
+            found = json.dumps([work(), None])
+        except BaseException:
+            found = json.dumps([None, traceback.format_exc()])
+        with os.fdopen(writing, "w") as file:
+            file.write(found)
+        os._exit(0)
     os.close(writing)
     ended = threading.Event()
     threading.Thread(target=_watched, args=(pid, seconds, ended), daemon=True).start()
@@ -222,7 +225,10 @@ def in_child(work: Any, seconds: float) -> Any:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what a test left
     shutil.rmtree(folder, ignore_errors=True)
-    return json.loads(answer) if answer else None
+    found, error = json.loads(answer) if answer else (None, None)
+    if error is not None:
+        raise RuntimeError(error)
+    return found
 
 
 def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
@@ -240,12 +246,12 @@ def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
 
 
 def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], marks: str = "not slow") -> Any:
-    """What `work(session)` returns, which comes instead of the tests of these files."""
+    """What `work(session)` returns, instead of running these files of tests; None if one cannot be collected."""
     found: list[Any] = []
 
     class Instead:
         def pytest_runtestloop(self, session: pytest.Session) -> bool:
-            found.append(work(session))
+            found.append(None if session.testsfailed else work(session))
             return True
 
         @pytest.hookimpl(wrapper=True)
@@ -261,7 +267,7 @@ def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], ma
 
     os.chdir(ROOT)
     pytest.main(["-qs", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests], [Instead()])
-    return found[0]
+    return found[0] if found else None
 
 
 def outcomes(session: pytest.Session, items: Sequence[pytest.Item]) -> Iterator[tuple[str, bool]]:
@@ -340,14 +346,19 @@ def survey(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> Reached:
         began = time.process_time()
         for name, passed in outcomes(session, session.items):
             began, seconds = time.process_time(), time.process_time() - began
-            if passed:
-                found[name] = seconds, {*reached}
+            found[name] = seconds if passed else None, {*reached}
             reached.clear()
         shared = {item.nodeid: [SHARED[one] for one in getattr(item, "fixturenames", ())] for item in session.items}
         return {name: (took, sorted(lines.union(*shared[name]))) for name, (took, lines) in found.items()}
 
     rows = in_child(lambda: with_tests(tests, work), 3600)
-    return {name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items()}
+    print(
+        "".join(f"left out, because it fails without a mutant: {name}\n" for name in rows if rows[name][0] is None),
+        end="",
+    )
+    return {
+        name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items() if took is not None
+    }
 
 
 def reaching(mutant: Mutant, tree: ast.Module, reached: Reached, most: float = MOST_SECONDS) -> list[str]:
