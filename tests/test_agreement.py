@@ -1,6 +1,7 @@
 """Before the first step engine and learner give the model's own log-probs, or the run ends; lengths that end refuse."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ from architectures import PROMPTS, build_config, build_model, small_run
 from cohort.harness.checks.preflight import check_length
 from cohort.harness.data import InvalidRun
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy.forward import keeps_keys_and_values
-from cohort.harness.policy.library import missing
+from cohort.harness.policy.forward import backbone, keeps_keys_and_values
+from cohort.harness.policy.library import lean_passes, missing
 from cohort.harness.policy.model import length_limit
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run.guards.agreement import check_agreement
@@ -18,6 +19,7 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
 from fakes import MemoryLog, changed
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class EngineThatIsOff(TransformersEngine):
@@ -43,6 +45,41 @@ def save(folder, name, **changes):
     build_config(name, vocab_size=len(tiny_tokenizer()), **changes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def kept_and_gradients(model, context, autocast):
+    """(bytes that a pass keeps for its gradients, operations of its products and of theirs, the gradients)."""
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept.update({} if storage.data_ptr() in own else {storage.data_ptr(): storage.nbytes()})
+        return tensor
+
+    model.zero_grad()
+    tokens = torch.arange(2, 62).view(3, 20)
+    with FlopCounterMode(display=False) as products, torch.autocast("cpu", enabled=False):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast), hooks:
+            states = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        states.float().square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return sum(kept.values()), products.get_total_flops(), gradients
+
+
+@pytest.mark.parametrize(("name", "share"), [
+    ("llama", 0.7), ("qwen3", 0.65), ("gemma2", 0.65), ("granite", 0.7), ("deepseek_v3", 0.85), ("phi3/longrope", 0.9),
+    ("mixtral", 0.95), ("gpt2", 1),
+])  # fmt: skip
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lean_passes_keep_less_for_the_same_gradients_and_multiply_no_matrices_again(name, share, autocast):
+    model = build_model(name)
+    before, operations, expected = kept_and_gradients(model, nullcontext(), autocast)
+    after, again, found = kept_and_gradients(model, lean_passes(model), autocast)
+    assert after <= share * before
+    assert again == operations
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    assert not any("forward" in vars(part) for part in model.modules())
 
 
 def small_spec(**changes):

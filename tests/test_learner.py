@@ -19,6 +19,7 @@ from cohort.harness.run.learner import Learner, explained_variance, left_out, pa
 from cohort.harness.run.rollout import older_weights
 from cohort.harness.settings.run import CriticStart
 from fakes import assert_same_weights, batch_of, changed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # PPO with a value head on the policy's trunk.
 SHARED = {"name": "ppo", "group_size": 2, "critic": "shared", "value_loss_weight": 1.0}
@@ -286,6 +287,25 @@ def test_a_common_beginning_is_read_once_and_prompts_in_parts_with_the_same_grad
     # Three prompts of at most 5 tokens besides their last; two tokens and then the others; two prompts and then one.
     assert passes[0][0] == (3, 5) and passes[1][:2] == [(1, 2), (3, 3)]
     assert passes[2][0][0] == 2 and (3, 5) not in passes[2]
+
+
+def test_autocast_casts_a_weight_once_for_all_micro_batches(monkeypatch):
+    monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
+    spec = factories.make_spec(rollouts_per_step=8, autocast=True, optimizer={"tokens_per_microbatch": 20})
+    learner, batch, casts = Learner(spec, tiny_model(0)), shared_prompts(), []
+    weight = learner.policy.model.layers[0].self_attn.k_proj.weight
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, given=(), named=None):
+            casts.extend([function] * (function._opname == "_to_copy" and given[0].data_ptr() == weight.data_ptr()))
+            return function(*given, **(named or {}))
+
+    credited = spec.algorithm.advantages(learner.annotate(batch))
+    weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
+    learner.optimizers = {}
+    with Watch():
+        learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
+    assert len(casts) == 1 and weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))

@@ -13,7 +13,10 @@ import psutil
 
 SECRET = "COHORT_SECRET"  # environment variable, the same for all hosts of a group
 SHARED_BYTES = 2**30  # of /dev/shm: what NCCL's documentation asks for
-WORKER = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}  # environment of a worker
+WORKER = {  # environment of a worker; oneDNN keeps kernels, half a megabyte each, and lengths that differ need others
+    "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64",
+}  # fmt: skip
 SHARED_GPU = "COHORT_SHARED_GPU"  # environment variable, set where a worker's GPUs have other workers too
 
 

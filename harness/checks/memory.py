@@ -278,7 +278,7 @@ def estimate(
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
     alone = spec.devices == 1
-    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
+    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens, device.type)
     counts = count(shape)
     overlaps = device.type == "cpu" and spec.steps > spec.checkpoints.every  # a copy in RAM is written meanwhile
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn

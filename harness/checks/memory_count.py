@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,7 +23,7 @@ from ..devices.device import mixed_precision
 from ..devices.sharding import layers, total_bytes
 from ..policy.forward import Critic, PromptStates, backbone, can_share_prompts, prompt_cache, state_logprobs
 from ..policy.fused_llama import recognised
-from ..policy.library import given_cache, import_generation
+from ..policy.library import given_cache, import_generation, lean_passes
 from ..policy.lora import add_adapter, hold_frozen_products, hold_scorer
 from ..policy.model import empty_model
 from ..settings.run import LoRA, RunSpec
@@ -43,15 +43,17 @@ class Shape:
     needs_critic: bool
     shares_trunk: bool
     entropy_gradient: bool
+    is_lean: bool  # as passes of a CPU are that compute no activations again
     rows: int
     prompt_tokens: int
     max_tokens: int
 
     @classmethod
-    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
+    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int, device: str = "cpu") -> Shape:
         model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
         needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_bonus > 0)
-        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens)
+        is_lean = device == "cpu" and spec.gradient_checkpointing is not True
+        return cls(*model, *needed, is_lean, rows, prompt_tokens, spec.max_tokens)
 
 
 @dataclass
@@ -129,7 +131,7 @@ def scorer_bytes(model: nn.Module, autocast: bool) -> int:
 
 def models(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     """The run's policy and critic with shapes and no storage, which nobody may change, and what only the critic has."""
-    return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0))
+    return _built(replace(shape, entropy_gradient=False, is_lean=False, rows=0, prompt_tokens=0, max_tokens=0))
 
 
 @lru_cache(maxsize=2)  # passes of several sizes, and checkpoints
@@ -168,8 +170,9 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
         fakes: dict[int, Any] = {id(x): torch.empty(x.shape, dtype=x.dtype) for x in tensors}
         fakes |= {id(p): nn.Parameter(fakes[id(p)], requires_grad=p.requires_grad) for p in real.parameters()}
         policy, *value_heads = copies = deepcopy(real, fakes)
+        lean = lean_passes if shape.is_lean else nullcontext
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
-        with _watched(copies) as kept, mixed_precision(tokens_BT.device, shape.autocast):
+        with _watched(copies) as kept, lean(policy), mixed_precision(tokens_BT.device, shape.autocast):
             cache = given_cache(policy, PassingCache(config=policy.config))  # pyright: ignore[reportArgumentType]
             states_BTH = backbone(policy)(input_ids=tokens_BT, use_cache=True, **cache).last_hidden_state
             trunk = replace(kept)
@@ -185,7 +188,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             states = [(keys[:, :, :before], values[:, :, :before]) for keys, values in states]
             rows_B = torch.zeros(shape.rows, dtype=torch.int64)
             prompts, completions_BT = PromptStates(states, [], rows_B, rows_B), tokens_BT[:, shape.prompt_tokens :]
-            with _watched(copies) as shared, mixed_precision(tokens_BT.device, shape.autocast):
+            with _watched(copies) as shared, lean(policy), mixed_precision(tokens_BT.device, shape.autocast):
                 backbone(policy)(
                     input_ids=completions_BT, position_ids=before + torch.arange(shape.max_tokens)[None],
                     use_cache=True, **given_cache(policy, prompt_cache(policy, prompts)),

@@ -22,7 +22,7 @@ from ..devices.sharding import is_sharded, under_hooks
 from ..interfaces import Distribution
 from ..settings.run import Optimizer
 from . import fused_llama
-from .library import given_cache, grouped_attention
+from .library import given_cache, grouped_attention, lean_passes
 from .lora import around_frozen
 
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
@@ -47,7 +47,16 @@ def prompt_tokens(settings: Optimizer, device: torch.device) -> int:
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows, without a
     mask: causal attention never looks at the padding on the right, and positions start at 0."""
-    return backbone(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    return trunk_pass(model, input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+
+def trunk_pass(model: nn.Module, **given: Any) -> Any:
+    """What the model's backbone returns, by passes that keep less for gradients than the library's; by the library's
+    where a backward pass computes them again, outside of these contexts."""
+    if _is_recomputing(model):
+        return backbone(model)(**given)
+    with grouped_attention(model), lean_passes(model):
+        return backbone(model)(**given)
 
 
 def backbone(model: nn.Module) -> Any:
@@ -398,9 +407,9 @@ def _prompt_pass(
     """(the last hidden states, keys and values of each layer, or None if it keeps none), after a beginning of all."""
     rows_U = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
     cache = prompt_cache(model, None if begun is None else PromptStates(begun, [], rows_U, rows_U), keeps=True)
-    read = backbone(model)(input_ids=inputs, use_cache=not _is_recomputing(model), **given_cache(model, cache))
+    found = trunk_pass(model, input_ids=inputs, use_cache=not _is_recomputing(model), **given_cache(model, cache))
     states = [layer.first for layer in cache.layers]
-    return read.last_hidden_state, None if None in states else states
+    return found.last_hidden_state, None if None in states else states
 
 
 @under_hooks
@@ -421,15 +430,14 @@ def completion_states(
         past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
         hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, past, None if all_filled else filled)
     else:
-        is_recomputed_later = _is_recomputing(model)  # in the backward pass, outside of this context
-        with nullcontext() if is_recomputed_later else grouped_attention(model):
-            hidden = backbone(model)(
-                input_ids=inputs,
-                attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
-                position_ids=positions,
-                use_cache=not is_recomputed_later,
-                **given_cache(model, prompt_cache(model, prompts)),
-            ).last_hidden_state
+        hidden = trunk_pass(
+            model,
+            input_ids=inputs,
+            attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
+            position_ids=positions,
+            use_cache=not _is_recomputing(model),
+            **given_cache(model, prompt_cache(model, prompts)),
+        ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]
 
 

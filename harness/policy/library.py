@@ -6,14 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
-from inspect import signature
+from inspect import getsource, signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..devices.sharding import is_spread
 
@@ -143,6 +144,45 @@ def packed_products(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def lean_passes(model: nn.Module) -> Iterator[None]:
+    """Inside the context passes on a CPU keep less for their gradients, which are the same: norms and the products of
+    gated feed-forward parts are made again from their inputs, for a hundredth of the time. No product of matrices is.
+    A GPU, where the time for it has not been measured, keeps all."""
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    applies = torch.is_grad_enabled() and next(model.parameters()).device.type == "cpu"
+    lean: dict[Any, Any] = {}
+    for part in model.modules() if applies else ():
+        if type(part).__name__.endswith("RMSNorm"):
+            lean[part] = partial(again, part.forward)
+        elif _is_gated(type(part)):
+            lean[part] = partial(_gated, part, again)
+    for part, forward in lean.items():
+        part.forward = forward
+    try:
+        yield
+    finally:
+        for part in lean:
+            del part.forward
+
+
+@cache
+def _is_gated(kind: Any) -> bool:
+    """Whether a class is a feed-forward part as most of transformers' are written."""
+    code = "self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))"
+    return kind.__name__.endswith("MLP") and code in "".join(getsource(kind.forward).split())
+
+
+def _gated(part: Any, again: Any, x: Tensor) -> Tensor:
+    def product(gate: Tensor, up: Tensor) -> Tensor:
+        return part.act_fn(gate) * up
+
+    given = part.gate_proj(x), part.up_proj(x)
+    if type(part.down_proj) is nn.Linear:
+        return again(lambda *given: part.down_proj(product(*given)), *given)
+    return part.down_proj(again(product, *given))  # an adapter's, of which a part would be multiplied again
+
+
+@contextmanager
 def grouped_attention(model: nn.Module) -> Iterator[None]:
     """Inside the context, where the model's attention is SDPA's, `_attend` is, which repeats no keys."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -179,16 +219,7 @@ def _attend(
     (rows, heads, _, width), shared = query.shape, key.shape[1]
     scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
     grouped = (query * scale).view(rows * shared, heads // shared, width)
-    if key.device.type == "cpu" and key.dtype == torch.bfloat16:
-        # torch would copy the keys for the product below. This one makes a kernel for each length, hence steps of 16:
-        # what lies behind the keys in their cache is multiplied too and left out.
-        length, room = key.shape[2], 0 if key.storage_offset() else key.stride(1) // key.stride(2)
-        longer = max(length, min(-(-length // 16) * 16, room))
-        keys = key.as_strided((rows, shared, longer, width), key.stride()).flatten(0, 1)
-        scores = torch.bmm(keys, grouped.transpose(1, 2))[:, :length].transpose(1, 2).contiguous()
-    else:
-        scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(rows, shared, heads // shared, -1)
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, shared, heads // shared, -1)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill_(~attention_mask, -torch.inf)
     elif attention_mask is not None:

@@ -8,6 +8,7 @@ depend on the split.
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -316,34 +317,36 @@ class Learner:
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
         behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         has_gradient, missed = learns and not self.warms_critic, []
-        for _, part in self._parts(batch):
-            with torch.set_grad_enabled(has_gradient):
-                prompts = [self._prompt_states(self.policy, part)]
-            prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
-            for rows, width in self._rows_by_length(part, prompts[0]):
-                micro = part.rows(rows, width)
-                with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                    output = self._output(micro, [states and states.rows(rows) for states in prompts], has_gradient)
-                leaves = [] if learns else [x.requires_grad_() for x in (output.logprobs_BT, output.entropy_BT)]
-                if is_on_policy:  # the ratio is exactly 1, and still has its gradient
-                    micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
-                loss, metrics = self.algorithm.minimised(micro, output)
-                loss.backward()
-                missed += [(x.grad != 0).any() for x in leaves if x.grad is not None]
-                logprobs = output.logprobs_BT.detach()
-                if self.spec.staleness:
-                    log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
-                    sums.log_weights.append(log_ratio_BT.double().sum(dim=1))
-                sums.ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
-                if first:
-                    sampler = micro.sampler_logprobs_BT
-                    sums.ratios[f"{behind}/max_ratio"].append((logprobs - sampler).abs().max().exp())
-                    metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
-                for name, value in metrics.items():
-                    sums.totals[name] += value.detach().double()
-            for states in prompts:
-                if states is not None:
-                    states.backward()
+        held = torch.autocast(batch.tokens_BT.device.type, enabled=False)  # which holds what autocast casts within it
+        with nullcontext() if recomputes(self.policy) else held:
+            for _, part in self._parts(batch):
+                with torch.set_grad_enabled(has_gradient):
+                    prompts = [self._prompt_states(self.policy, part)]
+                prompts += [self._prompt_states(trunk, part) for trunk in self._trunks()[1:]]
+                for rows, width in self._rows_by_length(part, prompts[0]):
+                    micro = part.rows(rows, width)
+                    with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                        output = self._output(micro, [states and states.rows(rows) for states in prompts], has_gradient)
+                    leaves = [] if learns else [x.requires_grad_() for x in (output.logprobs_BT, output.entropy_BT)]
+                    if is_on_policy:  # the ratio is exactly 1, and still has its gradient
+                        micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+                    loss, metrics = self.algorithm.minimised(micro, output)
+                    loss.backward()
+                    missed += [(x.grad != 0).any() for x in leaves if x.grad is not None]
+                    logprobs = output.logprobs_BT.detach()
+                    if self.spec.staleness:
+                        log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
+                        sums.log_weights.append(log_ratio_BT.double().sum(dim=1))
+                    sums.ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
+                    if first:
+                        sampler = micro.sampler_logprobs_BT
+                        sums.ratios[f"{behind}/max_ratio"].append((logprobs - sampler).abs().max().exp())
+                        metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(sampler, logprobs)).sum()}
+                    for name, value in metrics.items():
+                        sums.totals[name] += value.detach().double()
+                for states in prompts:
+                    if states is not None:
+                        states.backward()
         return bool(missed) and bool(ranks.largest(torch.stack(missed).any().float()))
 
     def _train_mode(self, on: bool) -> None:
