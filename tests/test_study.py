@@ -271,10 +271,11 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
 def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "usable_cores", lambda: 8)
     monkeypatch.setattr(workers, "usable_gpus", lambda: tuple("01234"))
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
     (tmp_path / "shown.py").write_text(f"import os; print(*(os.environ.get(name) for name in {names}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in machine.WORKER:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(workers, "MODULE", "shown")
     monkeypatch.setattr(machine, "usable_gpus", lambda: tuple("01234"))
     assert machine.default_workers(2) == 2
@@ -284,7 +285,7 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
         time.sleep(0.05)
     shown = [(tmp_path / f"worker-{slot}.log").read_text().strip() for slot in range(3)]
     # 8 cores // 4 workers, though 3 were wanted
-    assert shown == [f"2 PASSIVE {gpus} 1" for gpus in ("0,1", "2,3", "0,1")]
+    assert shown == [f"2 PASSIVE 64 {gpus} 1" for gpus in ("0,1", "2,3", "0,1")]
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))
