@@ -85,7 +85,7 @@ class Counts:
     head: int  # of the trainable ones
     head_is_tied: bool
     is_fused: bool  # the run makes rearranged copies of the weights
-    cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
+    cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds
     vocabulary: int
     layer: int  # of the policy's largest layer
     root: int  # outside of layers: embeddings, norm and head
