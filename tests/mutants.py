@@ -1,13 +1,13 @@
 """Which changes of the product does no test see? Changes one node of a file at a time and runs the tests that reach it.
 
-    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--jobs N] [--short]
+    python tests/mutants.py [FILE or FOLDER ...] [--sample N [--seed S]] [--jobs N] [--record FOLDER] [--short]
 
-A first run notes which lines each quick test reaches. A mutant is a process of its own, so the checkout stays as it
-is: a copy of one that has collected all tests, in which functions get changed code. The tests that reach the change
-run, the quickest first; one counts that fails, and passes without the change. A mutant that none of them sees, and one
-of what runs at import, is tried again with whole files, slow tests too, where nothing is loaded yet. `mutants.txt`
-lists survivors that change nothing that matters, each with its reason. With more than `MOST_LEFT` of the mutants left,
-the exit status is 1.
+A first run notes which lines each test reaches, slow ones too. A mutant is a process of its own, so the checkout stays
+as it is: a copy of one that has collected all tests, in which functions get changed code. The tests that reach the
+change run, the quickest first; one counts that fails, and passes without the change. A mutant of what runs at import is
+a process that has loaded nothing yet. `mutants.txt` lists survivors that change nothing that matters, each with its
+reason. With more than `MOST_LEFT` of the mutants left, the exit status is 1. A run with `--record` goes on where an
+earlier one ended; delete the folder after a change of tests.
 
 mutmut 3 and cosmic-ray 8 do not fit: the first names a mutant by another module path than the package's, the second
 rewrites files of the checkout.
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import builtins
 import contextlib
 import copy
 import gc
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -54,8 +56,7 @@ MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the built-in name by which functions know where to note
 SHARED = defaultdict[str, set[tuple[str, int]]](set)  # what a fixture of several tests reaches
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
-MOST_SECONDS = 20.0  # of processor that the tests of a mutant take at first, the quickest first
-MOST_AT_LAST = 300.0  # if none of them sees it, the whole files take
+MOST_SECONDS = 6.0, 120.0  # of processor that the tests of a mutant take at first, and if none of them sees it
 SHORT = (("algorithms/_functional.py", "reports/claims.py"), 12, ("tests/test_objectives.py", "tests/test_claims.py"))
 FILES = ("algorithms", "harness/rewards", "harness/run", "harness/extras/confidence/rewards", "reports/analysis.py",
          "reports/anova.py", "reports/capability.py", "reports/claims.py", "reports/findings.py",
@@ -245,7 +246,7 @@ def _watched(pid: int, seconds: float, ended: threading.Event) -> None:
                 return
 
 
-def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], marks: str = "not slow") -> Any:
+def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], marks: str = "") -> Any:
     """What `work(session)` returns, instead of running these files of tests; None if one cannot be collected."""
     found: list[Any] = []
 
@@ -335,8 +336,8 @@ def noting(file: str) -> ast.Module:
     return tree
 
 
-def survey(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> Reached:
-    """What each test takes and reaches, without those that fail."""
+def survey(trees: Mapping[str, ast.Module], tests: Sequence[str], marks: str) -> dict[str, Any]:
+    """What each test with these marks takes and reaches, without those that fail."""
 
     def work(session: pytest.Session) -> Any:
         functions, reached, found = Functions([*trees]), set[tuple[str, int]](), {}
@@ -351,19 +352,27 @@ def survey(trees: Mapping[str, ast.Module], tests: Sequence[str]) -> Reached:
         shared = {item.nodeid: [SHARED[one] for one in getattr(item, "fixturenames", ())] for item in session.items}
         return {name: (took, sorted(lines.union(*shared[name]))) for name, (took, lines) in found.items()}
 
-    rows = in_child(lambda: with_tests(tests, work), 3600)
-    print(
-        "".join(f"left out, because it fails without a mutant: {name}\n" for name in rows if rows[name][0] is None),
-        end="",
-    )
-    return {
-        name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items() if took is not None
-    }
+    rows = in_child(lambda: with_tests(tests, work, marks), math.inf)
+    failing = [name for name, (took, _) in rows.items() if took is None]
+    print("".join(f"left out, because it fails without a mutant: {name}\n" for name in failing), end="")
+    return {name: row for name, row in rows.items() if name not in failing}
 
 
-def reaching(mutant: Mutant, tree: ast.Module, reached: Reached, most: float = MOST_SECONDS) -> list[str]:
-    """The tests that reach a mutant's statement, the quickest first, as many as take so many seconds; of a line that
-    runs once, at import, those that reach its file."""
+def surveyed(trees: Mapping[str, ast.Module], tests: Sequence[str], record: Path, pool: ThreadPoolExecutor) -> Reached:
+    """What all tests take and reach, from the record if it is of the same files."""
+    kept = record / "reached.json"
+    files, rows = json.loads(kept.read_text()) if kept.exists() else (None, {})
+    if files != [*trees]:
+        rows = dict(
+            row for part in pool.map(partial(survey, trees, tests), ("slow", "not slow")) for row in part.items()
+        )
+        kept.write_text(json.dumps([[*trees], rows]))
+    return {name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items()}
+
+
+def reaching(mutant: Mutant, tree: ast.Module, reached: Reached) -> list[list[str]]:
+    """The tests that reach a mutant's statement, the quickest first, as many as take `MOST_SECONDS` at first and then;
+    of a line that runs once, at import, those that reach its file."""
     functions, span = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)], range(sys.maxsize)
     if any(f.body[0].lineno <= mutant.line <= (f.end_lineno or 0) for f in functions):
         spans = [range(n.lineno, _last(n) + 1) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
@@ -371,8 +380,9 @@ def reaching(mutant: Mutant, tree: ast.Module, reached: Reached, most: float = M
     found = {name: took for name, (took, lines) in reached.items()
              if any(file == mutant.file and line in span for file, line in lines)}  # fmt: skip
     names = sorted(found, key=found.__getitem__)
-    sums = itertools.accumulate(found[name] for name in names)
-    return [name for i, (name, taken) in enumerate(zip(names, sums, strict=True)) if i == 0 or taken <= most]
+    sums = [*itertools.accumulate(found[name] for name in names)]
+    first, last = (max(1, bisect.bisect_right(sums, most)) for most in MOST_SECONDS)
+    return [names[:first], names[first:last]]
 
 
 def _last(node: Any) -> int:
@@ -380,44 +390,50 @@ def _last(node: Any) -> int:
     return node.body[0].lineno - 1 if isinstance(getattr(node, "body", None), list) else node.end_lineno
 
 
+def limit(names: Collection[str], reached: Reached) -> float:
+    """Seconds of processor after which tests hang."""
+    return 20 + 3 * sum(reached[name][0] for name in names)
+
+
 def is_seen_anew(mutant: Mutant, tree: ast.Module, reached: Reached) -> bool:
-    """Whether a test sees the change in a process that has loaded nothing of the product yet. Of all files with a test
-    that reaches it, slow tests come last; first come tests that bear the module's name among their parameters."""
+    """Whether a test sees the change in a process that has loaded nothing of the product yet; tests that bear the
+    module's name among their parameters come first."""
     stem = Path(mutant.file).stem
-    named = [name for name in reached if stem in name.partition("[")[2].rstrip("]").split("-")]
-    for names in (named, reaching(mutant, tree, reached, math.inf)):
-        found = in_child(partial(first_seen, mutant, tree, names, reached), MOST_AT_LAST) if names else ""
-        if found is None or (found and in_child(partial(first_seen, None, tree, [found], reached), MOST_AT_LAST) == ""):
+    bearers = [name for name in reached if stem in name.partition("[")[2].rstrip("]").split("-")]
+    for names in (bearers, *reaching(mutant, tree, reached)):
+        found = in_child(partial(first_seen, mutant, tree, names), limit(names, reached)) if names else ""
+        alone = partial(first_seen, None, tree, [found])
+        if found is None or (found and in_child(alone, limit([found], reached)) == ""):
             return True
     return False
 
 
-def first_seen(mutant: Mutant | None, tree: ast.Module, names: Sequence[str], reached: Reached) -> str:
-    """The first test of these tests' files that fails with a mutant; without one, of these tests alone."""
+def first_seen(mutant: Mutant | None, tree: ast.Module, names: Sequence[str]) -> str:
+    """The first of these tests that fails with a mutant, or without one."""
     if mutant is not None:
         original, path = SourceFileLoader.get_code, str(ROOT / mutant.file)
         mutant.swap()
         code = code_of(tree, mutant.file)
         SourceFileLoader.get_code = lambda self, name: code if self.path == path else original(self, name)  # pyright: ignore
-
-    def work(session: pytest.Session) -> str:
-        every = [item.nodeid for item in session.items if mutant is not None or item.nodeid in names]
-        return first_failure(session, sorted(every, key=lambda name: reached[name][0] if name in reached else math.inf))
-
-    return with_tests(dict.fromkeys(name.partition("::")[0] for name in names), work, marks="")
+    files = dict.fromkeys(name.partition("::")[0] for name in names)
+    return with_tests(files, partial(first_failure, names=names))
 
 
 class Sight:
     """Which collected test sees a change of functions?"""
 
-    def __init__(self, session: pytest.Session, files: Sequence[str]) -> None:
-        self._session, self._functions = session, Functions(files)
+    def __init__(self, session: pytest.Session, files: Sequence[str], reached: Reached) -> None:
+        self._session, self._functions, self._reached = session, Functions(files), reached
         self._is_fair = dict[str, bool]()  # whether a test passes alone, without a change
         self._last = defaultdict[str, list[str]](list)  # the tests that saw changes of a function
 
-    def sees(self, mutant: Mutant, changed: Changes, tests: Sequence[str]) -> bool:
+    def sees(self, mutant: Mutant, changed: Changes, rounds: Sequence[Collection[str]]) -> bool:
+        """Whether one of the tests does; first come those that saw changes of the same function."""
         known = self._last[mutant.where]
-        names = dict.fromkeys([*(name for name in reversed(known) if name in tests), *tests])
+        first = [name for name in reversed(known) if any(name in names for names in rounds)]
+        return any(self._sees(mutant, changed, dict.fromkeys(names), known) for names in (first, *rounds))
+
+    def _sees(self, mutant: Mutant, changed: Changes, names: dict[str, None], known: list[str]) -> bool:
         while names:
             found = self._first_failure(names, mutant.file, changed)
             if not found:
@@ -435,26 +451,54 @@ class Sight:
             self._functions.change(file, changed)
             return first_failure(self._session, names)
 
-        return in_child(work, 20 + 3 * MOST_SECONDS)
+        return in_child(work, limit(names, self._reached))
 
 
-def unseen(drawn: Sequence[Mutant], trees: Mapping[str, ast.Module], reached: Reached, tests: Sequence[str]) -> Any:
-    """The places of the mutants that no quick test sees; of those of what runs at import all."""
-    codes, left, changes = {file: code_of(tree, file) for file, tree in trees.items()}, list[int](), []
-    for place, mutant in enumerate(drawn):
-        mutant.swap()
-        changed = changed_code(codes[mutant.file], code_of(trees[mutant.file], mutant.file))
-        mutant.swap()
-        if changed is None:
-            left.append(place)
-        else:
-            changes.append((place, changed, reaching(mutant, trees[mutant.file], reached)))
+# A run -------------------------------------------------------------------------------------------------------------
 
-    def work(session: pytest.Session) -> list[int]:
-        sight = Sight(session, [*trees])
-        return [place for place, *change in changes if not sight.sees(drawn[place], *change)]
 
-    return left + with_tests(tests, work)
+def named(trees: Mapping[str, ast.Module]) -> dict[str, Mutant]:
+    """All mutants, by a name that only the same text of their file gives."""
+    found = dict[str, Mutant]()
+    for file, tree in trees.items():
+        digest = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:12]
+        found |= {f"{file} {digest} {place}": mutant for place, mutant in enumerate(mutants(file, tree))}
+    return found
+
+
+def changes_of(mutant: Mutant, tree: ast.Module) -> Changes | None:
+    """The functions that a mutant changes; None if it is seen anew alone."""
+    old = code_of(tree, mutant.file)
+    mutant.swap()
+    new = code_of(tree, mutant.file)
+    mutant.swap()
+    return changed_code(old, new)
+
+
+def verdicts(record: Path) -> dict[str, bool]:
+    """Name -> whether a test saw it."""
+    path = record / "verdicts"
+    rows = path.read_text().splitlines() if path.exists() else []
+    return {name: verdict == "seen" for name, _, verdict in (row.rpartition(" ") for row in rows)}
+
+
+def note(record: Path, name: str, is_seen: bool) -> None:
+    with (record / "verdicts").open("a") as file:
+        file.write(f"{name} {'seen' if is_seen else 'left'}\n")
+
+
+def look(
+    share: Mapping[str, tuple[Mutant, Changes]], trees: Mapping[str, ast.Module], reached: Reached,
+    tests: Sequence[str], record: Path,
+) -> None:  # fmt: skip
+    """Note of each change of functions whether a test sees it."""
+
+    def work(session: pytest.Session) -> None:
+        sight = Sight(session, [*trees], reached)
+        for name, (mutant, changed) in share.items():
+            note(record, name, sight.sees(mutant, changed, reaching(mutant, trees[mutant.file], reached)))
+
+    with_tests(tests, work)
 
 
 def known() -> dict[str, str]:
@@ -469,6 +513,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random, not all")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--record", type=Path, help="a folder from which a later run goes on")
     parser.add_argument("--short", action="store_true", help=f"{SHORT[1]} mutants of {' and '.join(SHORT[0])}")
     chosen = parser.parse_args()
     chosen_files, sample = SHORT[:2] if chosen.short else (chosen.files, chosen.sample)
@@ -476,27 +521,36 @@ def main() -> int:
     paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
-    every = [mutant for file, tree in trees.items() for mutant in mutants(file, tree)]
-    drawn = every if sample is None else random.Random(chosen.seed).sample(every, min(sample, len(every)))
+    every, reasons = named(trees), known()
+    names = [*every] if sample is None else random.Random(chosen.seed).sample([*every], min(sample, len(every)))
     for name in HEAVY:  # once, not in every child
         importlib.import_module(name)
     whole = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     tests = SHORT[2] if chosen.short else whole
-    reached, reasons = survey(trees, tests), known()
-    print(f"{len(drawn)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
-    asked = [mutant for mutant in drawn if mutant.key not in reasons]
-    shares = [asked[i :: chosen.jobs] for i in range(chosen.jobs)]
-    with ThreadPoolExecutor(chosen.jobs) as pool:
-        answers = pool.map(lambda share: in_child(lambda: unseen(share, trees, reached, tests), math.inf), shares)
-        rest = [share[i] for share, places in zip(shares, answers, strict=True) for i in places]
-        seen = pool.map(lambda mutant: is_seen_anew(mutant, trees[mutant.file], reached), rest)
-        left = [mutant for mutant, is_seen in zip(rest, seen, strict=True) if not is_seen]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.jobs) as pool:
+        record = Path(chosen.record or folder).absolute()
+        record.mkdir(parents=True, exist_ok=True)
+        reached = surveyed(trees, tests, record, pool)
+        print(f"{len(names)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
+        before, listed = verdicts(record), [name for name in names if every[name].key in reasons]
+        asked = {name: every[name] for name in names if name not in before and name not in listed}
+        found = {name: changes_of(mutant, trees[mutant.file]) for name, mutant in asked.items()}
+        changes = [(name, (asked[name], changed)) for name, changed in found.items() if changed is not None]
+        shares = [dict(changes[i :: chosen.jobs]) for i in range(chosen.jobs)]
+        seeing = (partial(look, share, trees, reached, tests, record) for share in shares)
+        list(pool.map(lambda one: in_child(one, math.inf), seeing))
+        anew = [name for name, changed in found.items() if changed is None]
+        seen = pool.map(lambda name: is_seen_anew(asked[name], trees[asked[name].file], reached), anew)
+        for name, is_seen in zip(anew, seen, strict=True):
+            note(record, name, is_seen)
+        after = verdicts(record)
+    left = [every[name] for name in names if name not in listed and not after.get(name, False)]
     print("".join(f"{mutant.key}  (line {mutant.line})\n" for mutant in left), end="")
-    keys = {mutant.key for mutant in every}
+    keys = {mutant.key for mutant in every.values()}
     stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
-    share = len(left) / max(len(drawn), 1)
-    print(f"{len(drawn)} mutants, {len(drawn) - len(asked)} listed with a reason, {len(left)} left ({share:.1%})")
+    share = len(left) / max(len(names), 1)
+    print(f"{len(names)} mutants, {len(listed)} listed with a reason, {len(left)} left ({share:.1%})")
     return int(share > MOST_LEFT or bool(stale))
 
 

@@ -1,6 +1,7 @@
 """What an update must not depend on (split, padding, row order), what it holds to (on-policy ratios), its critic."""
 
 import copy
+from functools import partial
 
 import factories
 import numpy as np
@@ -11,7 +12,7 @@ from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
 from cohort.harness.policy import forward, fused_llama
 from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
-from cohort.harness.policy.library import given_cache
+from cohort.harness.policy.library import clear_gradients, given_cache
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
@@ -68,6 +69,21 @@ def gradients(spec, batch):
     learner._optimizer_step(minibatch, first=True)
     modules = [learner.policy, *([learner.critic] if learner.critic else [])]
     return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
+
+
+def test_gradients_on_a_cpu_lie_in_one_piece_of_memory_and_are_the_same_there():
+    learner, batch = learner_for(make_spec()), make_batch()
+    optimizer, found = learner.optimizers["policy"], []
+    weights = optimizer.param_groups[0]["params"]
+    for clear in (optimizer.zero_grad, *2 * [partial(clear_gradients, optimizer)]):
+        clear()
+        learner.policy(batch.tokens_BT).logits.square().mean().backward()
+        found.append([x.grad.clone() for x in weights])
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    optimizer.zero_grad()
+    learner.update(learner.spec.algorithm.advantages(learner.annotate(batch)), 0)
+    assert len({x.grad.untyped_storage().data_ptr() for x in weights}) == 1
+    assert all(x.grad.data_ptr() % 64 == 0 for x in weights), "as torch aligns its own"
 
 
 def test_an_objective_of_collisions_gets_those_of_the_policys_own_forward_pass():

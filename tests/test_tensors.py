@@ -108,17 +108,17 @@ def test_a_head_in_chunks_gives_what_it_gives_at_once_and_keeps_no_logits_it_can
         monkeypatch.setattr(forward, "KEPT_BYTES", limit)
         monkeypatch.setattr(forward, "LOGITS_BYTES", {"cpu": chunk * 4 * 100})
         monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": min(chunk, 14) * 4 * 100})
-        widths: list[int] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda x, seen=widths: seen.append(x.shape[-1]) or x, lambda x: x
-        )
+        kept: list[torch.Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, seen=kept: seen.append(x) or x, lambda x: x)
         model.zero_grad()
         for watch in (hooks, nullcontext()):  # the second pass adds to what the first has left
             with watch, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 logprobs, entropies = token_logprobs(model, tokens, mask, 0.7, entropy_gradient=True)
             (logprobs + 0.1 * entropies).sum().backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found.append((logprobs, entropies, gradients, 100 in widths))
+        products = [x for x in kept if x.shape[-1] == 100]
+        assert chunk == 14 or all(x.float().sum(-1).abs().max() < 0.05 for x in products), "they became gradients"
+        found.append((logprobs, entropies, gradients, bool(products)))
     once, *parts = found
     for part in parts:
         assert all((part[i] - once[i]).abs().max() <= 3e-6 for i in (0, 1))

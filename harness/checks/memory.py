@@ -337,11 +337,11 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     head_gradient = counts.head if rows > shape.rows else 0  # a temporary if there is a gradient to add it to
     if block == 4 * counts.vocabulary * completion and not is_again:  # all at once
         worst = max(3 * block, block + head_gradient)
-    else:  # one product, copies of head and gradient in its precision, and a block, or the gradient's next term
+    else:  # one product, unless it is kept, and a block, or a copy of the head in its precision; and the gradient
         product = torch.bfloat16 if spec.autocast else getattr(torch, spec.dtype)
         chunk = product.itemsize * counts.vocabulary * min(chunk_tokens(counts.vocabulary, device, product), completion)
         half = counts.head // (2 if spec.autocast else 1) if product.itemsize == 2 else 0
-        worst = chunk + max(4 * block, half) + half + head_gradient
+        worst = is_again * chunk + max(4 * block, half) + head_gradient
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
     stages = [policy + critic, policy + worst]
     if recompute:

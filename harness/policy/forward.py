@@ -27,6 +27,7 @@ from .lora import around_frozen
 
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
 BLOCK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of them in float32 that become log-probs at once, with 4 such tensors
+BLOCK_ROWS = 2**13  # rows of the head's weights whose gradient comes at once where it is of another type
 KEPT_BYTES = 2**30  # most bytes of logits that a pass keeps for its backward pass; more is computed again there
 SAVED = 64  # fewest prompt tokens not read again that are worth a pass over what all prompts begin with
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache columns, where shorter prompts leave gaps
@@ -228,8 +229,8 @@ class _LinearHead(torch.autograd.Function):
     `plain`, the temperature of logits that are these products, they and their gradient come in closed form.
 
     A product takes a chunk of tokens. All are kept for the backward pass (as probabilities if plain), or none, and
-    it makes them again. The chunks' gradients of the weights are added up in at least float32: in `weight.grad`, if an
-    earlier pass left one.
+    it makes them again; their gradient takes their place. The chunks' gradients of the weights are added up in at least
+    float32: in `weight.grad`, if an earlier pass left one.
     """
 
     @staticmethod
@@ -244,9 +245,8 @@ class _LinearHead(torch.autograd.Function):
             ctx.score, score = (partial(_plain_score, temperature=plain, keep=keep) for keep in (True, is_kept))
         found, products = [], []
         with torch.autocast(states_NH.device.type, enabled=False):
-            own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
             for states, targets in zip(states_NH.split(ctx.chunk), targets_N.split(ctx.chunk), strict=True):
-                product = F.linear(states.to(ctx.dtype), *own)
+                product = _head_product(ctx, states, weight, bias)
                 found += [score(*part) for part in zip(product.split(block), targets.split(block), strict=True)]
                 products += [product] * is_kept
         ctx.save_for_backward(states_NH, weight, bias, targets_N, *products)
@@ -258,6 +258,8 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         states_NH, weight, bias, targets_N, *products = ctx.saved_tensors
+        internals: Any = torch._C
+        is_asked_again = bool(products) and internals._autograd._get_current_graph_task_keep_graph()  # retain_graph
         states_gradient = torch.empty_like(states_NH)
         wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[4:6], strict=True)]
         adds = wanted[0] is not None and weight.is_leaf and weight.grad is not None and weight.dtype.itemsize > 2
@@ -265,32 +267,36 @@ class _LinearHead(torch.autograd.Function):
         sums = [weight.grad, *sums] if adds else sums
         columns = (x.split(ctx.chunk) for x in (states_NH, states_gradient, targets_N, *gradients))
         with torch.autocast(states_NH.device.type, enabled=False):
-            own: Any = [x if x is None else x.to(ctx.dtype) for x in (weight, bias)]
             for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
-                states = given.to(ctx.dtype)
-                product = products[i] if products else F.linear(states, *own)
-                gradient = torch.empty_like(product) if products else product
-                blocks = (x.split(ctx.block) for x in (product, gradient, *of_tokens))
-                for part, part_gradient, targets, *known in zip(*blocks, strict=True):
+                product = products[i] if products else _head_product(ctx, given, weight, bias)
+                product = product.clone() if is_asked_again else product
+                blocks = (x.split(ctx.block) for x in (product, *of_tokens))
+                for part, targets, *known in zip(*blocks, strict=True):
                     if ctx.plain is not None:
                         if not products:
                             ctx.score(part, targets)
                         slope = (known[0] / ctx.plain)[:, None].to(part.dtype)
-                        torch.mul(part, -slope, out=part_gradient).scatter_add_(1, targets[:, None], slope)
+                        part.mul_(-slope).scatter_add_(1, targets[:, None], slope)
                         continue
                     leaf = part.detach().requires_grad_()
                     with torch.enable_grad():
                         found = [x for x in ctx.score(leaf, targets) if x.requires_grad]
-                    part_gradient.copy_(torch.autograd.grad(found, leaf, known[: len(found)])[0])
-                into.copy_(gradient @ own[0])
+                    part.copy_(torch.autograd.grad(found, leaf, known[: len(found)])[0])
+                into.copy_(product @ weight.to(ctx.dtype))
+                states = given.to(ctx.dtype)
                 if sums[0] is not None and sums[0].dtype == ctx.dtype:
-                    sums[0].addmm_(gradient.t(), states)
+                    sums[0].addmm_(product.t(), states)
                 elif sums[0] is not None:
-                    sums[0] += gradient.t() @ states
+                    for rows, columns_NV in zip(sums[0].split(BLOCK_ROWS), product.split(BLOCK_ROWS, 1), strict=True):
+                        rows += columns_NV.t() @ states
                 if sums[1] is not None:
-                    sums[1] += gradient.sum(0)
+                    sums[1] += product.sum(0)
         found = [None if x is None else x.to(weight.dtype) for x in sums]
         return None, None, None, states_gradient, None if adds else found[0], found[1], None
+
+
+def _head_product(ctx: Any, states_NH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(states_NH.to(ctx.dtype), weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
 
 
 def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float, keep: bool) -> tuple[Tensor, Tensor]:
@@ -298,7 +304,7 @@ def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float, keep: bo
     [N, V]."""
     scaled = _at_least_float32(logits)
     scaled = scaled if temperature == 1 else scaled / temperature
-    below = scaled - scaled.amax(-1, keepdim=True)
+    below = torch.sub(scaled, scaled.amax(-1, keepdim=True), out=None if scaled is logits else scaled)
     logprobs = below.gather(-1, targets_N[:, None])[:, 0]
     odds = below.exp()
     total = odds.sum(-1)

@@ -38,6 +38,7 @@ from ..policy.forward import (
     token_logprobs,
     token_measure,
 )
+from ..policy.library import clear_gradients
 from ..settings.run import Mismatch, RunSpec
 from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 from .value_head import Moments, fitted_head
@@ -255,7 +256,7 @@ class Learner:
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
         """The metrics of an optimiser step on a minibatch with loss weights; `first`: the policy is the sampler's."""
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
+            clear_gradients(optimizer)
         self._train_mode(recomputes(self.policy))
         found, (still, moving) = _Sums(), self._by_gradient(minibatch)
         if still is not None and self._pass(still, found, first=first, learns=False):
