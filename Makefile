@@ -153,9 +153,10 @@ parity: $(PARITY_BIN)/.installed
 	PYTHONPATH=$(PARITY_VENV)/inspect $(PARITY_BIN)/python tests/parity/logs.py
 
 # Changes of single expressions that no test sees; all tests run once first, then seconds for each mutant of thousands.
-# SAMPLE=100: so many, drawn by SEED. SHORT=1: a dozen, so that CI sees a name that moved.
+# SAMPLE=100: so many, drawn by SEED. RECORD=folder: goes on from there. SHORT=1: a dozen, so that CI sees a name that moved.
 mutants: $(BIN)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(SHORT),--short) $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(SHORT),--short) $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) \
+		$(if $(RECORD),--record $(RECORD))
 
 # The site, in site/: a broken link or anchor fails. Its generated pages ask the command `cohort` of $(VENV).
 $(DOCS_BIN)/.installed: constraints-docs.txt

@@ -344,10 +344,10 @@ def survey(trees: Mapping[str, ast.Module], tests: Sequence[str], marks: str) ->
         for file, tree in trees.items():
             functions.change(file, changed_code(code_of(tree, file), code_of(noting(file), file)) or {})
         setattr(builtins, NOTES, reached)
-        began = time.process_time()
+        spent = sum(os.times()[:4])  # with children that have ended
         for name, passed in outcomes(session, session.items):
-            began, seconds = time.process_time(), time.process_time() - began
-            found[name] = seconds if passed else None, {*reached}
+            before, spent = spent, sum(os.times()[:4])
+            found[name] = spent - before if passed else None, {*reached}
             reached.clear()
         shared = {item.nodeid: [SHARED[one] for one in getattr(item, "fixturenames", ())] for item in session.items}
         return {name: (took, sorted(lines.union(*shared[name]))) for name, (took, lines) in found.items()}

@@ -144,14 +144,12 @@ def packed_products(model: nn.Module) -> Iterator[None]:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the gradients of an optimiser's only group. On a CPU they stay, as zeros, in one piece of memory: pieces
-    that come one by one lie between what passes keep, and leave holes there that are too small for the next pass."""
-    weights = optimizer.param_groups[0]["params"]
-    lies_apart = any(x.device.type != "cpu" or is_spread(x) for x in weights)
-    optimizer.zero_grad(set_to_none=lies_apart)
-    bare = [] if lies_apart else [x for x in weights if x.grad is None]
-    for dtype in {x.dtype for x in bare}:
-        own = [x for x in bare if x.dtype == dtype]
+    """Forget the gradients of an optimiser's only group. On a CPU the new ones begin as zeros in one piece of memory:
+    pieces that come one by one lie between what passes keep, and leave holes there that are too small for the next."""
+    optimizer.zero_grad()
+    weights = [x for x in optimizer.param_groups[0]["params"] if x.device.type == "cpu" and not is_spread(x)]
+    for dtype in {x.dtype for x in weights}:
+        own = [x for x in weights if x.dtype == dtype]
         sizes = [-(-x.numel() // 64) * 64 for x in own]  # each begins where torch's own pieces would
         for x, piece in zip(own, torch.zeros(sum(sizes), dtype=dtype).split(sizes), strict=True):
             x.grad = piece[: x.numel()].view_as(x)
