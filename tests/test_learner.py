@@ -86,6 +86,17 @@ def test_gradients_on_a_cpu_lie_in_one_piece_of_memory_and_are_the_same_there():
     assert all(x.grad.data_ptr() % 64 == 0 for x in weights), "as torch aligns its own"
 
 
+def test_a_weight_that_lies_in_another_order_gets_a_gradient_in_that_order():
+    """torch's fused AdamW reads both in the order they lie in."""
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=True)
+    before, slopes = weight.detach().clone(), torch.tensor([[0.0, 1], [-1, 1], [-1, -1]])
+    clear_gradients(optimizer)
+    (weight * slopes).sum().backward()
+    optimizer.step()
+    assert torch.allclose(weight, before - 0.1 * slopes)
+
+
 def test_an_objective_of_collisions_gets_those_of_the_policys_own_forward_pass():
     spec, batch = make_spec("optimal_token_baseline"), make_batch()
     learner = learner_for(spec)
