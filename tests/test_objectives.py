@@ -8,7 +8,7 @@ from pathlib import Path
 import objective_references as references
 import pytest
 import torch
-from cohort.algorithms._functional import group_centred, group_standardised
+from cohort.algorithms._functional import generalised_advantages, group_centred, group_standardised, to_go
 from cohort.algorithms.dppo import _binary_kl
 from cohort.algorithms.gdpo import GDPO
 from cohort.algorithms.maxrl import MaxRL
@@ -36,7 +36,8 @@ EVERYWHERE = (
     {"clip_epsilon": 0.25, "ratio_bound": 1.25},  # at the upper clip itself
     {"clip_epsilon": 0.3, "clip_epsilon_high": 0.4, "kl_beta": 0.05},
     {"baseline": "group", "kl_beta": 0.05, "gamma": 0.9},
-    {"baseline": "shrinkage", "kl_beta": 0.05},
+    {"baseline": "shrinkage", "kl_beta": 0.0},
+    {"baseline": "group", "clip_epsilon": 0.2},
     {"positive_weight": 0.3},
     {"clip_epsilon_high": 0.2},
     {"gamma": 0.9, "gae_lambda": 0.8},
@@ -95,6 +96,14 @@ def made_batch(given, algorithm):
         loss_weight_BT=algorithm.loss_weights(mask.double()),
         **steps,
     )
+
+
+def test_nothing_outside_of_the_mask_reaches_an_advantage_and_the_last_token_counts():
+    mask = torch.tensor([[False, True, True, False, True]])
+    rewards, values = torch.arange(1.0, 6)[None] * mask, torch.arange(2.0, 7)[None]
+    found = [generalised_advantages(rewards, x, mask, 0.9, 0.8) for x in (values, values * mask)]
+    assert torch.equal(*found) and not found[0][~mask].any()
+    assert to_go(torch.tensor([[1.0, 2, 4]]), 0.5).tolist() == [[3.0, 4.0, 4.0]]
 
 
 def flatten(value):
