@@ -363,9 +363,8 @@ def surveyed(trees: Mapping[str, ast.Module], tests: Sequence[str], record: Path
     kept = record / "reached.json"
     files, rows = json.loads(kept.read_text()) if kept.exists() else (None, {})
     if files != [*trees]:
-        rows = dict(
-            row for part in pool.map(partial(survey, trees, tests), ("slow", "not slow")) for row in part.items()
-        )
+        parts = pool.map(partial(survey, trees, tests), ("slow", "not slow"))
+        rows = dict(row for part in parts for row in part.items())
         kept.write_text(json.dumps([[*trees], rows]))
     return {name: (took, {(file, line) for file, line in lines}) for name, (took, lines) in rows.items()}
 
@@ -391,7 +390,7 @@ def _last(node: Any) -> int:
 
 
 def limit(names: Collection[str], reached: Reached) -> float:
-    """Seconds of processor after which tests hang."""
+    """Seconds of processor after which tests are taken to hang."""
     return 20 + 3 * sum(reached[name][0] for name in names)
 
 
@@ -430,10 +429,11 @@ class Sight:
     def sees(self, mutant: Mutant, changed: Changes, rounds: Sequence[Collection[str]]) -> bool:
         """Whether one of the tests does; first come those that saw changes of the same function."""
         known = self._last[mutant.where]
-        first = [name for name in reversed(known) if any(name in names for names in rounds)]
-        return any(self._sees(mutant, changed, dict.fromkeys(names), known) for names in (first, *rounds))
+        first = [*dict.fromkeys(name for name in reversed(known) if any(name in names for names in rounds))]
+        others = ([name for name in names if name not in first] for names in rounds)
+        return any(self._sees(mutant, changed, names, known) for names in (first, *others))
 
-    def _sees(self, mutant: Mutant, changed: Changes, names: dict[str, None], known: list[str]) -> bool:
+    def _sees(self, mutant: Mutant, changed: Changes, names: list[str], known: list[str]) -> bool:
         while names:
             found = self._first_failure(names, mutant.file, changed)
             if not found:
@@ -443,7 +443,7 @@ class Sight:
             if self._is_fair[found]:
                 known.append(found)
                 return True
-            del names[found]
+            names.remove(found)
         return False
 
     def _first_failure(self, names: Collection[str], file: str, changed: Changes) -> str | None:
@@ -540,9 +540,9 @@ def main() -> int:
         seeing = (partial(look, share, trees, reached, tests, record) for share in shares)
         list(pool.map(lambda one: in_child(one, math.inf), seeing))
         anew = [name for name, changed in found.items() if changed is None]
-        seen = pool.map(lambda name: is_seen_anew(asked[name], trees[asked[name].file], reached), anew)
-        for name, is_seen in zip(anew, seen, strict=True):
-            note(record, name, is_seen)
+        list(
+            pool.map(lambda name: note(record, name, is_seen_anew(asked[name], trees[asked[name].file], reached)), anew)
+        )
         after = verdicts(record)
     left = [every[name] for name in names if name not in listed and not after.get(name, False)]
     print("".join(f"{mutant.key}  (line {mutant.line})\n" for mutant in left), end="")

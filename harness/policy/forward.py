@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.utils.checkpoint import checkpoint
 
 from ..devices import ranks
@@ -230,7 +231,7 @@ class _LinearHead(torch.autograd.Function):
 
     A product takes a chunk of tokens. All are kept for the backward pass (as probabilities if plain), or none, and
     it makes them again; their gradient takes their place. The chunks' gradients of the weights are added up in at least
-    float32: in `weight.grad`, if an earlier pass left one.
+    float32: in `weight.grad`, if there is one.
     """
 
     @staticmethod
@@ -246,7 +247,7 @@ class _LinearHead(torch.autograd.Function):
         found, products = [], []
         with torch.autocast(states_NH.device.type, enabled=False):
             for states, targets in zip(states_NH.split(ctx.chunk), targets_N.split(ctx.chunk), strict=True):
-                product = _head_product(ctx, states, weight, bias)
+                product = _head_product(ctx.dtype, states, weight, bias)
                 found += [score(*part) for part in zip(product.split(block), targets.split(block), strict=True)]
                 products += [product] * is_kept
         ctx.save_for_backward(states_NH, weight, bias, targets_N, *products)
@@ -258,8 +259,7 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         states_NH, weight, bias, targets_N, *products = ctx.saved_tensors
-        internals: Any = torch._C
-        is_asked_again = bool(products) and internals._autograd._get_current_graph_task_keep_graph()  # retain_graph
+        is_asked_again = bool(products) and _get_current_graph_task_keep_graph()  # retain_graph
         states_gradient = torch.empty_like(states_NH)
         wanted = [x if needed else None for x, needed in zip((weight, bias), ctx.needs_input_grad[4:6], strict=True)]
         adds = wanted[0] is not None and weight.is_leaf and weight.grad is not None and weight.dtype.itemsize > 2
@@ -268,7 +268,7 @@ class _LinearHead(torch.autograd.Function):
         columns = (x.split(ctx.chunk) for x in (states_NH, states_gradient, targets_N, *gradients))
         with torch.autocast(states_NH.device.type, enabled=False):
             for i, (given, into, *of_tokens) in enumerate(zip(*columns, strict=True)):
-                product = products[i] if products else _head_product(ctx, given, weight, bias)
+                product = products[i] if products else _head_product(ctx.dtype, given, weight, bias)
                 product = product.clone() if is_asked_again else product
                 blocks = (x.split(ctx.block) for x in (product, *of_tokens))
                 for part, targets, *known in zip(*blocks, strict=True):
@@ -295,8 +295,8 @@ class _LinearHead(torch.autograd.Function):
         return None, None, None, states_gradient, None if adds else found[0], found[1], None
 
 
-def _head_product(ctx: Any, states_NH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(states_NH.to(ctx.dtype), weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
+def _head_product(dtype: torch.dtype, states_NH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(states_NH.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _plain_score(logits: Tensor, targets_N: Tensor, temperature: float, keep: bool) -> tuple[Tensor, Tensor]:

@@ -146,12 +146,12 @@ def packed_products(model: nn.Module) -> Iterator[None]:
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Forget the gradients of an optimiser's only group. On a CPU the new ones begin as zeros in one piece of memory:
     pieces that come one by one lie between what passes keep, and leave holes there that are too small for the next.
-    Weights that lie in another order get their own, because torch's fused AdamW reads both in the order they lie in."""
+    AdamW then moves a weight that no token reaches by its moments; elsewhere it leaves it. Weights that lie in another
+    order get their own gradient, because torch's fused AdamW reads both in the order they lie in."""
     optimizer.zero_grad()
     whole = [x for x in optimizer.param_groups[0]["params"] if x.device.type == "cpu" and not is_spread(x)]
-    weights = [x for x in whole if x.is_contiguous()]
-    for dtype in {x.dtype for x in weights}:
-        own = [x for x in weights if x.dtype == dtype]
+    for dtype in {x.dtype for x in whole}:
+        own = [x for x in whole if x.dtype == dtype and x.is_contiguous()]
         sizes = [-(-x.numel() // 64) * 64 for x in own]  # each begins where torch's own pieces would
         for x, piece in zip(own, torch.zeros(sum(sizes), dtype=dtype).split(sizes), strict=True):
             x.grad = piece[: x.numel()].view_as(x)
