@@ -12,9 +12,9 @@ RUN .ci/install /opt/cohort ${DEVICE}
 
 FROM python:${PYTHON}-slim
 ARG DEVICE=cpu
-# Triton and torch.compile, which vLLM uses, build C and C++ when they first run
-RUN if [ "${DEVICE}" = cuda ]; then apt-get update && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*; fi
+# Triton and torch.compile, which vLLM uses, build C and C++ when they first run; workers on a CPU take tcmalloc
+RUN apt-get update && apt-get install --yes --no-install-recommends "$([ "${DEVICE}" = cuda ] && echo g++ || echo libtcmalloc-minimal4)" \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/cohort /opt/cohort
 RUN useradd --create-home cohort && mkdir -p /work/runs && chown -R cohort /work
 USER cohort

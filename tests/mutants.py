@@ -55,6 +55,7 @@ KNOWN = Path(__file__).with_suffix(".txt")
 MOST_LEFT = 0.03
 NOTES = "_reached_lines"  # the built-in name by which functions know where to note
 SHARED = defaultdict[str, set[tuple[str, int]]](set)  # what a fixture of several tests reaches
+TOOK = defaultdict[str, float](float)  # seconds of processor that it takes
 STALLED = 60.0  # seconds in which a test that has not come to a standstill takes some time of the processor
 MOST_SECONDS = 6.0, 120.0  # of processor that the tests of a mutant take at first, and if none of them sees it
 SHORT = (("algorithms/_functional.py", "reports/claims.py"), 12, ("tests/test_objectives.py", "tests/test_claims.py"))
@@ -259,16 +260,22 @@ def with_tests(tests: Collection[str], work: Callable[[pytest.Session], Any], ma
         def pytest_fixture_setup(self, fixturedef: Any) -> Any:
             """What several tests share may be reached before the first of them."""
             reached = getattr(builtins, NOTES, set())
-            before = {*reached}
+            before, began = {*reached}, _spent()
             reached.clear()
             yield
             if fixturedef.scope != "function":
                 SHARED[fixturedef.argname] |= reached
+                TOOK[fixturedef.argname] = max(TOOK[fixturedef.argname], _spent() - began)
             reached |= before
 
     os.chdir(ROOT)
     pytest.main(["-qs", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", *tests], [Instead()])
     return found[0] if found else None
+
+
+def _spent() -> float:
+    """Seconds of processor so far, with children that have ended."""
+    return sum(os.times()[:4])
 
 
 def outcomes(session: pytest.Session, items: Sequence[pytest.Item]) -> Iterator[tuple[str, bool]]:
@@ -344,13 +351,16 @@ def survey(trees: Mapping[str, ast.Module], tests: Sequence[str], marks: str) ->
         for file, tree in trees.items():
             functions.change(file, changed_code(code_of(tree, file), code_of(noting(file), file)) or {})
         setattr(builtins, NOTES, reached)
-        spent = sum(os.times()[:4])  # with children that have ended
+        spent = _spent()
         for name, passed in outcomes(session, session.items):
-            before, spent = spent, sum(os.times()[:4])
+            before, spent = spent, _spent()
             found[name] = spent - before if passed else None, {*reached}
             reached.clear()
-        shared = {item.nodeid: [SHARED[one] for one in getattr(item, "fixturenames", ())] for item in session.items}
-        return {name: (took, sorted(lines.union(*shared[name]))) for name, (took, lines) in found.items()}
+        fixtures = {item.nodeid: getattr(item, "fixturenames", ()) for item in session.items}
+        for name, (took, lines) in found.items():  # each may be the first that needs them
+            whole = None if took is None else took + sum(TOOK[one] for one in fixtures[name])
+            found[name] = whole, sorted(lines.union(*(SHARED[one] for one in fixtures[name])))
+        return found
 
     rows = in_child(lambda: with_tests(tests, work, marks), math.inf)
     failing = [name for name, (took, _) in rows.items() if took is None]
@@ -437,7 +447,7 @@ class Sight:
         while names:
             found = self._first_failure(names, mutant.file, changed)
             if not found:
-                return found is None
+                return found is None and self._first_failure(names, mutant.file, {}) is not None
             if found not in self._is_fair:
                 self._is_fair[found] = self._first_failure([found], mutant.file, {}) == ""
             if self._is_fair[found]:

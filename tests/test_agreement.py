@@ -19,6 +19,7 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from factories import FEW, make_spec
 from fakes import MemoryLog, changed
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -80,6 +81,37 @@ def test_lean_passes_keep_less_for_the_same_gradients_and_multiply_no_matrices_a
     assert again == operations
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
     assert not any("forward" in vars(part) for part in model.modules())
+
+
+class Made(TorchDispatchMode):
+    """Notes the shapes of what operations return in new memory."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.shapes = {x.data_ptr() for x in known}, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.data_ptr() not in self.known:
+            self.shapes.add(found.shape)
+        return found
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_the_gradient_of_an_embedding_is_added_where_rows_were_read_and_none_of_all_rows_is_made(padding):
+    model, tokens = build_model("llama"), torch.tensor([[5, 3, 5, 7], [3, 5, 9, 9]])
+    layer, found = model.get_input_embeddings(), []
+    layer.padding_idx = padding
+    for context in (nullcontext(), lean_passes(model)):
+        layer.weight.grad = torch.arange(float(layer.weight.numel())).view_as(layer.weight) / 1000
+        with context:
+            states = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        with Made(layer.weight, layer.weight.grad) as made:
+            states.square().sum().backward()
+        found.append((layer.weight.grad, layer.weight.shape in made.shapes))
+    (expected, makes), (gradient, makes_too) = found
+    assert torch.equal(gradient, expected) and gradient.abs().max() > 1
+    assert makes and not makes_too
 
 
 def small_spec(**changes):

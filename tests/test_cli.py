@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cohort.harness.api.machine import check_machine
+from cohort.harness.api.machine import _allocator, check_machine
 from cohort.harness.api.study import comparison
 from cohort.harness.base import machine
 from cohort.harness.cli import app
@@ -226,6 +226,26 @@ def test_doctor_says_whether_the_vllm_engine_can_run_here(code, state, words, tm
     assert (found.state, found.value) == (state, words)
     for name in ("vllm", "vllm.platforms"):
         sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("platform", "gpus", "library", "state", "preloaded"), [
+    ("linux", (), "libtcmalloc_minimal.so.4", "ok", {"LD_PRELOAD": "libtcmalloc_minimal.so.4"}),
+    ("linux", (), None, "advice", {}),
+    ("linux", ("0",), "libtcmalloc_minimal.so.4", "ok", {}),
+    ("darwin", (), "libtcmalloc_minimal.so.4", "ok", {}),
+])  # fmt: skip
+def test_workers_on_a_cpu_get_tcmalloc_where_it_is_installed_and_doctor_says_so(
+    platform, gpus, library, state, preloaded, monkeypatch
+):
+    monkeypatch.setattr(machine, "find_library", lambda name: library)
+    monkeypatch.setattr(machine, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(sys, "platform", platform)
+    machine.allocator.cache_clear()
+    try:
+        assert machine.allocator() == preloaded
+        assert _allocator().state == state
+    finally:
+        machine.allocator.cache_clear()
 
 
 def test_doctor_finds_what_a_gpu_lacks(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charge
     engine.sleep = lambda: calls.append("sleep")
     metrics, drawn = train_step(run, prompts, 0)
     assert calls == [*drawn.num_batches * ["generate"], "sleep"]
+    assert all(p.grad is None for p in run.learner.policy.parameters()), "the next step samples in their memory"
     costs = charge_step(run, drawn.lengths(4), 1.0)
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches

@@ -271,7 +271,8 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs):
 def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "usable_cores", lambda: 8)
     monkeypatch.setattr(workers, "usable_gpus", lambda: tuple("01234"))
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY", "CUDA_VISIBLE_DEVICES", SHARED_GPU)
+    monkeypatch.setattr(workers, "allocator", lambda: {"FOUND": "it", "PYTHONPATH": "a user's own wins"})
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY", "CUDA_VISIBLE_DEVICES", SHARED_GPU, "FOUND")
     (tmp_path / "shown.py").write_text(f"import os; print(*(os.environ.get(name) for name in {names}))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name in machine.WORKER:
@@ -285,7 +286,7 @@ def test_workers_share_the_cores_and_get_groups_of_gpus(monkeypatch, tmp_path):
         time.sleep(0.05)
     shown = [(tmp_path / f"worker-{slot}.log").read_text().strip() for slot in range(3)]
     # 8 cores // 4 workers, though 3 were wanted
-    assert shown == [f"2 PASSIVE 64 {gpus} 1" for gpus in ("0,1", "2,3", "0,1")]
+    assert shown == [f"2 PASSIVE 64 {gpus} 1 it" for gpus in ("0,1", "2,3", "0,1")]
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))

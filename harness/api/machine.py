@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -49,12 +50,21 @@ def check_machine(runs: Path) -> list[Check]:
         *map(_package, PACKAGES),
         Check("device", "ok", f"cuda: {gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"),
         Check("cores", "ok", f"{machine.usable_cores()} usable, {machine.default_workers()} workers by default"),
+        _allocator(),
         place,
         disk,
         *([check_driver()] if gpus or machine.usable_gpus() or shutil.which("nvidia-smi") else ()),
         *(_helpers() if gpus or machine.usable_gpus() or find_spec("vllm") else ()),
         _vllm(),
     ]
+
+
+def _allocator() -> Check:
+    """What gives workers their memory."""
+    found = machine.allocator().get("LD_PRELOAD", "the C library's")
+    if machine.allocator() or machine.usable_gpus() or sys.platform != "linux":
+        return Check("allocator", "ok", found)
+    return Check("allocator", "advice", found, "apt install libtcmalloc-minimal4: a step takes less time and memory")
 
 
 def _package(name: str) -> Check:

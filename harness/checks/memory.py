@@ -3,10 +3,10 @@
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
 worst moment of a pass adds 3 x 4 bytes per logit (where they are many, a product of the head and a block of them), a
 layer that is computed again, or a gradient of the head; without autograd's other temporaries that is within 2 % of the
-peak of a pass, and within 5 % where rows share prompts. Gradients always count, because they exist from the second
-micro-batch on. Not counted: the cold start, passes of a reward model or its fit, intermediates of the prefill, and
-unused bytes that the allocator holds, with glibc up to 60 % of the rest; on a GPU `RESERVE` stands for them, and for
-the libraries that `process` has elsewhere.
+peak of a pass, and within 5 % where rows share prompts. Gradients count with every pass that learns, because they exist
+from the second micro-batch on. Not counted: the cold start, passes of a reward model or its fit, intermediates of the
+prefill, and unused bytes that the allocator holds, with glibc up to 60 % of the rest; on a GPU `RESERVE` stands for
+them, and for the libraries that `process` has elsewhere.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def judge(spec: RunSpec) -> dict[str, Any]:
 def peak_bytes(components: Mapping[str, int]) -> int:
     """The peak of the components on the device: a step first samples, then learns."""
     sampling = components["kv_cache"] + components["sampling"]
-    return sum(components.values()) - components.get("pinned", 0) - min(components["activations"], sampling)
+    learning = components["activations"] + components.get("gradients", 0)
+    return sum(components.values()) - components.get("pinned", 0) - min(learning, sampling)
 
 
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
@@ -268,9 +269,9 @@ def estimate(
 
     With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
     the layers that a pass has whole. Every completion counts with its full limit, every prompt with `prompt_tokens`;
-    `gradient_checkpointing=auto` counts as false. `activations` never coincide with `kv_cache` and `sampling`, and
-    `pinned` is memory of the host: see `peak_bytes`. Raises the errors of `count`, ValueError for a mixture of experts,
-    and SpecError for an engine whose share of a GPU cannot hold the model.
+    `gradient_checkpointing=auto` counts as false. `activations` and `gradients` never coincide with `kv_cache` and
+    `sampling`, and `pinned` is memory of the host: see `peak_bytes`. Raises the errors of `count`, ValueError for a
+    mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -334,7 +335,8 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     critic = counts.values + (trunk if own_trunk else 0)
     block = 4 * counts.vocabulary * min(block_tokens(counts.vocabulary, device), completion)
     is_again = is_recomputed(completion, counts.vocabulary)
-    head_gradient = counts.head if rows > shape.rows else 0  # a temporary if there is a gradient to add it to
+    is_in_place = device.type == "cpu" and spec.devices == 1 and spec.dtype == "float32"
+    head_gradient = counts.head if rows > shape.rows and not is_in_place else 0  # a temporary that is added to another
     if block == 4 * counts.vocabulary * completion and not is_again:  # all at once
         worst = max(3 * block, block + head_gradient)
     else:  # one product, unless it is kept, and a block, or a copy of the head in its precision; and the gradient

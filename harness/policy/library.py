@@ -160,8 +160,9 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def lean_passes(model: nn.Module) -> Iterator[None]:
     """Inside the context passes on a CPU keep less for their gradients, which are the same: norms and the products of
-    gated feed-forward parts are made again from their inputs, for 2 to 5 % more time. No product of matrices is. A GPU,
-    where the time for it has not been measured, keeps all."""
+    gated feed-forward parts are made again from their inputs, for 2 to 5 % more time. No product of matrices is. The
+    gradient of an embedding is made of the rows that were read alone. A GPU, where the time for it has not been
+    measured, keeps all."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     applies = torch.is_grad_enabled() and next(model.parameters()).device.type == "cpu"
     lean: dict[Any, Any] = {}
@@ -170,6 +171,8 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
             lean[part] = partial(again, part.forward)
         elif _is_gated(type(part)):
             lean[part] = partial(_gated, part, again)
+        elif type(part) is nn.Embedding and not (part.max_norm or part.scale_grad_by_freq or is_spread(part.weight)):
+            lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
     for part, forward in lean.items():
         part.forward = forward
     try:
@@ -177,6 +180,28 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
     finally:
         for part in lean:
             del part.forward
+
+
+class _Embedded(torch.autograd.Function):
+    """Rows of an embedding. If its weights have a gradient, that of the rows is added there; torch's own way makes a
+    tensor of the size of all weights each time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, padding: int | None, ids: Tensor) -> Tensor:
+        ctx.padding = -1 if padding is None else padding
+        ctx.save_for_backward(weight, ids)
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weight, ids), (gradient,) = ctx.saved_tensors, gradients
+        summed = torch.ops.aten.embedding_dense_backward  # the gradients of each index, in their order
+        if weight.grad is None:
+            return summed(gradient, ids, len(weight), ctx.padding, False), None, None
+        read, places = ids.unique(return_inverse=True)
+        rows = summed(gradient, places, len(read), -1, False)
+        weight.grad.index_add_(0, read, rows.masked_fill_((read == ctx.padding)[:, None], 0))
+        return None, None, None
 
 
 @cache

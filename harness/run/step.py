@@ -33,6 +33,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     clock.lap("annotate")
     learner.replays = replayed(run, prompts, drawn, step)
     updated = learner.update(batch, step)
+    for optimizer in learner.optimizers.values():
+        optimizer.zero_grad()  # the next step is sampled in their memory
     run.totals.learner_peak_bytes = max(run.totals.learner_peak_bytes, run.note_peak())
     clock.lap("update")
     engine.load_weights(learner.weights(), step + 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.disk import EXIT_STATUS, UNFIT, full
-from ..base.machine import SHARED_GPU, WORKER, python_path, usable_cores, usable_gpus
+from ..base.machine import SHARED_GPU, WORKER, allocator, python_path, usable_cores, usable_gpus
 from ..base.stop import StopRequest, stop_on_signals
 from ..settings.errors import SpecError
 
@@ -32,8 +32,8 @@ def start_worker(
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as output:
         return subprocess.Popen(
-            command, env={**WORKER, **os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
+            command, env={**WORKER, **allocator(), **os.environ, **environment}, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from _workload import CHAT_MODEL, QUESTIONS, SETTINGS, Setting, write_model
-from cohort.harness.base.machine import WORKER
+from cohort.harness.base.machine import WORKER, allocator
 
 HERE = Path(__file__).parent
 FASTEST = {
@@ -65,7 +65,7 @@ def run_side(job: dict[str, Any], workplace: Path, script: str = "_sides.py", py
         "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    } | (WORKER if job["side"] == "ours" else {})  # fmt: skip
+    } | (WORKER | allocator() if job["side"] == "ours" else {})  # fmt: skip
     done = subprocess.run(
         [python, str(HERE / script), str(job_file), str(result_file)], env={**os.environ, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
