@@ -197,7 +197,7 @@ def test_the_critic_starts_at_zero_and_apart_from_the_policy_or_is_a_head_alone(
 @pytest.mark.parametrize(("name", "setting"), [("policy", "learning_rate"), ("critic", "critic_learning_rate")])
 def test_a_gradient_or_a_loss_that_is_not_finite_ends_the_run_and_names_its_network_and_rate(name, setting):
     learner = learner_for(make_spec("ppo"))
-    [*getattr(learner, name).parameters()][-1].register_hook(lambda gradient: gradient / 0)
+    next(getattr(learner, name).parameters()).register_hook(lambda gradient: gradient / 0)
     batch = learner.spec.algorithm.advantages(learner.annotate(make_batch()))
     with pytest.raises(InvalidRun, match=rf"gradient norm of the {name} is (nan|inf); lower optimizer\.{setting}$"):
         learner.update(batch, 0)

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..devices.sharding import is_spread
 
+LARGE = 2**22  # fewest weights of an embedding whose gradient is made of the rows that were read alone
+
 
 def missing() -> list[str]:
     """The insides that the installed version lacks and that fast paths lean on, which would be off in silence."""
@@ -161,7 +163,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 def lean_passes(model: nn.Module) -> Iterator[None]:
     """Inside the context passes on a CPU keep less for their gradients, which are the same: norms and the products of
     gated feed-forward parts are made again from their inputs, for 2 to 5 % more time. No product of matrices is. The
-    gradient of an embedding is made of the rows that were read alone. A GPU, where the time for it has not been
+    gradient of a large embedding is made of the rows that were read alone. A GPU, where the time for it has not been
     measured, keeps all."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     applies = torch.is_grad_enabled() and next(model.parameters()).device.type == "cpu"
@@ -171,7 +173,7 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
             lean[part] = partial(again, part.forward)
         elif _is_gated(type(part)):
             lean[part] = partial(_gated, part, again)
-        elif type(part) is nn.Embedding and not (part.max_norm or part.scale_grad_by_freq or is_spread(part.weight)):
+        elif type(part) is nn.Embedding and part.weight.numel() >= LARGE and not is_spread(part.weight):
             lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
     for part, forward in lean.items():
         part.forward = forward
