@@ -94,8 +94,9 @@ def reset_peak_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:
-        with contextlib.suppress(AttributeError):  # without glibc, which would keep freed memory, fragmented
-            ctypes.CDLL(None).malloc_trim(0)
+        for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):  # of glibc and tcmalloc, which keep freed memory
+            with contextlib.suppress(AttributeError):
+                getattr(ctypes.CDLL(None), name)(0)
     forget_peak_memory()
 
 
