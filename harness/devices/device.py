@@ -94,7 +94,7 @@ def reset_peak_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:
-        for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):  # of glibc and tcmalloc, which keep freed memory
+        for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):  # glibc and tcmalloc keep it
             with contextlib.suppress(AttributeError):
                 getattr(ctypes.CDLL(None), name)(0)
     forget_peak_memory()
