@@ -49,7 +49,7 @@ class PPO(F.DiscountSettings, F.ClipSettings):
         gae = partial(F.generalised_advantages, F.token_rewards(batch, self.kl_beta), values, mask, self.gamma)
         own, alpha = self.gae_lambda_critic, self.length_adaptive_alpha
         targets = gae(self.gae_lambda if own is None else own)
-        returns, advantages = (targets + values) * mask, targets
+        returns, advantages = targets + values, targets
         if alpha is not None:
             advantages = gae((1 - 1 / (alpha * mask.sum(dim=1))).clamp(min=0))
         elif own is not None:

@@ -255,7 +255,7 @@ def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], wei
         seeds, means = sorted(values[[*weights][-1]]), sum(float(np.mean(one)) for one in groups[:-1] if one)
         sums = {seed: value + means for seed, value in zip(seeds, groups[-1], strict=True)} if all(groups) else {}
     share = trials.share_of_alpha(record, seeds)
-    intervals = statistics.cautious_intervals(*(np.array(one)[:, None] for one in groups), share=share) if sums else []
+    intervals = statistics.cautious_intervals(*(np.array(one)[:, None] for one in groups), share=share)
     if not intervals:
         return Contrast(sums, None, share=share)
     spread = CrossedVariance(sum(float(np.var(one, ddof=1)) for one in groups), 0.0, 0.0)

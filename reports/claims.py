@@ -104,7 +104,7 @@ def _seeds_to_decide(found: Sequence[Contrast], region: tuple[float, float], alp
     """A sentence on the seeds that would decide the claim if the true values were the measured ones."""
     most = 0
     for each in found:
-        distance = min(abs(each.estimate - end) for end in region if math.isfinite(end))
+        distance = min(abs(each.estimate - end) for end in region)
         assert each.variance is not None
         needed = statistics.seeds_needed(distance, each.variance, each.num_problems, alpha, share_at(each.share))
         if needed is None:

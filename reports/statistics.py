@@ -180,7 +180,7 @@ def cautious_intervals(*groups: ArrayLike, share: float = 1.0) -> list[Interval]
     over_problems = t_interval(columns, share)
     if over_problems is None:
         return [student]
-    rests = [(_mean_squares(one)[2] / one.size, (len(one) - 1) * (one.shape[1] - 1)) for one in each]
+    rests = [(_mean_squares(one)[1] / one.size, (len(one) - 1) * (one.shape[1] - 1)) for one in each]
     seeds = [(max(v, rest), df) for (v, df), (rest, _) in zip(seeds, rests, strict=True)]
     rest = sum(v for v, _ in rests)
     problems = (max(over_problems.error**2, rest), over_problems.df)
@@ -235,9 +235,9 @@ def crossed_variance(*groups: ArrayLike) -> CrossedVariance:
     each = [np.asarray(scores, dtype=float) for scores in groups]
     squares = [_mean_squares(scores) for scores in each]
     columns = np.sum([scores.mean(axis=0) for scores in each], axis=0).var(ddof=1)
-    noise = sum(rest / len(scores) for (_, _, rest), scores in zip(squares, each, strict=True))
-    seed = sum(max(seed - rest, 0.0) for seed, _, rest in squares) / each[0].shape[1]
-    return CrossedVariance(seed, max(float(columns) - noise, 0.0), sum(rest for _, _, rest in squares))
+    noise = sum(rest / len(scores) for (_, rest), scores in zip(squares, each, strict=True))
+    seed = sum(max(seed - rest, 0.0) for seed, rest in squares) / each[0].shape[1]
+    return CrossedVariance(seed, max(float(columns) - noise, 0.0), sum(rest for _, rest in squares))
 
 
 def at_edges(interval: Interval, num_problems: int) -> Interval:
@@ -345,8 +345,11 @@ def flip_tests(differences_SN: Floats) -> tuple[Floats, Floats, Floats]:
     correction over the columns that are not all zero (no flip changes which), and the number of seeds at which the
     latter would fall below ALPHA: of a normal score that grows with the root of seeds, and for the number of flips."""
     seeds = len(differences_SN)
-    flips = np.arange(2 ** min(seeds - 1, 12))[:, None] >> np.arange(seeds)
-    flips = flips if seeds <= 13 else np.random.default_rng(0).integers(2, size=(4096, seeds))
+    if seeds <= 13:
+        flips = np.arange(2 ** (seeds - 1))[:, None] >> np.arange(seeds)
+    else:
+        flips = np.random.default_rng(0).integers(2, size=(4096, seeds))
+        flips[0] = 0  # the signs that were seen are one of the ways, so that no p is 0 (Phipson and Smyth 2010)
     totals, found = np.abs((1 - 2 * (flips & 1)) @ differences_SN), np.abs(differences_SN.sum(axis=0))
     p, tested = (totals >= found - 1e-9).mean(axis=0), differences_SN.any(axis=0)
     adjusted, level = np.ones_like(p), ALPHA / max(tested.sum(), 1)
@@ -419,17 +422,17 @@ def seeds_needed(
     return None
 
 
-def _mean_squares(scores: Floats) -> tuple[float, float, float]:
+def _mean_squares(scores: Floats) -> tuple[float, float]:
+    """Of the seeds, and of what neither seeds nor problems explain."""
     num_seeds, num_problems = scores.shape
     grand = scores.mean()
     seeds, problems = scores.mean(axis=1, keepdims=True), scores.mean(axis=0)
     rest = scores - seeds - problems + grand
     by_seed = num_problems * ((seeds - grand) ** 2).sum() / (num_seeds - 1)
-    by_problem = num_seeds * ((problems - grand) ** 2).sum() / (num_problems - 1)
-    found = by_seed, by_problem, (rest**2).sum() / ((num_seeds - 1) * (num_problems - 1))
+    by_rest = (rest**2).sum() / ((num_seeds - 1) * (num_problems - 1))
     # accuracies are fractions, so a true mean square is far above 1e-20: less is the residue of rounding
-    by_seed, by_problem, by_rest = (float(one) if one > 1e-20 else 0.0 for one in found)
-    return by_seed, by_problem, by_rest
+    by_seed, by_rest = (float(one) if one > 1e-20 else 0.0 for one in (by_seed, by_rest))
+    return by_seed, by_rest
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

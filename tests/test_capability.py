@@ -187,6 +187,9 @@ def test_curves_that_do_not_cross_or_are_of_other_problems_have_no_crossing_and_
     low, high = (Capability(name, (0,), np.full((1, 30), right), 64) for name, right in (("low", 10), ("high", 30)))
     one = crossover(low, high)
     assert (one.leader, one.other, one.k, crossover(low, low).k) == ("high", "low", None, None)
+    # one of two problems has all 16 samples right, 0.5 at every k; or both have 7: 7 / 16, then 1 - 9 / 16 * 8 / 15
+    found = crossover(*(Capability(str(some), (0,), np.array([some]), 16) for some in ([16, 0], [7, 7])))
+    assert (found.leader, found.other, found.k) == ("[16, 0]", "[7, 7]", 2)
     # two problems of 30 are gained, one is lost: a lead at k = 1 that turns, and neither side is shown
     a, b = np.full(30, 20), np.full(30, 20)
     a[0], a[3], b[1], b[2] = 64, 0, 0, 30

@@ -8,6 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cohort.harness.base.files import partial_folder, sha256
+from cohort.harness.base.inputs import InputsChanged, expecting
+from cohort.harness.devices import ranks
 from cohort.harness.devices.ranks import without_storage
 from cohort.harness.devices.sharding import copied
 from cohort.harness.policy.model import write_safetensors
@@ -16,6 +19,7 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.events import EVENTS, event_line, read_events
 from cohort.harness.record.run import CHECKPOINTS
 from cohort.harness.run import build as state
+from cohort.harness.run import checkpoint
 from cohort.harness.run.build import prepare
 from cohort.harness.run.checkpoint import Snapshot, Writer, fork_run, latest_checkpoint, save_checkpoint
 from cohort.harness.run.step import train_step
@@ -32,12 +36,15 @@ def save(folder, step, seed=0, keep=2, digest="abc", **facts):
     save_checkpoint(folder, Snapshot(step, tiny_model(seed), tiny_tokenizer(), learner, facts), keep)
 
 
-def test_a_saved_run_comes_back_bit_for_bit(tmp_path):
+def test_a_saved_run_comes_back_bit_for_bit(tmp_path, monkeypatch):
     save(tmp_path, 7, seed=3)
-    checkpoint = latest_checkpoint(tmp_path, "abc")
+    checkpoint, read = latest_checkpoint(tmp_path, "abc"), Mock(side_effect=torch.load)
     assert checkpoint.step == 7
+    monkeypatch.setattr(torch, "load", read)
     assert checkpoint.progress == {"totals": {"rollouts": 7}, "num_events": 0}
     assert checkpoint.learner_state()["policy"]["step"].item() == 7
+    # a GPU may have written it; no object of it is built; and it may be larger than the memory
+    assert read.call_args.kwargs == {"map_location": "cpu", "weights_only": True, "mmap": True}
     policy = tiny_model(0)
     policy.load_state_dict(checkpoint.policy_weights(policy))
     assert_same_weights(tiny_model(3).state_dict(), policy.state_dict())
@@ -83,6 +90,37 @@ def test_a_torn_or_garbled_checkpoint_is_named_and_passed_over(tmp_path, file, d
             model_sources(str(damaged.parent))
 
 
+def test_a_checkpoint_of_other_inputs_is_refused(tmp_path):
+    save(tmp_path, 1, inputs={"model m": {"weights": "0" * 64}})
+    with expecting({"model m": {"weights": "1" * 64}}), pytest.raises(InputsChanged, match="'weights' of model m"):
+        latest_checkpoint(tmp_path, "abc")
+
+
+@pytest.mark.parametrize(
+    ("rank", "group", "named"), [(0, "g", "learner.pt"), (1, "g", "1-learner.pt"), (1, None, "learner.pt")]
+)
+def test_each_process_of_a_group_writes_its_part_and_the_first_publishes_all(rank, group, named, tmp_path, monkeypatch):
+    told, known, folder = [], [], tmp_path / "step-00000001"
+    own, written = checkpoint.save_model, checkpoint.write_manifest
+    monkeypatch.setattr(ranks, "rank", lambda: rank)
+    monkeypatch.setattr(ranks, "gathered", lambda value, group: (told.append((value, group)), [value])[1])
+    monkeypatch.setattr(checkpoint, "save_model", lambda *given: (told.append(given[-1]), own(*given[:-1], None))[1])
+    noted = lambda *given, **facts: (known.append(facts["known"]), written(*given, **facts))[1]  # noqa: E731
+    monkeypatch.setattr(checkpoint, "write_manifest", noted)
+    is_part = rank == 1 and group is not None
+    if is_part:
+        (folder := partial_folder(folder)).mkdir()  # the first process makes it
+    facts = {"spec_digest": "abc", "inputs": {}, "progress": {}}
+    save_checkpoint(tmp_path, Snapshot(1, tiny_model(0), tiny_tokenizer(), {}, facts), 2, group)
+    first, (hashes, _), last, *_ = told
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    assert (first, last, [*hashes]) == ((None, group), group, [named])
+    assert hashes[named] == sha256(files[named])
+    assert ("state.json" in files) is not is_part and [tmp_path / folder.name] == [*tmp_path.iterdir()]
+    read = [] if is_part else [files.keys() - {"state.json", "policy/manifest.json"}]
+    assert [{*one} for one in known] == read  # and none of them is read again for its hash
+
+
 @pytest.mark.attack("A torn or altered checkpoint")
 def test_a_checkpoint_whose_events_are_lost_is_named(tmp_path, caplog):
     save(tmp_path, 1)
@@ -105,7 +143,11 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     (source / "rollouts").mkdir()
     for name in ("a", "b", "c"):
         (source / f"rollouts/{name}.jsonl").write_text(name)
+    fitted = f"{CHECKPOINTS}/0001-model-own"  # by a stage
+    (source / fitted).mkdir()
+    (source / fitted / "weights").write_text("fitted")
     assert fork_run(source, target, spec, parent) == (2, [])
+    assert (target / fitted / "weights").read_text() == "fitted"
     checkpoint = latest_checkpoint(target / CHECKPOINTS, spec.digest())
     assert checkpoint and checkpoint.learner_state()["policy"]["step"].item() == 2
     assert checkpoint.progress == {"totals": {"rollouts": 2}, "num_events": 0, "kl_beta": 0.2}
@@ -163,7 +205,10 @@ def test_a_writer_waits_for_the_checkpoint_before_and_a_run_for_no_more_than_the
 
     writer.begin(lambda: "copies", write)
     assert writer.copied.wait(60) and not done
+    assert (writer._thread.name, writer._thread.daemon) == ("checkpoint", True)  # it holds up no end of the process
     monkeypatch.setattr(writer._thread, "join", lambda join=writer._thread.join: (may_end.set(), join()))
+    writer.check()  # waits for nothing
+    assert not done
     writer.begin(lambda: done.append("copied"), lambda _: None)  # lets the first one end by waiting for it
     writer.check(wait=True)
     assert done == ["copies", "copied"]

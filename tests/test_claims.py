@@ -233,6 +233,7 @@ def test_a_claim_says_its_region_and_when_it_was_registered():
     (found,) = check_claims(analysed(later))
     assert (found.region, found.predicted) == ((-math.inf, 0.0), "below 0.0 points")
     assert found.registered == "registered 1970-01-02 00:00 UTC, digest 0a1b"
+    assert scored(NEAR, predicts="equivalent", margin=0.05).predicted == "between -5.0 and +5.0 points"
 
 
 def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():

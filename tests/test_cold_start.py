@@ -35,10 +35,10 @@ def test_short_demonstrations_are_not_padded_to_the_longest(monkeypatch):
 
 def test_a_loss_of_the_shorter_half_that_is_not_finite_ends_the_run(monkeypatch):
     own = cold_start.token_logprobs
-    lost = lambda *given: (own(*given)[0] * (math.inf if given[1].shape[1] < 8 else 1),)  # noqa: E731
+    lost = lambda *to: ((x := own(*to)[0]).masked_fill(x < 0, -math.inf) if to[1].shape[1] < 8 else own(*to)[0],)  # noqa: E731
     monkeypatch.setattr(cold_start, "token_logprobs", lost)
     demonstrations = [Demonstration("1+1=", "2"), Demonstration("11111+1=", "11112")]
-    with pytest.raises(InvalidRun, match=r"at step 0; lower cold_start\.learning_rate"):
+    with pytest.raises(InvalidRun, match=r"loss is inf at step 0; lower cold_start\.learning_rate"):
         fit_demonstrations(tiny_model(0), tiny_codec(), demonstrations, ColdStart(steps=1), device=torch.device("cpu"))
 
 
@@ -67,12 +67,12 @@ def test_a_step_is_adamws_on_the_clipped_gradient_of_the_mean_over_all_completio
 
 def test_who_waits_for_the_cold_start_of_another_process_says_so_and_may_stop(tmp_path):
     def stop(phase: str, done: int, total: int) -> None:
-        raise InterruptedError(phase)
+        raise InterruptedError(f"{phase} {done} {total}")
 
     folder = tmp_path / "cold-start" / cold_start_key(SPEC)
     folder.parent.mkdir()
     held = FileLock(folder.with_name(f"{folder.name}.lock"))
-    with held, pytest.raises(InterruptedError, match="waiting for the shared cold start"):
+    with held, pytest.raises(InterruptedError, match="waiting for the shared cold start 0 0"):
         start_policy(SPEC, tmp_path, stop)
 
 
@@ -115,7 +115,9 @@ DAMAGE = {
 @pytest.mark.attack("Torn or altered cold start in the cache")
 def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path, caplog, record_property):
     spec = make_spec(cold_start={"steps": 1})
-    whole = start_policy(spec, tmp_path)[0]
+    told = []
+    whole = start_policy(spec, tmp_path, lambda *progress: told.append(progress))[0]
+    assert told == [("cold start", 1, 1)]
     (folder,) = (path for path in (tmp_path / "cold-start").iterdir() if path.is_dir())
     files = sorted(file.name for file in folder.iterdir())
     for name, damage in DAMAGE.items():

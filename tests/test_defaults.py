@@ -1,4 +1,5 @@
-"""Algorithms and rewards have the defaults and ranges of `golden/settings.txt`: who changes one changes results.
+"""Algorithms and rewards have the defaults, ranges and class facts of `golden/settings.txt`: who changes one changes
+results.
 
 `python tests/test_defaults.py` writes the file; a change of it is a line in CHANGELOG.md.
 """
@@ -8,15 +9,21 @@ from pathlib import Path
 import pytest
 from cohort.harness import plugins
 from cohort.harness.api.catalog import describe_plugins
+from cohort.harness.interfaces import Algorithm, Reward
 
 GOLDEN = Path(__file__).parent / "golden/settings.txt"
+BASES = {"algorithm": Algorithm, "reward": Reward}
+INNER = ("objective", "_stated")  # words
 PLUGINS = [(kind, name) for kind in ("algorithm", "reward") for name in plugins.names(kind)]
 
 
 def rows(kind: plugins.Kind, name: str) -> list[str]:
     (plugin,) = describe_plugins(kind, name)
     told = [f"{one['name']} | {one['default']} | {one['range']}" for one in plugin["settings"]]
-    told.append(f"smallest group | {getattr(plugins.load(kind, name), 'min_group_size', '')} |")
+    own, base = plugins.load(kind, name), BASES[kind]
+    names = [fact for fact, of in base.__annotations__.items() if "ClassVar" in str(of) and fact not in INNER]
+    facts = {fact: getattr(own, fact) for fact in names if getattr(own, fact) != getattr(base, fact)}
+    told += [f"{fact} | {value} |" for fact, value in facts.items() if not isinstance(value, property)]
     return [f"{kind} {name} {row}".rstrip() for row in told]
 
 

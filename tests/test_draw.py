@@ -1,6 +1,8 @@
 """Which problems each prompt sampler draws, by numbers worked out by hand. Dynamic sampling: what is replaced, what it
 costs, that it ends, and that its prompts have keys."""
 
+from concurrent.futures import Future
+from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,11 @@ import factories
 import pytest
 import torch
 from cohort.harness.data import Prompt, PromptDraw
+from cohort.harness.devices import ranks
+from cohort.harness.run import rollout
 from cohort.harness.run.build import prepare
 from cohort.harness.run.loop import charge_step
-from cohort.harness.run.rollout import Rollouts, drawn_prompts, generate
+from cohort.harness.run.rollout import Clock, Rollouts, drawn_prompts, earned, generate, sample
 from cohort.harness.run.step import train_step
 from cohort.harness.samplers.success_band import SuccessBand
 from cohort.harness.samplers.uniform import Uniform
@@ -46,8 +50,9 @@ def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charge
     calls, engine, sampled = [], run.engine, run.engine.generate
     engine.generate = lambda *given, **named: calls.append("generate") or sampled(*given, **named)  # pyright: ignore
     engine.sleep = lambda: calls.append("sleep")
+    run.note_peak = lambda: calls.append("peak") or 0  # pyright: ignore
     metrics, drawn = train_step(run, prompts, 0)
-    assert calls == [*drawn.num_batches * ["generate"], "sleep"]
+    assert calls == [*drawn.num_batches * ["generate"], "sleep", "peak", "peak"]  # before and after the learner's part
     assert all(p.grad is None for p in run.learner.policy.parameters()), "the next step samples in their memory"
     costs = charge_step(run, drawn.lengths(4), 1.0)
     assert drawn.num_batches > 1
@@ -79,6 +84,24 @@ def test_a_step_whose_budget_is_spent_is_filled_and_says_so(tmp_path):
     assert 0 in [place[g.prompt.id] for g in drawn.trained_on(20).groups]
 
 
+@pytest.mark.parametrize(("most", "seconds"), [(1, (1, 0)), (2, (1 + 3, 2 + 4)), (3, (1 + 3 + 5, 2 + 4 + 6))])
+def test_each_batch_of_a_step_is_drawn_and_graded_in_turn_on_a_clock_of_their_phases(most, seconds, tmp_path):
+    run, prompts, _ = scripted_run(tmp_path, most, lambda i: False)
+    times = accumulate(count())  # the n-th lap takes n seconds
+    clock = Clock(lambda: next(times))
+    drawn = sample(run, prompts, 0, clock)
+    assert (drawn.num_batches, len(drawn.graded)) == (most, 4 * most if most > 1 else 0)
+    expected = {"seconds/generate": seconds[0], "seconds/grade": seconds[1], "seconds/step": sum(seconds)}
+    assert clock.metrics == {name: value for name, value in expected.items() if value}
+
+
+def test_a_batch_without_groups_earns_nothing():
+    grading: Any = Future()
+    grading.set_result([])
+    run: Any = SimpleNamespace(spec=make_spec(2, rewards={"token_entropy": 1.0}))
+    assert earned(run, [], Rollouts(num_batches=1, grading=grading), 0) == Rollouts(num_batches=1)
+
+
 def test_sampling_ends_when_the_task_has_no_more_prompts(tmp_path):
     run, prompts, _ = scripted_run(tmp_path, 50, lambda i: False)
     metrics, _ = train_step(run, prompts, 0)
@@ -89,7 +112,7 @@ def test_sampling_ends_when_the_task_has_no_more_prompts(tmp_path):
 
 def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_sampling(tmp_path):
     steps = []
-    for name, budget in (("off", 1), ("on", 5)):
+    for name, budget in (("off", 1), ("on", 2)):
         run, prompts, _ = scripted_run(tmp_path / name, budget, lambda i: True)
         metrics, drawn = train_step(run, prompts, 0)
         steps.append((drawn.groups, drawn.totals))
@@ -136,17 +159,26 @@ def test_running_pass_rates_of_all_that_was_drawn_are_kept_for_a_sampler_that_se
         right.clear()
 
 
-def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample():
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_draw_tells_how_far_the_stage_is_and_older_weights_sample(world, monkeypatch):
+    """Of several processes, after a checkpoint has copied the newest ones."""
     told: list[Any] = []
+    for name, answer in (("world_size", lambda: world), ("rank", lambda: 0), ("of_all", lambda value: [value])):
+        monkeypatch.setattr(ranks, name, answer)
+    monkeypatch.setattr(rollout, "is_spread", lambda value: world > 1)
     sampler = SimpleNamespace(order=lambda prompts, draw: told.append(draw) or range(9))
     spec = make_spec(1, steps=8).model_copy(update={"sampler": sampler})
     policy = torch.nn.Linear(1, 1)
     engine = SimpleNamespace(sample=lambda prompts, **_: told.append(policy.bias.item()) or [])
     learner = SimpleNamespace(policy=policy, older=[{"bias": torch.ones(1)}])
     own = {"spec": spec, "stage": SimpleNamespace(start=4), "engine": engine, "learner": learner}
-    run: Any = SimpleNamespace(**own, pass_rates={}, max_tokens=8)
+    writer = SimpleNamespace(copied=SimpleNamespace(wait=lambda: told.append("copied")))
+    run: Any = SimpleNamespace(**own, writer=writer, pass_rates={}, max_tokens=8)
+    place = policy.bias.data_ptr()
     generate(run, [Prompt(str(i), "", "") for i in range(9)], 6, Rollouts(num_batches=3))
-    assert told == [PromptDraw(4, 0, 6, 3, 0.25, {}), 1.0] and policy.bias.item() < 1  # (6 - 4) / 8 of the stage
+    draw = PromptDraw(4, 0, 6, 3, 0.25, {})  # (6 - 4) / 8 of the stage
+    assert told == [draw, *["copied"] * (world - 1), 1.0]
+    assert policy.bias.item() < 1 and policy.bias.data_ptr() == place
 
 
 PROMPTS = [Prompt(str(i), "x" * (20 - i), "", (("level", f"Level {i // 5 + 1}"),)) for i in range(20)]
@@ -172,6 +204,8 @@ def test_uniform_uses_every_prompt_once_per_pass_and_further_prompts_are_new_and
     others = [ids(Uniform(), a_draw(seed=s, step=t, batch=b), drawn) for s, t, b in ((1, 3, 1), (0, 4, 1), (0, 3, 2))]
     assert all(other != first for other in others)
     assert len(ids(Uniform(), a_draw(40, step=3, batch=1), drawn)) == 12  # no more are left
+    three = SimpleNamespace(order=lambda prompts, draw: range(3))
+    assert [ids(three, a_draw(5, batch=batch)) for batch in (0, 1)] == [[0, 1, 2, 0, 1], [0, 1, 2]]
 
 
 def test_the_band_keeps_what_lies_in_it_or_was_never_drawn_and_a_share_is_drawn_from_all():

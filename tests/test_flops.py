@@ -134,6 +134,37 @@ def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
     assert more - less == costs.forward.headed * 320
 
 
+@pytest.mark.parametrize("warms_critic", [False, True])
+def test_every_pass_of_a_step_is_counted_once_for_its_purpose(warms_critic):
+    spec = a_spec(algorithm={"name": "ppo", "group_size": 4, "critic": "shared", "kl_beta": 0.0},
+                  rewards={"token_entropy": 1.0, "self_certainty": 0.0},
+                  optimizer={"num_minibatches": 2, "num_inner_epochs": 2})  # fmt: skip
+    learner = Learner(spec, tiny_model(0))
+    # 1 for each token, 1000 more for one that reaches the head, 7 for the gradient; of the model of a reward 10^8
+    costs = flops.Costs(flops.Work(1, 0, 1000), flops.Work(7), flops.Work(), flops.Work(), 0, 2**28, True, True, False)
+    costs = flops.replace(costs, scorers=(flops.replace(costs, forward=flops.Work(10**8, 0, 1)),))
+    trained, greedy = [(5, [10, 20, 30, 40])], [(5, [7])]
+    drawn = [*trained, (3, [8])]
+    # of a prompt all tokens but the last are read once for its completions
+    whole, more = 4 + 100, 2 + 8
+    scoring = 2 * (whole + more + 108_000 + 12 + 7_000) + 10**8 * (20 + 100 + 11 + 12)  # the latter read rows whole
+    scoring += whole + 100_000 + whole  # old log-probs and values
+    sampling = 5 + 99 - 3 + 97_000 + 3 + 7 + 8_000 + 5 + 6 + 7_000
+    learner.warms_critic = warms_critic
+    # both minibatches meet the prompt; the backward pass takes the head again
+    learning = 2 * (2 * 4 + 100 + 100_000 + (not warms_critic) * (7 * 100 + 100_000))
+    found = learner.operations(costs, drawn, trained, greedy)
+    assert found == {"sampling": sampling, "scoring": scoring, "learning": learning}
+    learner.lessons, learner.fits_head, learner.still = [(6, [9])], True, [True, False, True, False]
+    learner.replayed = [(6, [8, 9, 10, 11])]
+    found = learner.operations(costs, drawn, trained, greedy)
+    scoring += 6 + 9 + 9_000
+    learning = 2 * (5 + 20 + 5 + 40 + 60_000 + (not warms_critic) * (7 * 70 + 60_000))  # one row in each minibatch
+    learning += 2 * (4 + 40 + 40_000) + whole  # rows without advantage in each epoch; the fit
+    learning += 2 * 2 * (4 * 6 + 38 + 38_000 + 7 * (4 * 6 + 38) + 38_000)
+    assert found == {"sampling": sampling, "scoring": scoring, "learning": learning}
+
+
 def a_run(**changes) -> RunSpec:
     fixed = {"evaluation": {"every": 2, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 2}}
     more = {"cold_start": {"steps": 2}, "steps": 4, "checkpoints": {"every": 1}, "algorithm": "grpo", **fixed}

@@ -80,6 +80,8 @@ def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward_of_
     # Of four groups one has advantages; of the others one earns 1, the best so far, and two earn 0.
     assert shares(state, [[0.0, 1], [1, 1], [0, 0], [0, 0]], [[-0.5, 0.5], [0, 0], *zero]) == (0.75, 0.5)
     assert shares(state, [[0.5, 0.5], [1, 1]], zero) == (1.0, 0.5)  # the run has seen 1
+    assert shares(state, [[1.0, 0.5]], zero[:1]) == (1.0, 1.0)  # which not every completion earns here,
+    assert shares(state, [[0.5, 0.5]], zero[:1]) == (1.0, 1.0)  # nor any here
     state = GateState()
     assert shares(state, zero, zero) == (1.0, 1.0)  # as long as all rewards are equal, none counts as best
     assert shares(state, [[0.0, 1]], [[-1.0, 1]]) == (0.0, 0.0)

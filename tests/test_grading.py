@@ -2,7 +2,7 @@
 
 import math
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run import step
 from cohort.harness.run.build import prepare
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
-from cohort.harness.run.grading import begin_grading, grade, sample_rows
+from cohort.harness.run.grading import begin_grading, grade, group_of, sample_rows
 from cohort.harness.run.step import rollout_metrics, train_step
 from cohort.harness.settings.run import EvaluationSettings
 from cohort.tasks.arithmetic import Arithmetic
@@ -269,7 +269,8 @@ def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_pha
             return super().extract(completion)
 
     algorithm = {"name": "grpo", "group_size": 4, "kl_beta": 0.04}
-    spec = make_spec(algorithm, rollouts_per_step=8, task=Patient(), rewards={"token_entropy": 1.0})
+    own = {"rewards": {"token_entropy": 1.0}, "mismatch": {"correction": "masked"}}
+    spec = make_spec(algorithm, rollouts_per_step=8, task=Patient(), **own)
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     learner, engine = run.learner, run.engine
 
@@ -290,9 +291,12 @@ def test_the_engine_sleeps_and_the_learner_annotates_during_grading_and_each_pha
     engine.sleep, learner.annotate = taking(1, lambda: told.append("sleep")), taking(2, annotate)
     learner.token_means, learner.update = taking(4, learner.token_means), taking(16, learner.update)
     monkeypatch.setattr(step, "rewarded", taking(8, step.rewarded))
-    engine.load_weights = taking(32, engine.load_weights)
+    engine.load_weights = taking(32, lambda weights, version: told.append(version))
+    run.totals.learner_peak_bytes = 10**15  # of an earlier step
+    learner.sampler_is_exact = False
     metrics, drawn = train_step(run, spec.task.prompts("train"), 0)
-    assert told == ["sleep", "annotate", *["grade"] * 8]
+    assert told == ["sleep", "annotate", *["grade"] * 8, 1]
+    assert metrics["memory/learner_peak_bytes"] == 10**15 and metrics["mismatch/weight"] == pytest.approx(1)
     assert all(group.token_means["entropy"] for group in drawn.graded)
     assert metrics["grading/unparsable"] == 8  # 13 - 5
     seconds = {"generate": 1, "annotate": 2 + 8, "grade": 4, "update": 16, "sync": 32, "step": 63}
@@ -323,3 +327,18 @@ def test_advantages_of_a_wrong_shape_or_not_finite_are_an_error_that_names_the_c
     if found is NOT_FINITE:  # where the batch is not finite itself, it is the loss that refuses
         batch = batch_of([[1, 1], [1, 1]], [math.nan, 0.0], 2)
         assert Broken(group_size=2).credited(batch).advantages_BT is found
+
+
+def test_a_group_of_one_completion_is_read_from_its_row():
+    one = group("2", "=2")
+    (row,) = sample_rows([one], grade(FractionTask(), [one], 8), step=1, split="train")
+    found = group_of([asdict(row)])
+    assert (found.prompt, [r.text for r in found.rollouts]) == (one.prompt, ["=2"])
+    assert [(len(r.token_ids), r.finish_reason) for r in found.rollouts] == [(3, "stop")]
+
+
+def test_rewards_of_a_single_completion_have_no_spread_and_of_two_that_of_a_sample():
+    (one,) = grade(FractionTask(), [group("2", "=2")], 8)
+    assert rollout_metrics([one], [[1.0]])["reward/std"] == 0.0
+    (two,) = grade(FractionTask(), [group("2", "=2", "=3")], 8)
+    assert rollout_metrics([two], [[1.0, 0.0]])["reward/std"] == pytest.approx(0.5**0.5)  # (1/4 + 1/4) / 1

@@ -46,6 +46,16 @@ def make_spec(num_prompts: int = 6, **evaluation) -> RunSpec:
     return factories.make_spec(engine="scripted", device="cpu", evaluation=few, sampling={"max_tokens": 8})
 
 
+def test_rows_after_a_torn_one_are_read_again(tmp_path):
+    file = tmp_path / "rows"
+    assert EndedRows(file) == {} and not file.exists()
+    file.write_text('["a", [1]]\n["b", [2')
+    (rows := EndedRows(file))["c"] = [3]
+    assert EndedRows(file) == rows == {"a": [1], "c": [3]}
+    rows.clear()
+    assert not rows and not file.exists()
+
+
 @pytest.mark.slow
 def test_completions_are_held_for_a_few_problems_at_a_time():
     spec = make_spec(16, num_samples=1024)
@@ -55,7 +65,7 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
     assert engine.asked == 2 * [*16 * [(8, 64)], (8, 1)]  # 8 * 1024 completions
 
 
-def test_parts_are_small_for_a_large_model_on_a_cpu_unless_rows_are_kept_as_they_end():
+def test_parts_are_small_for_a_large_model_on_a_cpu_unless_rows_are_kept_as_they_end(monkeypatch):
     spec = make_spec(70, num_samples=4)  # 5 completions of at most 8 tokens each: 40 tokens of a problem
     few = [20, 20, 20, 10]  # 5e11 / (40 * 625e6) = 8e12 / (40 * 1e10) = 20 problems
     parts = {(167_792, None): [64, 6], (625_000_000, None): few, (10**12, None): 70 * [1], (10**10, ()): few}
@@ -65,14 +75,20 @@ def test_parts_are_small_for_a_large_model_on_a_cpu_unless_rows_are_kept_as_they
         engine.ended = None if ended is None else dict(ended)
         assert evaluate_run(spec, engine, "validation", 0, weights=weights) == whole
         assert engine.asked == [part for size in sizes for part in ((size, 4), (size, 1))]
+    monkeypatch.setattr(evaluate, "PART_WEIGHTS", 1000.0)  # 25 problems of one weight
+    shown = evaluate_run(spec, engine := CountingEngine(spec), "validation", 0).samples
+    assert engine.asked[0] == (64, 4) and len(shown) == 16
 
 
-@pytest.mark.parametrize(("problems", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0), (50, "0", 1)])
+@pytest.mark.parametrize(
+    ("problems", "text", "looks"), [(70, "0", 1), (70, "#### 0", 0), (64, "0", 0), (50, "0", 1), (40, "0", 0)]
+)
 def test_the_causes_of_weak_first_samples_are_told_before_more_are_drawn(problems, text, looks):
     spec, told = make_spec(problems, num_samples=1), []
     engine = CountingEngine(spec)
     engine.ended, engine.script = {}, lambda prompt, sample: text
-    weights = 10**10 if problems == 50 else 1  # one part, but a long one
+    # One part, but a long one; or one of 40 * 2 * 8 tokens, of which each reads 5e11 / 640 weights: as long as it may.
+    weights = {50: 10**10, 40: 781_250_000}.get(problems, 1)
     evaluate_run(spec, engine, "validation", 0, weights=weights, on_look=lambda x: told.append((x, len(engine.asked))))
     assert len(told) == looks and all("mark no answer" in causes and calls == 1 for causes, calls in told)
 
@@ -193,27 +209,41 @@ def test_every_completion_is_in_the_folder_of_an_evaluation(runs):
     assert evaluate_once(spec, "test", runs, "kept")["test"] == first
 
 
-def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(runs, monkeypatch):
+@pytest.mark.parametrize("plans", [False, True])
+def test_an_evaluation_samples_in_its_precision_and_closes_its_engine_even_if_it_fails(plans, runs, monkeypatch):
     seen: list[object] = []
 
     class Recording(ScriptedEngine):
+        plans_batches = plans
+
+        class Settings(ScriptedEngine.Settings):
+            dtype: str = "float16"  # of its own weights
+
+        def __init__(self, settings, policy, codec):
+            super().__init__(settings, policy, codec)
+            seen.append(policy.lm_head.weight.dtype)
+
         def generate(self, *arguments, **keywords):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            if len(seen) > 2:
+            seen.append((torch.is_autocast_enabled("cpu"), self.ended is None))
+            if len(seen) > 4:
                 raise RuntimeError("out of order")
             return super().generate(*arguments, **keywords)
 
         def close(self):
             seen.append("closed")
 
-    load = plugins.load
+    load, told = plugins.load, []
     monkeypatch.setattr(plugins, "load", lambda kind, name: Recording if kind == "engine" else load(kind, name))
-    spec = make_spec(2, num_samples=1).model_copy(update={"autocast": True})
-    evaluate_once(spec, "validation", runs, "one")
-    assert seen == [True, True, "closed"]  # samples, and greedy
+    monkeypatch.setattr(evaluate, "PART_WEIGHTS", 2)  # the part of a model with weights takes long, so it is looked at
+    spec = make_spec(2, num_samples=1).model_copy(update={"autocast": True, "engine": Recording.Settings()})
+    evaluate_once(spec, "validation", runs, "one", lambda *progress: told.append(progress))
+    looked = [] if plans else [("first look at validation", 0, 0)]  # no completion marks an answer
+    assert [progress[:3] for progress in told if progress[0] != "validation"] == looked
+    # Rows are kept as they end where an engine decodes a batch on a CPU.
+    assert seen == [torch.float16, (True, plans), (True, plans), "closed"]  # samples, and greedy
     with pytest.raises(RuntimeError, match="out of order"):
         evaluate_once(spec, "validation", runs, "other")
-    assert seen[3:] == [True, "closed"]
+    assert seen[4:] == [torch.float16, (True, plans), "closed"]
 
 
 @pytest.mark.slow

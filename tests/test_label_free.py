@@ -58,6 +58,7 @@ def test_a_vote_that_has_just_its_least_share_wins(share, voters, least):
     others = list(range(1, voters + 1))
     assert winners([0] * least + others[: voters - least], share) == {0}
     assert winners([0] * (least - 1) + others[: voters - least + 1], share) == set()
+    assert winners([0, 1, 1, 2]) == {1}  # no share is asked
 
 
 def confident_run(tmp_path, rewards, **changes):

@@ -10,6 +10,7 @@ import torch
 from cohort.harness import plugins
 from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
+from cohort.harness.devices import ranks
 from cohort.harness.policy import forward, fused_llama
 from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
 from cohort.harness.policy.library import clear_gradients, given_cache
@@ -108,10 +109,10 @@ def test_an_objective_of_collisions_gets_those_of_the_policys_own_forward_pass()
     assert learner_for(make_spec()).annotate(batch).collision_BT is None
 
 
-@pytest.mark.parametrize("offset", [0.0, -4.0, 4.0, -60.0, 60.0])
-def test_the_effective_share_of_the_completions_is_that_of_whole_importance_weights(offset):
+@pytest.mark.parametrize(("offset", "first"), [(0, 0), (-4, 0), (4, 0), (-400, 0), (400, 0), (0, 800)])
+def test_the_effective_share_of_the_completions_is_that_of_whole_importance_weights(offset, first):
     batch = make_batch(tiny_model(0))
-    shift_B1 = torch.tensor([0.0, 0.1, -0.1, 0.2, 0.0, -0.2, 0.05, 0.1])[:, None]  # of each token, since it was sampled
+    shift_B1 = torch.tensor([first / 2, 0.1, -0.1, 0.2, 0, -0.2, 0.05, 0.1])[:, None]  # of each token, since sampled
     shift_B1 = shift_B1 + offset / batch.completion_mask_BT.sum(dim=1, keepdim=True)  # a factor of all weights
     batch = batch.replace(sampler_logprobs_BT=batch.sampler_logprobs_BT - shift_B1 * batch.completion_mask_BT)
 
@@ -119,16 +120,18 @@ def test_the_effective_share_of_the_completions_is_that_of_whole_importance_weig
     spec = factories.make_spec({"name": "dr_grpo", "group_size": 2}, **changes)
     learner = Learner(spec, tiny_model(0))
     metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch)), 0)
-    w = (shift_B1[:, 0].double() * batch.completion_mask_BT.sum(dim=1)).exp()
+    w = (shift_B1[:, 0].double() * batch.completion_mask_BT.sum(dim=1) - offset - first).exp()
     share = float(w.sum() ** 2 / (w**2).sum() / 8)
-    assert 0.2 < share < 0.9
+    assert share == 1 / 8 if first else 0.2 < share < 0.9
     assert metrics["staleness/effective_samples"] == pytest.approx(share, abs=1e-4)
+    assert {"staleness/kl", "staleness/max_ratio"} < metrics.keys() and "mismatch/kl" not in metrics
 
 
 def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():
     learner = learner_for(make_spec(num_inner_epochs=2))
     vocabulary = learner.policy.config.vocab_size
-    sampler = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
+    drawn = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)).double()
+    sampler = (0.25 * drawn.square()).log_softmax(-1)  # whose most likely tokens are furthest from the policy's
     rows = vocabulary + vocabulary % 2  # every token after one prompt, weighted as the sampler draws it
     drawn = torch.arange(rows) % vocabulary
     tokens = torch.stack([drawn * 0 + 5, drawn * 0 + 9, drawn], 1)
@@ -142,6 +145,9 @@ def test_the_divergences_from_the_sampler_are_those_of_its_own_distribution():
     metrics = learner._optimizer_step(batch, first=True)
     divergence = float((sampler.exp() * (sampler - own)).sum())  # KL(sampler || policy), a sum over the vocabulary
     assert (metrics["mismatch/kl"], metrics["kl/old"]) == pytest.approx((divergence, divergence), abs=1e-9)
+    largest = (sampler - own).max()
+    assert largest > (own - sampler).max()
+    assert metrics["mismatch/max_ratio"] == metrics["policy/ratio_max"] == pytest.approx(float(largest.exp()), rel=1e-9)
 
 
 def test_micro_batches_of_eight_ranks_hold_little_padding_and_are_as_many_for_each():
@@ -158,6 +164,7 @@ def test_micro_batches_of_eight_ranks_hold_little_padding_and_are_as_many_for_ea
             assert sum(padded) <= 1.06 * lengths.sum()  # dealt by row, eight ranks read 1.29, 1.18 and 1.04 times it
     assert packed([9, 5, 5, 5, 2], 10) == [1, 2, 2]  # one rank fills every micro-batch
     assert packed([9, 5, 5, 5, 2], 10, 2) == [1, 1, 1, 2]
+    assert packed([2, 1, 1], 4, 2) == [1, 2]  # 2 tokens in each; [2, 1] are 4 padded tokens and 1
 
 
 def test_several_updates_move_the_ratio_away_from_one():
@@ -179,6 +186,8 @@ def test_minibatches_share_out_the_rows_and_weigh_one_each_in_a_new_order_every_
         for part in parts:
             assert part.loss_weight_BT.sum().item() == pytest.approx(1, abs=1e-6)
     assert passes[0][0].rewards_B.tolist() != passes[1][0].rewards_B.tolist()
+    (alone,) = Learner(make_spec(), tiny_model(0))._minibatches(batch, 3, 0)
+    assert torch.equal(alone.rewards_B, batch.rewards_B)
 
 
 def test_the_critic_starts_at_zero_and_apart_from_the_policy_or_is_a_head_alone():
@@ -232,7 +241,7 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
                 assert parameter.grad is not None
                 parameter.grad *= 0.05 / (norm + 1e-6)  # of torch, against a norm of 0
             optimizer.step()
-    assert learner.critic is not None
+    assert learner.critic is not None and all(one.defaults["fused"] for one in learner.optimizers.values())  # faster
     for module, expected in ((learner.policy, by_hand.policy), (learner.critic, by_hand.critic)):
         for one, two in zip(module.parameters(), expected.parameters(), strict=True):
             assert torch.allclose(one, two, atol=1e-6, rtol=0)  # an update moves a weight by 1e-3 or so
@@ -242,6 +251,9 @@ def test_explained_variance_is_one_for_perfect_values_and_zero_for_constant_ones
     batch = make_batch().replace(returns_BT=torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
     assert explained_variance(batch.replace(values_BT=batch.returns_BT)) == pytest.approx(1.0)
     assert explained_variance(batch.replace(values_BT=torch.zeros(8, 12))) == pytest.approx(0.0)
+    small = batch.replace(returns_BT=0.1 * batch.returns_BT, values_BT=0.05 * batch.returns_BT)
+    assert explained_variance(small) == pytest.approx(0.75)  # an error of half the size has a fourth of the variance
+    assert explained_variance(batch.replace(returns_BT=torch.ones(8, 12), values_BT=batch.returns_BT)) == 0
 
 
 def shared_prompts():
@@ -262,6 +274,36 @@ def shared_prompts():
         completion_mask_BT=(column >= starts[:, None]) & (column < lengths[:, None]),
         sampler_logprobs_BT=torch.zeros(tokens.shape),
     )
+
+
+def test_passes_take_rows_by_the_lengths_that_they_read():
+    learner, batch = Learner(make_spec(tokens_per_microbatch=24), tiny_model(0)), shared_prompts()
+    # Whole rows of 9, 9, 5, 10, 8, 8, 9 and 7 tokens; 24 are two of 10, two of 9 or three of 8.
+    passes = [([3, 0], 10), ([1, 6], 9), ([4, 5, 7], 8), ([2], 5)]
+    assert [(rows.tolist(), width) for rows, width in learner._rows_by_length(batch, None)] == passes
+    # Completions of 5, 3, 1, 7, 2, 4, 6 and 3 tokens beside a prompt of 6; 24 are one of 13, two of 12, 11, 10 or 9.
+    passes = [([3], 10), ([6, 0], 9), ([5, 1], 9), ([7, 4], 8), ([2], 5)]
+    prompts = learner._prompt_states(learner.policy, batch)
+    assert [(rows.tolist(), width) for rows, width in learner._rows_by_length(batch, prompts)] == passes
+
+
+def test_prompts_are_read_in_as_few_parts_as_their_tokens_allow_and_each_process_has_one(monkeypatch):
+    row = torch.arange(16)
+    tokens = torch.stack([row // 2 + 9, row * 0 + 5, row * 0 + 7, row % 2 + 30], 1)  # 8 prompts of 3 tokens, twice each
+    batch = batch_of([[False] * 3 + [True]] * 16, [0.0] * 16, 2, tokens_BT=tokens)
+    learner = Learner(make_spec(), tiny_model(0))
+    # each of so many processes reads 1 or 2 prompts at once; a single one 8, 7, 3, 2, 2, 1 and 1
+    for budget, world, count in (
+        (3, 2, 4), (6, 2, 2), (3, 3, 2), (3, 5, 1), (3, 16, 1),
+        (24, 1, 1), (23, 1, 2), (9, 1, 3), (8, 1, 4), (6, 1, 4), (3, 1, 8), (2, 1, 8),
+    ):  # fmt: skip
+        monkeypatch.setattr(ranks, "world_size", lambda world=world: world)
+        learner.spec = make_spec(tokens_per_microbatch=budget)
+        parts = learner._parts(batch)
+        assert len(parts) == count and sorted(torch.cat([places for places, _ in parts]).tolist()) == [*range(16)]
+        assert (parts[0][1] is batch) == (count == 1)
+    learner.shares_prompts = False
+    assert learner._parts(batch)[0][1] is batch
 
 
 @pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))
@@ -316,23 +358,33 @@ def test_a_common_beginning_is_read_once_and_prompts_in_parts_with_the_same_grad
     assert passes[2][0][0] == 2 and (3, 5) not in passes[2]
 
 
-def test_autocast_casts_a_weight_once_for_all_micro_batches(monkeypatch):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_autocast_casts_a_weight_once_for_all_micro_batches_or_keeps_no_casts_to_save_memory(recomputes, monkeypatch):
     monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
     spec = factories.make_spec(rollouts_per_step=8, autocast=True, optimizer={"tokens_per_microbatch": 20})
     learner, batch, casts = Learner(spec, tiny_model(0)), shared_prompts(), []
     weight = learner.policy.model.layers[0].self_attn.k_proj.weight
+    if recomputes:
+        learner.policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, given=(), named=None):
             casts.extend([function] * (function._opname == "_to_copy" and given[0].data_ptr() == weight.data_ptr()))
             return function(*given, **(named or {}))
 
+    minimised = type(spec.algorithm).minimised
+
+    def in_full_precision(*given):
+        assert not torch.is_autocast_enabled("cpu")
+        return minimised(*given)
+
+    monkeypatch.setattr(type(spec.algorithm), "minimised", in_full_precision)
     credited = spec.algorithm.advantages(learner.annotate(batch))
     weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
     learner.optimizers = {}
     with Watch():
         learner._optimizer_step(credited.replace(loss_weight_BT=weights), first=True)
-    assert len(casts) == 1 and weight.grad.abs().sum() > 0
+    assert (len(casts) > 1) == recomputes and weight.grad.abs().sum() > 0 and not learner.policy.training
 
 
 @pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))
@@ -340,7 +392,7 @@ def test_prompts_that_rows_share_are_read_once_where_activations_are_computed_ag
     monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
     spec, batch, found, read = make_spec(algorithm, tokens_per_microbatch=20), shared_prompts(), [], []
     for recompute in (None, False, True):
-        policy = tiny_model(0).double()
+        policy = tiny_model(0).double().eval()
         if recompute:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             inside = policy.model.layers[1].input_layernorm  # which is computed again, hooks of a layer perhaps not
@@ -522,6 +574,19 @@ def some_advantages():
     )
 
 
+def test_rows_are_read_apart_by_advantage_if_each_process_gets_one_of_either_kind(monkeypatch):
+    learner, batch = Learner(make_spec("dr_grpo"), tiny_model(0)), make_batch()
+    for world, still, parts in (
+        (1, 0, (0, 8)), (1, 1, (1, 7)), (1, 7, (7, 1)), (1, 8, (8, 0)),
+        (2, 1, (0, 8)), (2, 2, (2, 6)), (2, 6, (6, 2)), (2, 7, (0, 8)), (2, 8, (8, 0)),
+    ):  # fmt: skip
+        monkeypatch.setattr(ranks, "world_size", lambda world=world: world)
+        advantages_BT = (torch.arange(8) >= still)[:, None] * batch.completion_mask_BT.float()
+        found = learner._by_gradient(batch.replace(advantages_BT=advantages_BT))
+        assert tuple(0 if part is None else len(part) for part in found) == parts
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("changes", [{}, {"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 20}])
 def test_rows_without_advantage_are_read_without_gradient_and_change_nothing(changes):
     spec = make_spec({"name": "dr_grpo", "group_size": 2}, **changes)
@@ -541,16 +606,18 @@ def test_rows_without_advantage_are_read_without_gradient_and_change_nothing(cha
     {"name": "dr_grpo", "entropy_bonus": 0.1}, {"name": "ppo", "kl_beta": 0.0},
 ], ids=["penalty", "divergence", "entropy", "critic"])  # fmt: skip
 def test_rows_without_advantage_keep_what_else_teaches_them(algorithm):
-    spec = make_spec({"group_size": 2, **algorithm}, num_inner_epochs=2)
+    one_by_one = {"tokens_per_microbatch": 1} if "penalty" in algorithm else {}
+    spec = make_spec({"group_size": 2, **algorithm}, num_inner_epochs=2, **one_by_one)
     batch = some_advantages()
     batch = batch.replace(
-        held_BT=batch.completion_mask_BT, ref_logprobs_BT=batch.sampler_logprobs_BT, returns_BT=batch.advantages_BT,
-        values_BT=0 * batch.advantages_BT,
+        held_BT=batch.completion_mask_BT & (torch.arange(8) == 5)[:, None], returns_BT=batch.advantages_BT,
+        ref_logprobs_BT=batch.sampler_logprobs_BT, values_BT=0 * batch.advantages_BT,
     )  # fmt: skip
-    (one, metrics, learner, _), (other, expected, _, _) = (
+    (one, metrics, learner, read), (other, expected, _, whole) = (
         an_update(spec, batch, apart=apart) for apart in (True, False)
     )
     assert all(map(torch.equal, one, other)) and metrics == expected and not learner.still
+    assert (read == whole) == ("penalty" not in algorithm)  # which alone is seen only as they are read
 
 
 def test_a_divergence_an_entropy_bonus_and_a_value_error_are_signals():

@@ -64,6 +64,10 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trained():
     # 7 linear layers (q, k, v, o, gate, up, down) in each of 3 blocks, two matrices each; the head has none
     assert len(trained) == 7 * 3 * 2
     assert trained == adapter_weights(policy).keys()
+    assert len(learner.optimizers["policy"].param_groups[0]["params"]) == len(trained)
+    _, again, other = adapted(seed=1)
+    other.load_state({}, learner.state())
+    assert torch.equal(logprobs(again, batch), after)
 
 
 def test_a_saved_adapter_alone_loads_merged_into_its_base_and_into_peft_and_does_the_same(tmp_path):

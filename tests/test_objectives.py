@@ -11,7 +11,7 @@ import torch
 from cohort.algorithms._functional import generalised_advantages, group_centred, group_standardised, to_go
 from cohort.algorithms.dppo import _binary_kl
 from cohort.algorithms.gdpo import GDPO
-from cohort.algorithms.maxrl import MaxRL
+from cohort.algorithms.maxrl import MaxRL, _by_the_mean
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
@@ -228,6 +228,8 @@ def test_groups_of_equal_rewards_have_exact_zeros_whatever_lies_beside_them():
         assert torch.equal(group_centred(rewards, mask), torch.zeros(2, 8))
     assert group_centred(torch.tensor([[1.0, 3.0, 9.0]]), mask[:1, -3:]).tolist() == [[-1, 1, 0]]
     assert group_standardised(torch.ones(1, 1), of_batch=True).tolist() == [[0]]
+    (pair,) = group_standardised(torch.tensor([[1.0, 0.0]]), of_batch=True).tolist()  # half by the std of two
+    assert pair == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-3)
     equal = batch_of([[1]] * 14, [0.1] * 7 + [0.3] * 7, 7)
     assert not ReinforcePlusPlus(kl_beta=0, baseline="group").advantages(equal).advantages_BT.any()
     parts_BK = torch.tensor([[1.0, 0.1], [0.0, 0.7], [0.2, 0.4], *[[0.3, 0.3]] * 3])
@@ -280,6 +282,8 @@ def test_online_dpo_stays_finite_for_a_hopeless_or_a_settled_pair(gap):
 def test_maxrl_divides_by_the_mean_and_never_by_its_rounding(rewards, expected):
     advantages = MaxRL().advantages(batch_of([[1]] * len(rewards), rewards, len(rewards))).advantages_BT
     assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    beside = _by_the_mean(torch.tensor([[*rewards, 9.0]]), torch.tensor([[True] * len(rewards) + [False]]))
+    assert beside[0].tolist() == pytest.approx([*expected, 0.0], abs=1e-5)
 
 
 def test_certain_tokens_have_a_finite_divergence_and_no_weight_in_the_baseline_of_least_variance():

@@ -15,21 +15,22 @@ import numpy as np
 import pytest
 from cohort.harness.record.events import RunHistory
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports import statistics
-from cohort.reports.analysis import Analysis, held_out_accuracies, marginal, outcome_contrast
-from cohort.reports.anova import anova
+from cohort.reports import statistics, trials
+from cohort.reports.analysis import Analysis, Contrast, contrast, held_out_accuracies, marginal, outcome_contrast
+from cohort.reports.anova import Grid, anova
 from cohort.reports.capability import capabilities
 from cohort.reports.claims import check_claims
 from cohort.reports.figures import outcome
 from cohort.reports.figures.curves import DYNAMICS, aligned, learning_curves
 from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
+from cohort.reports.join import join
 from cohort.reports.page import page_drawings
 from cohort.reports.prose import wording
 from cohort.reports.prose.answer import answer
 from cohort.reports.prose.methods import methods
 from cohort.reports.prose.notes import interval_method, interval_reading, notes
 from cohort.reports.render import COLUMNS, ReportFiles, analysed, results_csv, visible, write_report
-from cohort.reports.trials import ArmSummary, choose_outcome
+from cohort.reports.trials import ArmSummary, Outcome, choose_outcome
 from fake_study import (
     HOSTILE_ARM,
     FakeArm,
@@ -41,6 +42,7 @@ from fake_study import (
     with_trials,
 )
 from markdown_it import MarkdownIt
+from scipy import stats
 
 pytestmark = pytest.mark.every_figure
 
@@ -278,6 +280,10 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
     twin, other = analysed(dataclasses.replace(third, identical=same.identical)).comparisons
     assert math.isnan(twin.p) and math.isnan(twin.p_adjusted)  # two arms that cannot differ are no hypothesis,
     assert other.family == 1 and other.p_adjusted == other.p  # so Holm's family is the other comparison alone
+    ends = {"a": 0.5, "b": 0.75, "c": 0.5}  # b is 25 points above in each seed, of problems that were not counted
+    flat = lambda t: {"per_problem": {}, "summary": {"test_accuracy": ends[t.arm] + 0.1 * t.seed * (t.arm == "c")}}  # noqa: E731
+    twin, other = analysed(with_trials(third, flat)).comparisons
+    assert math.isnan(twin.p) and (other.family, other.p_adjusted) == (1, other.p)  # nor is one that has no p
     running = dataclasses.replace(third, identical=same.identical, expected=12, seeds=[0, 1, 2, 3])
     assert {one.family for one in analysed(running).comparisons} == {1}  # while seeds are still to come too
 
@@ -459,6 +465,10 @@ def test_the_test_split_decides_only_where_every_complete_trial_has_it():
     partial = dataclasses.replace(record, trials=[first, *record.trials[1:]])
     assert choose_outcome(partial).name == "validation/accuracy"
     assert analysed(partial).arm("ppo").scores[0] == 0.2
+    other = dataclasses.replace(record.trials[0], per_problem={"p": 0.5})
+    named = with_trials(record, lambda trial: {"families": dict.fromkeys(trial.per_problem, "one")})
+    for one in (dataclasses.replace(record, trials=[other, *record.trials[1:]]), named):  # other problems, one family
+        assert choose_outcome(one) == Outcome("test/accuracy", per_problem=False)
 
 
 @pytest.mark.parametrize(
@@ -650,6 +660,99 @@ def test_a_contrast_is_the_weighted_sum_of_arms_with_its_interval_its_tests_and_
     assert found.resolution == 1 / 128
 
 
+def right_in(cells: dict[str, list[float]], **changes: Any) -> StudyRecord:
+    """Three seeds, in each of which an arm has these scores of the test problems."""
+
+    def scored(trial: TrialRecord) -> dict[str, Any]:
+        per_problem = {f"p{place}": value for place, value in enumerate(cells[trial.arm])}
+        return {"per_problem": per_problem, "summary": {"test_accuracy": np.mean(cells[trial.arm])}, **changes}
+
+    return with_trials(fake_study(list(map(FakeArm, cells)), num_steps=10), scored)
+
+
+@pytest.mark.parametrize(("problems", "others", "is_sparse"), [(9, 2, True), (9, 3, False), (40, 5, False)])
+def test_arms_that_differ_on_fewer_problems_than_5_and_a_quarter_may_differ_on_more(problems, others, is_sparse):
+    record = right_in({"a": [1.0] * problems, "b": [0.0] * others + [1.0] * (problems - others)})
+    found = outcome_contrast(analysed(record), {"a": -2.0, "b": 1.0})
+    sparse = statistics.sparse_interval(found.estimate, problems, others, 1.0, scale=2.0)
+    assert (found.tests[0].error == pytest.approx(sparse.error)) == is_sparse
+
+
+@pytest.mark.parametrize(("right", "is_sparse"), [(1.0, True), (0.5, False)])
+def test_without_scores_of_problems_only_all_right_and_all_wrong_are_known_to_agree(right, is_sparse):
+    history = {"test/accuracy": [(10, 0.0)], "test/num_prompts": [(10, 64.0)]}
+    (one,) = analysed(right_in({"a": [0.0], "b": [right]}, per_problem={}, history=history)).comparisons
+    sparse = statistics.sparse_interval(right, 64, 0, 1.0)
+    assert [(test.error, test.df) for test in one.tests] == [(sparse.error, 63)] * is_sparse + [(0.0, 2)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_without_pairs_the_seeds_of_each_arm_are_a_group_and_an_arm_without_any_is_compared_with_none():
+    whole = fake_study(arms_of(0.5, 0.6), range(4), states={("b", 3): "invalid"}, num_steps=10)
+    record = dataclasses.replace(whole, spec={**whole.spec, "pairing": "none"}, any_time=True)
+    weights, values = {"a": -1.0, "b": 1.0}, {"a": {0: 0.1, 1: 0.2}, "b": {5: 0.5, 6: 0.7, 7: 0.9}}
+    found = contrast(record, values, weights)
+    assert found.differences == {seed: pytest.approx(value - 0.15) for seed, value in values["b"].items()}
+    assert found.interval is not None and (found.share, found.interval.share) == (1 / 3, 1 / 3)
+    assert contrast(record, {**values, "a": {}}, weights) == Contrast({}, None, share=1 / 3)
+    assert found == dataclasses.replace(found, cells=np.zeros((3, 2)))  # tables, which have no truth, are left out
+    analysis = analysed(record)
+    a, b = (arm.cells for arm in analysis.arms)
+    assert a.shape == (4, 128) and b.shape == (3, 128)
+    assert outcome_contrast(analysis, weights).variance == statistics.crossed_variance(-a, b)
+    none = analysed(dataclasses.replace(record, trials=[trial for trial in record.trials if trial.arm == "b"]))
+    assert list(none.comparisons) == [] and math.isnan(none.arm("a").mean)
+    assert trials.score(record.trials[0], "test/other") is None
+
+
+@pytest.mark.parametrize(("curves", "gain", "p"), [
+    # gains of 0.5 that were rounded to eighths: error 1 / 8 / sqrt(6 * 3), t = 0.5 * 8 * sqrt(18) = 16.970563
+    ([[(0, 0.25), (9, 0.75)]] * 3, (0.5, 0.5, 0.5), 2 * stats.t.sf(16.970563, 2)),
+    # -1, 0, 0: error 1 / 3, t(2) = 4.302653, so -1 / 3 +- 1.434, within -1 and 1
+    ([[(0, 1.0), (9, 0.0)], [(0, 1.0), (9, 1.0)], [(0, 1.0), (9, 1.0)]], (-1, -1 / 3, 1), 2 * stats.t.sf(1.0, 2)),
+    ([[(0, 0.25), (9, 0.75)], [(0, 0.25), (9, 0.5)], [(1, 0.25), (9, 0.75)]], None, math.nan),  # not from the start
+    ([[(0, 0.25), (9, 0.75)], [(0, 0.25), (9, 0.5)], [(0, 0.25)]], None, math.nan),  # only the start
+])  # fmt: skip
+def test_an_arm_gains_from_its_start_to_its_end_where_all_seeds_have_both(curves, gain, p):
+    def changed(trial: TrialRecord) -> dict[str, Any]:
+        history = {"validation/accuracy": curves[trial.seed], "validation/num_prompts": [(9, 8.0)]}
+        return {"history": history, "summary": {"test_accuracy": 0.0}}
+
+    (arm,) = analysed(with_trials(right_in({"a": [0.0] * 4}), changed)).arms
+    assert arm.gain_p == pytest.approx(p, rel=1e-6, nan_ok=True)
+    found = arm.gain and (arm.gain.low, arm.gain.estimate, arm.gain.high)
+    assert found == (None if gain is None else pytest.approx(gain, abs=1e-6))
+
+
+def test_blocks_stand_for_problems_but_over_these_alone_and_the_memory_of_an_arm_is_its_largest():
+    named = right_in({"a": [0.0] * 8, "b": [0.0] * 8}, families={f"p{place}": str(place // 2) for place in range(8)})
+    spent = {0: (10.0, 3e8), 1: (20.0, 1e8), 2: (60.0, 2e8)}  # seconds, bytes
+    keys = ("seconds", "peak_memory_bytes")
+    record = with_trials(named, lambda t: {"summary": {**t.summary, **dict(zip(keys, spent[t.seed], strict=True))}})
+    analysis = analysed(record)
+    arm = analysis.arms[0]
+    assert analysis.comparisons[0].num_problems == 4 and arm.interval is not None and arm.student is not None
+    for interval, count in ((arm.interval, 4), (arm.student, 8)):
+        assert interval.high == pytest.approx(stats.binomtest(0, count).proportion_ci(0.95, "wilson").high)
+    assert (arm.costs["seconds"], arm.costs["peak_memory_bytes"], arm.num_problems) == (30.0, 3e8, 8)
+    unknown = with_trials(record, lambda t: {"per_problem": {}, "summary": {**t.summary, "seconds": math.nan}})
+    arm = analysed(unknown).arms[0]
+    assert arm.num_problems == 0 and "seconds" not in arm.costs
+
+
+def test_a_study_wants_the_pairs_it_names_and_an_import_without_pairs_those_it_has():
+    record = fake_study(arms_of(0.5, 0.5), range(2), states={("b", 1): None}, num_problems=4, num_steps=4)
+    for design, pairing, missing in (("imported", "none", 1), ("imported", "seeds", 0), ("grid", "none", 0)):
+        one = dataclasses.replace(record, spec={**record.spec, "design": design, "pairing": pairing})
+        assert trials.wanted_pairs(one) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)][: 4 - missing]
+    apart = dataclasses.replace(record, name="apart", spec={**record.spec, "pairing": "none"})
+    assert trials.is_paired(join([record, apart])) and not trials.is_paired(apart)  # as one of the two is
+    waits = [trials.awaits_seeds(dataclasses.replace(record, any_time=any_time), [0]) for any_time in (False, True)]
+    assert waits == [True, False]
+    first, second, *_ = record.trials
+    assert trials.arm_specs([first, dataclasses.replace(second, spec={})]) == {"a": first.spec}
+
+
 def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family():
     arms = factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})
     analysis = analysed(fake_study(arms, seeds=range(4)))
@@ -695,6 +798,19 @@ def test_the_effects_of_a_grid_are_those_of_the_scores_of_its_arms():
         grid = analysed(less).grid
         assert grid is not None and grid.effects == []
     assert analysed(fake_study(arms[:3], (0, 1), num_steps=10)).grid is None
+
+
+@pytest.mark.parametrize(("factors", "levels"), [
+    ({"algorithm.kl_beta": [0.2, 0.0, 0.1]}, ((0.0, 0.1, 0.2),)), ({"algorithm.kl_beta": [0.0, 0.1]}, None),
+    ({"algorithm.name": ["b", "a"], "algorithm.kl_beta": [0.1, 0]}, (("b", "a"), (0, 0.1))),
+    ({"algorithm.name": ["c", "b", "a"]}, None), ({"algorithm.kl_beta": [0.1, None, 0.2]}, None),
+])  # fmt: skip
+def test_a_grid_has_two_factors_or_one_of_three_numbers_and_numbers_rise(factors, levels):
+    def grid(*more: FakeArm) -> Grid | None:
+        return analysed(fake_study([*factor_grid(factors), *more], num_problems=4, num_steps=4)).grid
+
+    assert [None if found is None else found.levels for found in (grid(), grid(FakeArm("plain")))] == [levels] * 2
+    assert grid(FakeArm("odd", factors={**factor_grid(factors)[0].factors, "steps": 1})) is None
 
 
 @pytest.mark.slow
@@ -892,6 +1008,8 @@ def test_arms_keep_their_colour_and_of_a_crowd_the_baseline_the_highest_and_the_
         arm.label: end_label(analysis, arm.label) for arm in analysis.arms if color_of(analysis, arm.label) != GREY
     }
     assert roles == {"arm 0": "baseline", "arm 2": "highest arm", "arm 1": "lowest arm"}
+    assert analysed(searched()).roles == {"kl_beta=0.1": "best of the search", "kl_beta=0.0": "lowest arm"}
+    assert analysed(fake_study(states=NONE)).roles == {"ppo": "baseline"}
 
 
 def test_curves_keep_the_steps_or_costs_that_all_seeds_have_and_drop_what_is_not_finite():
@@ -916,8 +1034,8 @@ def test_an_arm_without_a_complete_trial_has_the_curve_of_its_unfinished_ones_an
     record = fake_study(three_algorithms()[:2], seeds=[0])
     first = {metric: values[:1] for metric, values in record.trials[1].history.items()}
     running = dataclasses.replace(record.trials[1], state="running", history=first)
-    for trials, names in ((record.trials[:1], {"ppo", "grpo (unfinished)"}), ([], {"grpo (unfinished)"})):
-        analysis = analysed(dataclasses.replace(record, trials=[*trials, running]))
+    for some, names in ((record.trials[:1], {"ppo", "grpo (unfinished)"}), ([], {"grpo (unfinished)"})):
+        analysis = analysed(dataclasses.replace(record, trials=[*some, running]))
         axes = learning_curves(analysis, ["steps"])[0].figure.axes[0]
         assert names <= {text.get_text().replace("\n", " ") for text in axes.texts}
     assert axes.get_xticks().tolist() == [0.0]

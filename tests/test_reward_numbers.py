@@ -154,27 +154,31 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     alone = score({"accuracy": Accuracy(weight=0), "ends": Ends()}, [group])
     assert paid(alone) == [{4: 1.0, 11: 0.0}, {}]
     outcome = score({"accuracy": Accuracy()}, [group])
-    assert rewarded(batch, Rollouts(sampled, scores=outcome), tiny_tokenizer()).step_rewards_BT is None
+    found = rewarded(batch, Rollouts(sampled, scores=outcome), tiny_tokenizer())
+    assert found.step_rewards_BT is None and found.reward_parts_BK is None
 
 
 def test_several_rewards_reach_the_batch_apart_and_before_their_weights():
     group = graded_group([0, None], correct=(True, False))  # the format is that of an answer
-    sampled = [Group(Prompt("p", "p?", "8"), (5,), (Rollout("1", (10,), (0.0,), "stop"),) * 2)]
+    rollouts = tuple(Rollout("1", (10,), (0.0,), end) for end in ("stop", "length"))
+    sampled = [Group(Prompt("p", "p?", "8"), (5,), rollouts)]
     found = score({"accuracy": Accuracy(), "format": Format(weight=0.5), "seen": Format(weight=0)}, [group])
     batch = rewarded(collate(sampled), Rollouts(sampled, scores=found), tiny_tokenizer())
     assert batch.reward_parts_BK.tolist() == [[1, 1], [0, 0]] and batch.reward_weights_BK.tolist() == [[1, 0.5]] * 2
-    assert batch.rewards_B.tolist() == [1.5, 0]
+    assert batch.rewards_B.tolist() == [1.5, 0] and batch.truncated_B.tolist() == [False, True]
 
 
 class PairTokenizer:
     def decode(self, ids, skip_special_tokens):
-        return "".join(f"{i:02d}" for i in ids)
+        return "".join(f"{i:02d}" for i in ids if i or not skip_special_tokens)
 
 
 def test_a_token_of_several_characters_earns_the_sum_of_what_ends_inside_it():
     word = Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop")
     places = [token_at(word, end, PairTokenizer()) for end in range(1, 8)]  # pyright: ignore
     assert places == [0, 0, 1, 1, 2, 2, 2]
+    special = Rollout("1020", (10, 0, 20), (0.0,) * 3, "stop")
+    assert token_at(special, 3, PairTokenizer()) == 2  # pyright: ignore
     # characters 1 and 2 end in token 0: 1 + 2; character 5 in token 2, which is the last and has the outcome too: 4 + 8
     group = Group(Prompt("p", "p?", "8"), (5,), (word,))
     both = Score([15.0], [8.0], [[(1, 1.0), (2, 2.0), (5, 4.0)]], {})

@@ -112,8 +112,8 @@ def corrected(scale=1, **settings):
     batch = make_batch().rows(torch.tensor([0, 1]))
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = batch.replace(
-        completion_mask_BT=mask, sampler_logprobs_BT=torch.zeros(2, 3),
-        old_logprobs_BT=scale * torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]), advantages_BT=mask.float(),
+        completion_mask_BT=mask, sampler_logprobs_BT=torch.full((2, 3), -0.25),
+        old_logprobs_BT=scale * torch.tensor([[1.0, -1.0, 9.0], [0.5, 9.0, 9.0]]) - 0.25, advantages_BT=mask.float(),
     )  # fmt: skip
     weighed, metrics = correct_mismatch(batch, Mismatch(**settings))
     return weighed.advantages_BT[mask].tolist(), metrics

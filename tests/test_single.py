@@ -91,6 +91,19 @@ def test_a_run_is_shown_while_it_trains_and_recorded_when_it_ends(state, finishe
     assert recorded_inputs(directory) == INPUTS
 
 
+def test_a_run_that_waits_in_vain_for_another_process_is_recorded_as_it_ended(tmp_path, monkeypatch):
+    ended = RunResult("invalid", "of another process", {})
+
+    def lead(*given: Any, when_stuck: Any, **how: Any) -> None:
+        assert when_stuck(lambda: ended) == ended
+        raise SystemExit(1)
+
+    monkeypatch.setattr(group, "lead", lead)
+    with pytest.raises(SystemExit):
+        train_once(a_spec(), tmp_path, "one")
+    assert (read_result(tmp_path / "train" / "one") or {})["reason"] == ended.reason
+
+
 def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
     loop, spec = Loop(), a_spec()
     monkeypatch.setattr(group, "lead", lambda train, *args, **keywords: loop(*args, **keywords))
@@ -105,7 +118,11 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
     directory = tmp_path / "train" / "one"
     assert [at for _, at, _ in loop.calls] == [directory] and left(directory) == {"policy"}
     leave_checkpoint(directory)  # as a kill does before the files are deleted
-    assert train_once(spec, tmp_path, "one") == loop.result
+    asked = []
+    with monkeypatch.context() as noted:  # an ended run is checked too
+        noted.setattr(single, "run_inputs", lambda specs, cache: asked.append((specs, cache)))
+        assert train_once(spec, tmp_path, "one") == loop.result
+    assert asked == [([spec], tmp_path / "cache")]
     assert len(loop.calls) == 1 and left(directory) == {"policy"}
     with pytest.raises(SpecError, match="holds a run with other settings"), own_folder(directory, a_spec(seed=4)):
         pass
@@ -131,11 +148,15 @@ def test_an_evaluation_tells_tokens_per_second_and_the_time_left(monkeypatch):
 
 
 @pytest.mark.usefixtures("plugins")
-def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path):
+def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_them(tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr(single, "check_length", lambda spec, prompts: checked.append(len(prompts)))
+    monkeypatch.setattr(single, "check_memory", lambda spec, *, learns: checked.append(learns))
     data = shutil.copytree(FIXTURES / "math500", tmp_path / "math500")
     tests, seen = [{"name": "math500", "path": str(data)}], []
     # 512 devices: of training, which an evaluation does not do
-    spec = a_spec(engine="scripted", devices=512, rollouts_per_step=512, evaluation={**FEW, "tests": tests})
+    few = {**FEW, "num_prompts": 2, "tests": tests}
+    spec = a_spec(engine="scripted", devices=512, rollouts_per_step=512, evaluation=few)
     directory = tmp_path / "evaluate" / "one"
 
     def show(*progress: Any) -> None:
@@ -159,6 +180,7 @@ def test_an_evaluation_begins_its_record_anew_and_its_completions_only_without_t
     areas = ("test", "test_math500")  # the second time all completions were there; a script tells no tokens
     assert seen == [(area, *rest) for area in areas for rest in ((0, 3, words), (3, 3, ""))]
     assert list(evaluate_once(spec, "validation", tmp_path, "two")) == ["validation"]
+    assert checked == [3 + 3, False, 3 + 3, False, 2, False]  # prompts and memory, of each evaluation
     (file,) = data.iterdir()
     file.write_bytes(file.read_bytes() + b"\n")
     with pytest.raises(InputsChanged, match=file.name):

@@ -59,6 +59,8 @@ def test_step_t_samples_from_the_weights_of_step_t_minus_l(staleness, lora, tmp_
         train_step(run, spec.task.prompts("train"), step)
     assert len(set(engine.versions.values())) == 6  # every step changes the weights
     assert engine.sampled == [engine.versions[max(0, step - staleness)] for step in range(5)]
+    trained = {name for name, p in run.learner.policy.named_parameters() if p.requires_grad}
+    assert all(older.keys() == trained for older in run.learner.older)  # of frozen weights no copies are kept
 
 
 def test_a_checkpoint_that_is_copied_while_older_weights_sample_has_the_newest_ones(tmp_path, monkeypatch):

@@ -48,6 +48,8 @@ def test_groups_of_runs_without_common_seeds_have_welchs_interval_and_the_proble
     assert (interval.df, ours.t_test(interval)) == (close(theirs.df), close(theirs.pvalue))
     assert (interval.low, interval.high) == tuple(map(close, theirs.confidence_interval()))
     assert ours.cautious_intervals(arm[:, None], -baseline[:1, None]) == []  # one seed has no spread
+    (flat,) = ours.cautious_intervals([[0.75]] * 2, [[-0.25]] * 3)  # nor have these, of 1 and 2 degrees of freedom
+    assert (flat.estimate, flat.error, flat.df) == (0.5, 0.0, 1)
     # two copies of the two by two table below: each has the variance 1/4 / 4 over seeds and 1/4 / 4 that is rest; the
     # sum of the columns, 2 and 0, has 2 / 2 over problems: 1/16 + 1/16 + 1 - 2/16 = 1; df = 1 / (2/16^2 + 1 + 2/16^2)
     table = [[1.0, 0.5], [1.0, -0.5]]
@@ -72,6 +74,7 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand_and_a_negati
     # the mean of three 0.1 is not 0.1: what rounding leaves is no spread
     flat = crossed_interval([[0.1] * 3] * 2)
     assert flat is not None and (flat.low, flat.estimate, flat.error, flat.df) == (flat.high, close(0.1), 0.0, 1)
+    assert ours.crossed_variance([[0.1] * 3] * 2).rest == 0.0
     # seed means are equal, so MS_seed = 0 < MS_rest; it is raised to MS_rest: error^2 = max(MS_problem, MS_rest) / 4
     # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
     scores = [[1.0, 0.0], [0.0, 1.0]]
@@ -91,6 +94,7 @@ def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand_and_a_negati
         ("aabbcc", [[0, 1], [2, 3], [4, 5]]),
         ("abcbca", [[0, 5], [1, 3], [2, 4]]),
         ("aaabbcd", [[0, 1, 2], [3, 4, 5], [6]]),  # b and c fill a block of 3, and d is left
+        ("aaabbcc", [[0, 1, 2], [3, 4], [5, 6]]),  # b and c are 4 together, more than a
         ("aabc", [[0, 1], [2, 3]]),
         ("aaab", [[0, 1, 2, 3]]),  # a has more than half
         ("", []),
@@ -137,7 +141,7 @@ def test_with_few_blocks_of_problems_their_own_interval_may_be_the_widest():
     assert effect.p == close(stats.ttest_1samp(cells.mean(axis=0), 0).pvalue)
 
 
-@pytest.mark.parametrize("problems", [1, 2, 7, 30, 100, 1319])
+@pytest.mark.parametrize("problems", [1, 2, 7, 20, 30, 100, 1319])
 def test_at_the_edges_the_interval_is_at_least_wilsons_and_no_limit_falls_as_more_are_right(problems):
     found = []
     for right in range(0, problems + 1, max(1, problems // 300)):
@@ -150,11 +154,29 @@ def test_at_the_edges_the_interval_is_at_least_wilsons_and_no_limit_falls_as_mor
             assert (interval.low, interval.high) == (
                 close(min(given.low, theirs.low)), close(max(given.high, theirs.high))
             )  # fmt: skip
+        elif problems <= 20:
+            assert interval == given
+        elif right < problems - 5:  # the lower limit is not above the one of 5 wrong, the upper not below 5 right's
+            wrong, few = (stats.binomtest(n, problems).proportion_ci(0.95, "wilson") for n in (problems - 5, 5))
+            assert (interval.low, interval.high) == (
+                close(min(given.low, wrong.low)), close(max(given.high, few.high))
+            )  # fmt: skip
         found.append(interval)
     if problems > 20:
         assert all(one.low <= two.low and one.high <= two.high for one, two in itertools.pairwise(found))
-    flat = ours.at_edges(ours._t_interval(0.5, 0.0, 3, 1.0), 50)
-    assert (flat.low, flat.high) == tuple(map(close, stats.binomtest(25, 50).proportion_ci(0.95, "wilson")))
+    for share in (1.0, 0.4):
+        flat = ours.at_edges(ours._t_interval(0.5, 0.0, 3, share), 50)
+        theirs = stats.binomtest(25, 50).proportion_ci(1 - 0.05 * share, "wilson")
+        assert (flat.low, flat.high) == tuple(map(close, theirs))
+
+
+def test_arms_that_score_alike_on_all_but_few_problems_may_differ_on_z_squared_more():
+    z_squared = stats.norm.ppf(0.975) ** 2  # 3.841459
+    for problems, df in ((1, 1), (2, 1), (3, 2), (100, 99)):
+        found = ours.sparse_interval(0.25, problems, 2, share=0.4, scale=1.5)
+        error = 1.5 * math.sqrt(2 + z_squared) / (problems + z_squared)
+        assert (found.estimate, found.error, found.df) == (0.25, close(error), df)
+        assert found.high == close(0.25 + stats.t.ppf(1 - 0.4 * 0.025, df) * error)
 
 
 def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed():
@@ -183,6 +205,7 @@ def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_score
     assert ours.t_test(flat, resolution=1 / 50) == pytest.approx(2 * math.atan(1 / 17.3205) / math.pi, rel=1e-4)
     spread = ours.Interval(0.1, 0.0, 0.2, 0.05, 1)  # an error above that of rounding stays as it is
     assert ours.t_test(spread, resolution=1 / 50) == ours.t_test(spread)
+    assert ours.t_test(ours.Interval(1e-13, 0.0, 2e-13, 5e-14, 1)) == close(ours.t_test(spread))  # in another unit
     assert ours.t_test(replace(spread, share=0.1)) == 1.0  # t = 2, p = 0.295, ten times that with a tenth of alpha
 
 
@@ -202,6 +225,7 @@ def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design():
 def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p():
     # sorted 0.01, 0.03, 0.04 times 3, 2, 1 = 0.03, 0.06, 0.04, made monotone: 0.03, 0.06, 0.06
     assert ours.holm([0.01, 0.04, 0.03]) == [close(0.03), close(0.06), close(0.06)]
+    assert ours.holm([0.9, 0.6]) == [1.0, 1.0]
     unknown, *adjusted = ours.holm([math.nan, 0.02, 0.03])
     assert math.isnan(unknown) and adjusted == [close(0.04), close(0.04)]
     p_values = np.random.default_rng(0).random(9) ** 3
@@ -351,10 +375,13 @@ def test_an_interval_trusts_more_than_the_number_of_problems_only_where_five_are
         scores = 0.9 + 0.001 * np.random.default_rng(0).standard_normal((4, count))
         found = ours.fraction_interval(scores)
         assert found is not None and (found.high - found.low > 0.1) == is_wide
+        assert ours.paired_interval(scores) == ours.cautious_interval(scores) != ours.paired_interval(scores[:1])
+        assert ours.paired_interval(scores[:1]) == ours.t_interval(scores[0])
 
 
 def test_seeds_lie_in_two_clusters_where_one_gap_is_large_and_twice_the_rest():
     assert ours.in_clusters([0.6, 0.1, 0.62]) and ours.in_clusters([0.4, 0.2, 0.4, 0.2])  # gaps 0.5, 0.02; 0.2, 0, 0
     assert ours.in_clusters([0.0, 0.25, 0.375])  # 0.25 is twice 0.125
+    assert ours.in_clusters([0.0, 0.11, 0.12]) and not ours.in_clusters([0.0, 0.09, 0.095])
     assert not ours.in_clusters([0.0, 0.25, 0.376]) and not ours.in_clusters([0.6, 0.61, 0.69])
     assert not ours.in_clusters([0.1, 0.9]) and not ours.in_clusters([0.5])  # two seeds show no clusters

@@ -80,6 +80,8 @@ def test_only_the_tokens_of_highest_entropy_carry_gradient_that_of_the_bonus_too
         value = -float((weights * batch.advantages_BT).sum()) - bonus * entropy
         assert metrics["policy/loss"] == pytest.approx(value, abs=1e-6)
         assert metrics["policy/entropy"] == pytest.approx(entropy, abs=1e-6)
+    learner = Learner(a_spec(algorithm), tiny_model(0))
+    assert learner._output(small_batch(PAID), [None], True).entropy_BT.requires_grad == (bonus > 0)
 
 
 @pytest.mark.parametrize("name", plugins.names("algorithm"))

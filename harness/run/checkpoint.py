@@ -54,7 +54,7 @@ class Checkpoint:
             saved |= load_file(file)
         own = dict(policy.named_parameters(remove_duplicate=False))
         tied = {id(value): saved[name] for name, value in own.items() if name in saved}
-        return saved | {name: tied[id(value)] for name, value in own.items() if name not in saved}
+        return saved | {name: tied[id(value)] for name, value in own.items()}
 
 
 class Writer:

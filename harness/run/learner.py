@@ -196,7 +196,7 @@ class Learner:
         scoring += score(self.lessons)
         scoring += score(trained) * (algorithm.needs_collision + (spec.high_entropy_tokens < 1))
         asked = {reward.distribution for reward in spec.rewards.values()} - {None}
-        scoring += len(asked) * sum(score(rows) for rows in (drawn, greedy) if rows)
+        scoring += len(asked) * sum(score(rows) for rows in (drawn, greedy))
         for scorer in costs.scorers:
             scoring += sum(flops.scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
         batch_tokens = microbatch_tokens(spec.optimizer, resolve_device(spec.device))
@@ -336,8 +336,7 @@ class Learner:
                     missed += [(x.grad != 0).any() for x in leaves if x.grad is not None]
                     logprobs = output.logprobs_BT.detach()
                     if self.spec.staleness:
-                        log_ratio_BT = (logprobs - micro.sampler_logprobs_BT) * micro.completion_mask_BT
-                        sums.log_weights.append(log_ratio_BT.double().sum(dim=1))
+                        sums.log_weights.append((logprobs - micro.sampler_logprobs_BT).double().sum(dim=1))
                     sums.ratios["policy/ratio_max"].append((logprobs - micro.old_logprobs_BT).abs().max().exp())
                     if first:
                         sampler = micro.sampler_logprobs_BT

@@ -156,7 +156,7 @@ def older_weights(policy: nn.Module, older: Mapping[str, torch.Tensor]) -> Itera
             else:
                 parameters[name].data = value
 
-    parameters = dict(policy.named_parameters()) if older else {}
+    parameters = dict(policy.named_parameters())
     own = {name: parameters[name].data for name in older}
     own = {name: value.clone() if is_spread(value) else value for name, value in own.items()}
     put(older)

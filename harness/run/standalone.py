@@ -67,8 +67,8 @@ def train_once(
 
                 with expecting(recorded_inputs(directory)), opened as log:
                     how = {"cache": runs / "cache", "should_stop": should_stop}
-                    stuck = {"when_stuck": lambda tell: finished(tell())} if spec.devices > 1 else {}
-                    result = finished(group.lead(train, spec, directory, log, **stuck, **how))
+                    stuck = lambda tell: finished(tell())  # noqa: E731
+                    result = finished(group.lead(train, spec, directory, log, when_stuck=stuck, **how))
             if result.state in FINAL:  # also checkpoints that a killed attempt had no time to delete
                 drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return result
@@ -122,7 +122,7 @@ class Pace:
 
     def __init__(self, show: Callable[[int, int, str], None], k: int, limit: int) -> None:
         self.show, self.k, self.limit = show, k, limit
-        self.tokens, self.length, self.done, self.first = 0, float(limit), 0, -1
+        self.tokens, self.length, self.first = 0, float(limit), -1
 
     def part_ended(self, done: int, total: int) -> None:
         """Show how many problems are done; those of the first call are from an earlier attempt."""

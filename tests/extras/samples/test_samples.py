@@ -24,6 +24,7 @@ from cohort.harness.study.plan import Plan
 from cohort.reports.statistics import flip_tests
 from factories import FEW, make_study
 from fake_trials import begin_study
+from scipy import stats
 from test_steering import killed_at
 
 from cohort import open_result
@@ -46,12 +47,29 @@ def test_a_condition_of_anything_else_is_refused(text):
         condition(text)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_difference_between_seeds_is_tested_by_flipping_its_signs():
     # four seeds agree: 2 of 16 ways are as far from zero, and Holm counts the 2 columns with a difference
     p, adjusted, needed = flip_tests(np.array([[1.0, 0, 1], [1, 0, -1], [1, 0, 0], [1, 0, 0]]))
     assert (p.tolist(), adjusted.tolist()) == ([0.125, 1.0, 1.0], [0.25, 1.0, 1.0])
     # level 0.025: 2 / 2^n <= 0.025 from 7 seeds on
     assert needed.tolist() == [7, math.inf, math.inf]
+    assert flip_tests(np.ones((4, 1)))[2].tolist() == [6]  # alone: level 0.05
+    # a sum of 2 is a score of 2 / sqrt(4) = 1 with 4 seeds: 4 z^2 of them have z = 2.2414 of level 0.025, 20.1
+    p, _, needed = flip_tests(np.array([[1.0, 0.3], [1, -0.1], [1, -0.1], [-1, -0.1]]))  # 0.3 - 3 * 0.1 is 0 but for
+    assert p[0] == 10 / 16 and needed.tolist() == [21, math.inf]  # rounding; 10 of 16 ways have no sum of 0
+
+
+@pytest.mark.parametrize("seeds", [2, 13, 14])
+def test_all_signs_are_flipped_up_to_13_seeds_and_4096_ways_drawn_beyond(seeds):
+    opposed = np.ones((seeds, 1))
+    opposed[: seeds // 3] = -1
+    (p,), *_ = flip_tests(opposed)
+    expected = stats.binomtest(seeds // 3, seeds).pvalue
+    assert p == (pytest.approx(expected, abs=1e-9) if seeds <= 13 else pytest.approx(expected, abs=0.03))
+    assert (4096 * p).is_integer()  # the exact p of 14 seeds is 1471 / 8192
+    (p,), *_ = flip_tests(np.ones((seeds, 1)))
+    assert p == pytest.approx(0.5 ** (seeds - 1), abs=1e-3) and p >= 1 / 4096  # the signs as they are count too
 
 
 ROW = {"arm": "grpo", "seed": 1, "area": "test", "step": 4, "problem": "p1", "family": "", "prompt": "2+2=",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import test_killed_in_steps
 import torch
-from cohort.harness.data import Prompt, Rollout
+from cohort.harness.data import Group, Prompt, Rollout, Score
 from cohort.harness.extras.successes.algorithms.dr_grpo_replay import DrGRPOReplay
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
@@ -40,6 +40,8 @@ def test_an_update_adds_the_weighted_mean_log_prob_of_the_kept_completions():
     found = replayed(run, prompts, Rollouts(), 2)
     assert found is not None and run.kept == kept
     assert learner.replayed == [(4, [2]), (4, [2, 4]), (4, [3])]  # from place 2 * 4 of three banks on: 2, 0, 1
+    assert torch.equal(found.sampler_logprobs_BT, torch.zeros(4, 8)) and found.tokens_BT.shape == (4, 8)
+    assert found.loss_weight_BT is not None and float(found.loss_weight_BT.sum()) == pytest.approx(0.1 * 1 / 4)
     batch = spec.algorithm.advantages(learner.annotate(make_batch(learner.policy)))
     gradients = []
     for own in (None, found):
@@ -59,6 +61,12 @@ def test_an_update_adds_the_weighted_mean_log_prob_of_the_kept_completions():
     expected = torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None])
     assert metrics["replay/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     assert (gradients[1] - gradients[0] - expected).norm() <= 1e-6 * expected.norm()
+    rollouts = tuple(Rollout("", (i, 1), (-1.0, -1.0), "stop") for i in (30, 31))
+    scores = [Score(totals, None, None, {}) for totals in ([0.0, 1.0], [0.0, 0.0])]
+    drawn = Rollouts([Group(prompt, (5,), rollouts) for prompt in prompts[:4:2]], scores=scores)
+    replayed(run, prompts, drawn, 1)
+    assert run.kept == {**kept, "1+1": [[31, 1]]}
+    assert learner.replayed == [(4, [2]), (4, [2, 4]), (4, [3]), (4, [2])]  # from place 1 * 4 of four banks on
 
 
 @pytest.mark.slow
