@@ -246,7 +246,7 @@ def at_edges(interval: Interval, num_problems: int) -> Interval:
     below the limit for `RARE` right problems, nor the lower one above the limit for `RARE` wrong ones."""
     mean, edge = interval.estimate, min(RARE / num_problems, 0.25)
     quantile = NormalDist().inv_cdf(1 - (1 - LEVEL) * interval.share / 2)
-    if min(mean, 1 - mean) < edge or not interval.error > 0:
+    if min(mean, 1 - mean) < edge - 1e-12 or not interval.error > 0:
         low, high = _wilson(mean, num_problems, quantile)
     elif edge < 0.25:
         low, high = _wilson(1 - edge, num_problems, quantile)[0], _wilson(edge, num_problems, quantile)[1]

@@ -6,8 +6,8 @@ A first run notes which lines each test reaches, slow ones too. A mutant is a pr
 as it is: a copy of one that has collected all tests, in which functions get changed code. The tests that reach the
 change run, the quickest first; one counts that fails, and passes without the change. A mutant of what runs at import is
 a process that has loaded nothing yet. `mutants.txt` lists survivors that change nothing that matters, each with its
-reason. With more than `MOST_LEFT` of the mutants left, the exit status is 1. A run with `--record` goes on where an
-earlier one ended; delete the folder after a change of tests.
+reason; a row stands for one of the mutants that read alike. With more than `MOST_LEFT` of the mutants left, the exit
+status is 1. A run with `--record` goes on where an earlier one ended; delete the folder after a change of tests.
 
 mutmut 3 and cosmic-ray 8 do not fit: the first names a mutant by another module path than the package's, the second
 rewrites files of the checkout.
@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -511,10 +511,10 @@ def look(
     with_tests(tests, work)
 
 
-def known() -> dict[str, str]:
-    """Mutant -> why it may survive."""
+def known() -> Counter[str]:
+    """Key -> how many of its mutants may survive."""
     rows = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
-    return {key: reason for key, _, reason in (row.rpartition(" | ") for row in rows)}
+    return Counter(row.rpartition(" | ")[0] for row in rows)
 
 
 def main() -> int:
@@ -531,7 +531,8 @@ def main() -> int:
     paths = [file for place in places for file in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     trees = {file: ast.parse((ROOT / file).read_text("utf-8"), file) for file in files}
-    every, reasons = named(trees), known()
+    every, may_survive = named(trees), known()
+    alike = Counter(mutant.key for mutant in every.values())
     names = [*every] if sample is None else random.Random(chosen.seed).sample([*every], min(sample, len(every)))
     for name in HEAVY:  # once, not in every child
         importlib.import_module(name)
@@ -542,8 +543,9 @@ def main() -> int:
         record.mkdir(parents=True, exist_ok=True)
         reached = surveyed(trees, tests, record, pool)
         print(f"{len(names)} of {len(every)} mutants of {len(files)} files; {len(reached)} tests", flush=True)
-        before, listed = verdicts(record), [name for name in names if every[name].key in reasons]
-        asked = {name: every[name] for name in names if name not in before and name not in listed}
+        before = verdicts(record)
+        asked = {name: every[name] for name in names if name not in before
+                 and alike[every[name].key] > may_survive[every[name].key]}  # fmt: skip
         found = {name: changes_of(mutant, trees[mutant.file]) for name, mutant in asked.items()}
         changes = [(name, (asked[name], changed)) for name, changed in found.items() if changed is not None]
         shares = [dict(changes[i :: chosen.jobs]) for i in range(chosen.jobs)]
@@ -554,13 +556,18 @@ def main() -> int:
             pool.map(lambda name: note(record, name, is_seen_anew(asked[name], trees[asked[name].file], reached)), anew)
         )
         after = verdicts(record)
-    left = [every[name] for name in names if name not in listed and not after.get(name, False)]
+    survivors = [every[name] for name in names if not after.get(name, False)]
+    listed, left = Counter[str](), list[Mutant]()
+    for mutant in survivors:
+        if listed[mutant.key] < may_survive[mutant.key]:
+            listed[mutant.key] += 1
+        else:
+            left.append(mutant)
     print("".join(f"{mutant.key}  (line {mutant.line})\n" for mutant in left), end="")
-    keys = {mutant.key for mutant in every.values()}
-    stale = [key for key in reasons if key not in keys and key.partition(" | ")[0] in files]
+    stale = [key for key, rows in may_survive.items() if alike[key] < rows and key.partition(" | ")[0] in files]
     print("".join(f"no longer a mutant, strike it from {KNOWN.name}: {key}\n" for key in stale), end="")
     share = len(left) / max(len(names), 1)
-    print(f"{len(names)} mutants, {len(listed)} listed with a reason, {len(left)} left ({share:.1%})")
+    print(f"{len(names)} mutants, {listed.total()} listed with a reason, {len(left)} left ({share:.1%})")
     return int(share > MOST_LEFT or bool(stale))
 
 

@@ -1,6 +1,7 @@
 """A checkpoint is complete or ignored, loads with transformers, and never feeds another run."""
 
 import io
+import json
 import shutil
 import threading
 from copy import deepcopy
@@ -19,7 +20,7 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.events import EVENTS, event_line, read_events
 from cohort.harness.record.run import CHECKPOINTS
 from cohort.harness.run import build as state
-from cohort.harness.run import checkpoint
+from cohort.harness.run import checkpoint as checkpoints
 from cohort.harness.run.build import prepare
 from cohort.harness.run.checkpoint import Snapshot, Writer, fork_run, latest_checkpoint, save_checkpoint
 from cohort.harness.run.step import train_step
@@ -101,12 +102,12 @@ def test_a_checkpoint_of_other_inputs_is_refused(tmp_path):
 )
 def test_each_process_of_a_group_writes_its_part_and_the_first_publishes_all(rank, group, named, tmp_path, monkeypatch):
     told, known, folder = [], [], tmp_path / "step-00000001"
-    own, written = checkpoint.save_model, checkpoint.write_manifest
+    own, written = checkpoints.save_model, checkpoints.write_manifest
     monkeypatch.setattr(ranks, "rank", lambda: rank)
     monkeypatch.setattr(ranks, "gathered", lambda value, group: (told.append((value, group)), [value])[1])
-    monkeypatch.setattr(checkpoint, "save_model", lambda *given: (told.append(given[-1]), own(*given[:-1], None))[1])
+    monkeypatch.setattr(checkpoints, "save_model", lambda *given: (told.append(given[-1]), own(*given[:-1], None))[1])
     noted = lambda *given, **facts: (known.append(facts["known"]), written(*given, **facts))[1]  # noqa: E731
-    monkeypatch.setattr(checkpoint, "write_manifest", noted)
+    monkeypatch.setattr(checkpoints, "write_manifest", noted)
     is_part = rank == 1 and group is not None
     if is_part:
         (folder := partial_folder(folder)).mkdir()  # the first process makes it
@@ -146,7 +147,10 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_that_trains_with_the_past_unt
     fitted = f"{CHECKPOINTS}/0001-model-own"  # by a stage
     (source / fitted).mkdir()
     (source / fitted / "weights").write_text("fitted")
+    monkeypatch.setattr(checkpoints, "write_manifest", written := Mock(side_effect=checkpoints.write_manifest))
     assert fork_run(source, target, spec, parent) == (2, [])
+    state = json.loads((source / CHECKPOINTS / "step-00000002/state.json").read_text())
+    assert written.call_args.kwargs["known"] == state["files"]  # none is read again for its hash
     assert (target / fitted / "weights").read_text() == "fitted"
     checkpoint = latest_checkpoint(target / CHECKPOINTS, spec.digest())
     assert checkpoint and checkpoint.learner_state()["policy"]["step"].item() == 2

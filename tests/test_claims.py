@@ -17,7 +17,7 @@ from cohort.harness.study.preflight import check_claimed, check_study, check_unc
 from cohort.harness.study.worker import EXECUTE
 from cohort.reports import statistics
 from cohort.reports.analysis import analysed
-from cohort.reports.claims import JudgedClaim, check_claims
+from cohort.reports.claims import JudgedClaim, _verdict, check_claims
 from cohort.reports.render import write_report
 from factories import make_study
 from fake_study import FakeArm, arms_of, fake_study, with_claims, with_trials
@@ -234,6 +234,11 @@ def test_a_claim_says_its_region_and_when_it_was_registered():
     assert (found.region, found.predicted) == ((-math.inf, 0.0), "below 0.0 points")
     assert found.registered == "registered 1970-01-02 00:00 UTC, digest 0a1b"
     assert scored(NEAR, predicts="equivalent", margin=0.05).predicted == "between -5.0 and +5.0 points"
+
+
+def test_a_p_on_the_bound_decides_nothing():
+    found = [_verdict(ps, max(ps)) for ps in ((0.05, 0.04), (0.049, 0.04), (0.04, 0.049))]
+    assert found == ["undecided", "contradicted", "supported"]
 
 
 def test_a_verdict_that_holds_for_these_problems_alone_is_named_as_such():

@@ -19,7 +19,7 @@ from cohort.harness.run.guards import gates
 from cohort.harness.run.loop import train
 from cohort.harness.settings.errors import SpecError
 from cohort.harness.settings.run import RunSpec, parse_run
-from cohort.reports.findings import verdicts
+from cohort.reports.findings import _gains, verdicts
 from cohort.reports.render import analysed, results_csv, write_report
 from cohort.tasks.arithmetic import Arithmetic
 from factories import make_study, slow_but
@@ -260,6 +260,23 @@ def test_a_lead_is_an_effect_too_and_a_control_above_the_arm_reproduces_it():
     }
     reasons = [one.reason for one in verdicts(analysed(with_controls(inverted=0.95)))]
     assert [one.partition(" gains ")[0] for one in reasons] == ["the arm is not detectably above it and it"] * 2
+
+
+def test_a_p_on_the_bound_or_a_difference_of_none_shows_nothing():
+    def summary(estimate: float, p: float) -> Any:
+        return SimpleNamespace(arm="arm", label="arm", gain=SimpleNamespace(estimate=estimate), gain_p=p)
+
+    assert [_gains(summary(*one)) for one in ((0.1, 0.04), (0.1, 0.05), (0.0, 0.04))] == [True, False, False]
+    for gains, above, p, estimate, reading in (
+        (True, None, 0.04, 0.1, "not reproduced"), (True, None, 0.05, 0.1, "unexplained"),
+        (True, None, 0.04, 0.0, "unexplained"), (False, 0.1, 0.04, 0.1, "not reproduced"),
+        (False, 0.0, 0.04, 0.1, "no effect"),
+    ):  # fmt: skip
+        lead = None if above is None else SimpleNamespace(is_detected=True, estimate=above)
+        each: Any = SimpleNamespace(p=p, estimate=estimate, arm="arm", summary=summary(0.1, 0.04 if gains else 0.5))
+        control = SimpleNamespace(summary=SimpleNamespace(label="frozen", gain=None), comparisons=[each])
+        analysis: Any = SimpleNamespace(controls=[control], comparison=lambda arm, lead=lead: lead)
+        assert [one.reading for one in verdicts(analysis)] == [reading]
 
 
 def test_an_arm_without_an_effect_has_nothing_to_explain_and_an_invalid_control_is_told():

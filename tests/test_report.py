@@ -735,6 +735,8 @@ def test_blocks_stand_for_problems_but_over_these_alone_and_the_memory_of_an_arm
     for interval, count in ((arm.interval, 4), (arm.student, 8)):
         assert interval.high == pytest.approx(stats.binomtest(0, count).proportion_ci(0.95, "wilson").high)
     assert (arm.costs["seconds"], arm.costs["peak_memory_bytes"], arm.num_problems) == (30.0, 3e8, 8)
+    seeds = [one.rng_seed for part in (analysis.arms, analysis.comparisons) for one in part]
+    assert len({*seeds}) == 3 and all(2**8 < seed < 2**32 for seed in seeds)  # of all 32 bits
     unknown = with_trials(record, lambda t: {"per_problem": {}, "summary": {**t.summary, "seconds": math.nan}})
     arm = analysed(unknown).arms[0]
     assert arm.num_problems == 0 and "seconds" not in arm.costs

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cohort.harness.base.inputs import InputsChanged
@@ -114,8 +115,10 @@ def test_a_run_trains_once_in_a_folder_of_its_own(tmp_path, monkeypatch):
     with pytest.raises(SpecError, match="devices must be at most"):
         train_once(a_spec(devices=512, rollouts_per_step=512), tmp_path, "one")
     assert not loop.calls and not (tmp_path / "train").exists()
+    monkeypatch.setattr(single, "check_disk", check := Mock(side_effect=single.check_disk))
     assert train_once(spec, tmp_path, "one") == loop.result
     directory = tmp_path / "train" / "one"
+    check.assert_called_once_with(tmp_path, [(spec, directory)], 1, "weights")
     assert [at for _, at, _ in loop.calls] == [directory] and left(directory) == {"policy"}
     leave_checkpoint(directory)  # as a kill does before the files are deleted
     asked = []

@@ -156,7 +156,7 @@ def test_at_the_edges_the_interval_is_at_least_wilsons_and_no_limit_falls_as_mor
             )  # fmt: skip
         elif problems <= 20:
             assert interval == given
-        elif right < problems - 5:  # the lower limit is not above the one of 5 wrong, the upper not below 5 right's
+        elif right <= problems - 5:  # the lower limit is not above the one of 5 wrong, the upper not below 5 right's
             wrong, few = (stats.binomtest(n, problems).proportion_ci(0.95, "wilson") for n in (problems - 5, 5))
             assert (interval.low, interval.high) == (
                 close(min(given.low, wrong.low)), close(max(given.high, few.high))
