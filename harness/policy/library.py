@@ -174,7 +174,8 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
         elif _is_gated(type(part)):
             lean[part] = partial(_gated, part, again)
         elif type(part) is nn.Embedding and part.weight.numel() >= LARGE and not is_spread(part.weight):
-            lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
+            if part.max_norm is None:
+                lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
     for part, forward in lean.items():
         part.forward = forward
     try:
