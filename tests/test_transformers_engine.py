@@ -1,5 +1,6 @@
 """The transformers engine against a plain loop without cache, and its sampling against the exact distribution."""
 
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from cohort.harness.policy.library import packed_products
 from cohort.harness.policy.tiny import tiny_model
 from fakes import tiny_codec
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
@@ -108,6 +110,59 @@ def test_packed_products_are_the_layers_own_by_copies_of_their_weights(autocast)
             layers[0].weight.zero_()  # nobody reads it here
             torch.testing.assert_close(layers(given), expected)
         torch.testing.assert_close(layers(given), layers[1](layers[0].bias.expand(5, -1)))
+
+
+class Watch(TorchDispatchMode):
+    """Notes the threads of each operation, and what each product of matrices reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads, self.products = defaultdict(set), []
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        self.threads[function._opname].add(torch.get_num_threads())
+        self.products += [tuple(given[1].shape)] if function._opname == "bmm" else []
+        return function(*given, **(named or {}))
+
+
+def test_a_step_of_decoding_takes_several_threads_for_products_of_matrices_alone():
+    config = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**config, num_attention_heads=4, num_key_value_heads=2))
+    decoder, before, tokens = LibraryDecoder(model, 8), torch.get_num_threads(), torch.tensor([[5, 6, 7]])
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad(), packed_products(model):
+            decoder.prefill(tokens, torch.ones(1, 3, dtype=torch.bool))
+            with Watch() as watch:
+                decoder.step(tokens[0, :1])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [watch.threads[name] for name in ("bmm", "_linear_pointwise")] == [{2}, {2}]
+    assert all(watch.threads[name] == {1} for name in ("mul", "add", "silu", "pow", "_softmax"))
+
+
+@pytest.mark.parametrize(("dtype", "mask", "capacity", "read"), [
+    (torch.bfloat16, None, 8, 8), (torch.bfloat16, "some", 8, 8), (torch.bfloat16, "some", 20, 20),
+    (torch.bfloat16, "some", 21, 5), (torch.bfloat16, "added", 8, 5), (torch.float32, "some", 8, 5),
+])  # fmt: skip
+def test_a_token_attends_with_the_room_that_its_cache_has_for_more_where_products_would_copy_the_keys(
+    dtype, mask, capacity, read
+):
+    noise = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(3, 2, capacity, 4, generator=noise).to(dtype) for _ in range(2))
+    keys[..., 5:, :], values[..., 5:, :] = torch.nan, 0  # of what is not written yet
+    query = torch.randn(3, 6, 1, 4, generator=noise).to(dtype)
+    known = torch.tensor([[True] * 5, [False, False, True, True, True], [True] * 5])[:, None, None]
+    given = {None: None, "some": known, "added": torch.where(known, 0.25, -torch.inf).to(dtype)}[mask]
+    expected, _ = library._attend(nn.Module(), query, keys[:, :, :5].clone(), values[:, :, :5].clone(), given)
+    with Watch() as watch:
+        found, _ = library._attend(nn.Module(), query, keys[:, :, :5], values[:, :, :5], given)
+    assert watch.products == [(6, 4, read), (6, read, 4)]
+    torch.testing.assert_close(found, expected)
+    by_hand = torch.softmax(query.float().view(3, 2, 3, 4) @ keys[:, :, :5].float().transpose(2, 3) / 2
+                            + (0 if mask is None else torch.where(known, 0.0, -torch.inf)), -1)  # fmt: skip
+    torch.testing.assert_close(found.float().view(3, 2, 3, 4), by_hand @ values[:, :, :5].float(), atol=3e-2, rtol=0)
 
 
 def test_without_onednn_no_product_is_packed(monkeypatch):

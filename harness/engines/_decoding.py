@@ -6,6 +6,7 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 
 import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from ..base.tensors import num_shared, pad_left
 from ..data import Group, Prompt, Sampling
 from ..policy.forward import SAVED, can_share_prompts, hidden_states, keeps_keys_and_values, output_logits
 from ..policy.fused_llama import LeanDecoder, recognised
-from ..policy.library import decoding_cache, given_cache, grouped_attention
+from ..policy.library import decoding_cache, given_cache, grouped_attention, one_thread
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
+FEW = 2**18  # numbers of all rows' hidden states, of which feed-forward parts have some four times as many
 BLOCK = 256  # tokens of a vocabulary whose probabilities are summed first
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -111,6 +113,7 @@ class LibraryDecoder:
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
         self.model, self.cache, self.padded = model, decoding_cache(model, capacity), False
         self.given = given_cache(model, self.cache)
+        self.width = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
         self.mask = torch.ones(0, 0, dtype=torch.bool, device=next(model.parameters()).device)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -139,7 +142,9 @@ class LibraryDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        return self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
+        is_small = tokens.device.type == "cpu" and len(tokens) * self.width < FEW
+        with one_thread() if is_small else nullcontext():
+            return self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
 
     def select(self, lines: Tensor) -> None:
         """Keep these lines, as `_fill_holes` orders them."""

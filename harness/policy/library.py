@@ -5,6 +5,7 @@ multiplies by the same weights again and again, and where it lays gradients."""
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, partial
 from importlib import import_module
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..devices.sharding import is_spread
 
+_threads: ContextVar[int] = ContextVar("threads", default=0)  # of products of matrices; 0: as many as of all else
 LARGE = 2**22  # fewest weights of an embedding whose gradient is made of the rows that were read alone
 
 
@@ -78,7 +80,7 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
             if not self.is_initialized:
                 kind = new[0].device.type  # autocast, where it is on, would cast all of them again for every token
                 dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                self.whole = [x.new_empty(*x.shape[:2], capacity, x.shape[3], dtype=dtype) for x in new]
+                self.whole = [x.new_zeros(*x.shape[:2], capacity, x.shape[3], dtype=dtype) for x in new]
                 self.rows, self.is_initialized = len(key_states), True
             start, self.length = self.length, self.length + key_states.shape[2]
             for whole, x in zip(self.whole, new, strict=True):
@@ -94,7 +96,7 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
 
         def batch_repeat_interleave(self, repeats: int) -> None:
             for i, whole in enumerate(self.whole):
-                wide = whole.new_empty(len(whole), repeats, *whole.shape[1:])
+                wide = whole.new_zeros(len(whole), repeats, *whole.shape[1:])
                 wide[..., : self.length, :] = whole[:, None, :, : self.length]
                 self.whole[i] = wide.flatten(0, 1)
             self.rows *= repeats
@@ -112,6 +114,28 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
     long = capacity
     cache.layers = [x if getattr(x, "sliding_window", long) < long else InPlace() for x in cache.layers]
     return cache
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the context all but products of matrices takes one thread: of fewer than a million numbers several take
+    longer to begin than one to end."""
+    token = _threads.set(torch.get_num_threads())
+    try:
+        with _threads_of(1):
+            yield
+    finally:
+        _threads.reset(token)
+
+
+@contextmanager
+def _threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -133,7 +157,13 @@ def packed_products(model: nn.Module) -> Iterator[None]:
         dtype = autocast or layer.weight.dtype
         bias = None if layer.bias is None else layer.bias.detach().to(dtype)
         weight = operations._reorder_linear_weight(layer.weight.detach().to(dtype))
-        return lambda given: operations._linear_pointwise(given.to(dtype), weight, bias, "none", [], "")
+
+        def product(given: Tensor) -> Tensor:
+            given = given.to(dtype)
+            with _threads_of(_threads.get()):
+                return operations._linear_pointwise(given, weight, bias, "none", [], "")
+
+        return product
 
     layers: list[Any] = [part for part in model.modules() if packs(part)]
     for layer in layers:
@@ -174,8 +204,7 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
         elif _is_gated(type(part)):
             lean[part] = partial(_gated, part, again)
         elif type(part) is nn.Embedding and part.weight.numel() >= LARGE and not is_spread(part.weight):
-            if part.max_norm is None:
-                lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
+            lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
     for part, forward in lean.items():
         part.forward = forward
     try:
@@ -242,6 +271,17 @@ def grouped_attention(model: nn.Module) -> Iterator[None]:
         config._attn_implementation = found
 
 
+def _with_room(key: Tensor, value: Tensor) -> list[Tensor]:
+    """[R * heads, T or more, D]: keys and values, with the room after them that an `InPlace` cache has if oneDNN would
+    copy them without it for each product, and if they fill a fourth of it."""
+    whole, (rows, heads, length, width) = key.stride(1), key.shape
+    lies_so = key.stride() == value.stride() == (heads * whole, whole, width, 1)
+    lies_so &= key.storage_offset() == value.storage_offset() == 0 and whole <= 4 * length * width
+    if key.device.type == "cpu" and key.dtype == value.dtype != torch.float32 and lies_so:
+        return [x.as_strided((rows * heads, whole // width, width), (whole, width, 1)) for x in (key, value)]
+    return [x.flatten(0, 1) for x in (key, value)]
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
@@ -261,10 +301,17 @@ def _attend(
     (rows, heads, _, width), shared = query.shape, key.shape[1]
     scale = width**-0.5 if given.get("scaling") is None else given["scaling"]
     grouped = (query * scale).view(rows * shared, heads // shared, width)
-    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, shared, heads // shared, -1)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill_(~attention_mask, -torch.inf)
-    elif attention_mask is not None:
-        scores = scores + attention_mask
-    read = torch.bmm(scores.softmax(-1).flatten(0, 1).to(value.dtype), value.flatten(0, 1))
+    is_mask, length = attention_mask is None or attention_mask.dtype == torch.bool, key.shape[2]
+    keys, values = _with_room(key, value) if is_mask else (key.flatten(0, 1), value.flatten(0, 1))
+    with _threads_of(_threads.get()):
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).view(rows, shared, heads // shared, -1)
+    scores[..., length:] = -torch.inf
+    if attention_mask is not None:
+        if is_mask:
+            scores[..., :length].masked_fill_(~attention_mask, -torch.inf)
+        else:
+            scores = scores + attention_mask
+    weights = scores.softmax(-1).flatten(0, 1).to(value.dtype)
+    with _threads_of(_threads.get()):
+        read = torch.bmm(weights, values)
     return read.view(rows, 1, heads, -1), None
