@@ -67,8 +67,8 @@ def train_once(
 
                 with expecting(recorded_inputs(directory)), opened as log:
                     how = {"cache": runs / "cache", "should_stop": should_stop}
-                    stuck = lambda tell: finished(tell())  # noqa: E731
-                    result = finished(group.lead(train, spec, directory, log, when_stuck=stuck, **how))
+                    how["when_stuck"] = lambda tell: finished(tell())
+                    result = finished(group.lead(train, spec, directory, log, **how))
             if result.state in FINAL:  # also checkpoints that a killed attempt had no time to delete
                 drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return result
