@@ -138,9 +138,10 @@ def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
 @pytest.mark.parametrize("warms_critic", [False, True])
 def test_every_pass_of_a_step_is_counted_once_for_its_purpose(warms_critic):
     spec = a_spec(algorithm={"name": "ppo", "group_size": 4, "critic": "shared", "kl_beta": 0.0},
-                  rewards={"token_entropy": 1.0, "self_certainty": 0.0},
                   optimizer={"num_minibatches": 2, "num_inner_epochs": 2})  # fmt: skip
     learner = Learner(spec, tiny_model(0))
+    read: Any = {name: SimpleNamespace(distribution=name) for name in ("entropy", "uniform_kl")}
+    learner.spec = spec.model_copy(update={"rewards": read})  # each needs a pass
     # 1 for each token, 1000 more for one that reaches the head, 7 for the gradient; of the model of a reward 10^8
     costs = flops.Costs(flops.Work(1, 0, 1000), flops.Work(7), flops.Work(), flops.Work(), 0, 2**28, True, True, False)
     costs = flops.replace(costs, scorers=(flops.replace(costs, forward=flops.Work(10**8, 0, 1)),))
