@@ -75,7 +75,7 @@ LATEX = "so $x = \\frac{1}{2}$ in the end"
     (Arithmetic(), "39", "no number", False, False),
     (Math(path="x"), "\\frac{1}{2}", LATEX.replace("x = ", ""), False, True),
     (Math(path="x"), "12", "$x$ is 12", False, True),
-    (Math(path="x"), "x", "12 is $x$", False, True),
+    (Math(path="x"), "x", "12 is $x$", False, True), (Math(path="x"), "12", r"\boxed{12}, or $x$", True, True),
 ])  # fmt: skip
 def test_a_lenient_reading_takes_the_last_number_or_expression_if_none_marked(task, gold, completion, strict, lenient):
     (graded,) = grade(task, [group(gold, completion)], 8)

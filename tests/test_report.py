@@ -283,6 +283,7 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
     ends = {"a": 0.5, "b": 0.75, "c": 0.5}  # b is 25 points above in each seed, of problems that were not counted
     flat = lambda t: {"per_problem": {}, "summary": {"test_accuracy": ends[t.arm] + 0.1 * t.seed * (t.arm == "c")}}  # noqa: E731
     twin, other = analysed(with_trials(third, flat)).comparisons
+    assert twin == dataclasses.replace(twin, summary=other.summary, baseline=other.summary)  # not by all of an arm
     assert math.isnan(twin.p) and (other.family, other.p_adjusted) == (1, other.p)  # nor is one that has no p
     running = dataclasses.replace(third, identical=same.identical, expected=12, seeds=[0, 1, 2, 3])
     assert {one.family for one in analysed(running).comparisons} == {1}  # while seeds are still to come too
@@ -813,6 +814,15 @@ def test_a_grid_has_two_factors_or_one_of_three_numbers_and_numbers_rise(factors
 
     assert [None if found is None else found.levels for found in (grid(), grid(FakeArm("plain")))] == [levels] * 2
     assert grid(FakeArm("odd", factors={**factor_grid(factors)[0].factors, "steps": 1})) is None
+
+
+def test_each_effect_of_a_grid_has_its_degrees_of_freedom_and_its_share_of_the_variance():
+    scores = np.random.default_rng(4).normal(size=(2, 3, 4)) + np.array([2.0, 0.0])[:, None, None]
+    found = anova(scores, ["a", "b"])
+    assert [(one.factors, one.df) for one in found] == [(("a",), 1), (("b",), 2), (("a", "b"), 2)]
+    gains = [one.df * (one.f - 1) for one in found]  # Olejnik and Algina 2003: df (F - 1) / (df (F - 1) + N)
+    assert [one.partial_omega_squared for one in found] == pytest.approx([max(x / (x + 24), 0) for x in gains])
+    assert gains[0] > 0 > min(gains)
 
 
 @pytest.mark.slow
