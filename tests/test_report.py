@@ -16,7 +16,15 @@ import pytest
 from cohort.harness.record.events import RunHistory
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics, trials
-from cohort.reports.analysis import Analysis, Contrast, contrast, held_out_accuracies, marginal, outcome_contrast
+from cohort.reports.analysis import (
+    Analysis,
+    Comparison,
+    Contrast,
+    contrast,
+    held_out_accuracies,
+    marginal,
+    outcome_contrast,
+)
 from cohort.reports.anova import Grid, anova
 from cohort.reports.capability import capabilities
 from cohort.reports.claims import check_claims
@@ -284,6 +292,9 @@ def test_arms_that_cannot_differ_are_identical_by_construction_and_no_test_is_qu
     flat = lambda t: {"per_problem": {}, "summary": {"test_accuracy": ends[t.arm] + 0.1 * t.seed * (t.arm == "c")}}  # noqa: E731
     twin, other = analysed(with_trials(third, flat)).comparisons
     assert twin == dataclasses.replace(twin, summary=other.summary, baseline=other.summary)  # not by all of an arm
+    given = {"summary": twin.summary, "baseline": twin.baseline, "outcome": twin.outcome, "rng_seed": 0}
+    alone = Comparison({}, None, **given)  # until its study says otherwise
+    assert (alone.share, alone.family, alone.is_alone, alone.is_paired) == (1.0, 1, True, True)
     assert math.isnan(twin.p) and (other.family, other.p_adjusted) == (1, other.p)  # nor is one that has no p
     running = dataclasses.replace(third, identical=same.identical, expected=12, seeds=[0, 1, 2, 3])
     assert {one.family for one in analysed(running).comparisons} == {1}  # while seeds are still to come too

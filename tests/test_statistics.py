@@ -363,7 +363,7 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds, studies):
         for name, (interval, value) in zip(hits, intervals, strict=True):
             hits[name] += interval.low <= value <= interval.high
     for name, shares in ours.SIMULATED_COVERAGE.items():
-        assert shares.keys() == {3, 5, 10}
+        assert shares.keys() == {3, 5, 10} and max(shares.values()) < 100
         share = shares[num_seeds] / 100
         deviation = math.sqrt(share * (1 - share) / studies)
         assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name
