@@ -113,6 +113,11 @@ def test_the_gradient_of_an_embedding_is_added_where_rows_were_read_and_none_of_
     (expected, makes), (gradient, makes_too) = found
     assert torch.equal(gradient, expected) and gradient.abs().max() > 1
     assert makes and not makes_too
+    for name, value in (("max_norm", 0.1), ("scale_grad_by_freq", True)):
+        with monkeypatch.context() as unlike:
+            unlike.setattr(layer, name, value)
+            with lean_passes(model):
+                assert "forward" not in vars(layer)  # but torch's own
 
 
 def small_spec(**changes):

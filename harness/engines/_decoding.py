@@ -23,7 +23,7 @@ from ..policy.library import decoding_cache, given_cache, grouped_attention, one
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
-FEW = 2**18  # numbers of all rows' hidden states, of which feed-forward parts have some four times as many
+SMALL_STEP = 2**18  # numbers of all rows' hidden states, of which feed-forward parts have some four times as many
 BLOCK = 256  # tokens of a vocabulary whose probabilities are summed first
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -142,7 +142,7 @@ class LibraryDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        is_small = tokens.device.type == "cpu" and len(tokens) * self.width < FEW
+        is_small = tokens.device.type == "cpu" and len(tokens) * self.width < SMALL_STEP
         with one_thread() if is_small else nullcontext():
             return self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
 

@@ -7,8 +7,8 @@ product takes two more products: one for its input and one for its weights, whic
 Passes are counted as they run: a prompt is prefilled once and read once for all its rows, the language-model head runs
 only on completion tokens, and gradient checkpointing computes layers twice. A mask saves nothing, as in PyTorch's
 FlopCounterMode. Every prompt counts whole, although an engine may read what all begin with once, so that equal budgets
-do not depend on the engine. Not counted: padding, operations that are not matrix products (norms, softmax, optimiser),
-the regression of a critic's head, checks of engine and weights.
+do not depend on the engine. Not counted: padding, a cache's room, operations that are not matrix products (norms,
+softmax, optimiser), the regression of a critic's head, checks of engine and weights.
 """
 
 import math

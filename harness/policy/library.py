@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..devices.sharding import is_spread
 
-_threads: ContextVar[int] = ContextVar("threads", default=0)  # of products of matrices; 0: as many as of all else
+_for_products: ContextVar[int] = ContextVar("for_products", default=0)  # threads; 0: as many as for all else
 LARGE = 2**22  # fewest weights of an embedding whose gradient is made of the rows that were read alone
 
 
@@ -120,16 +120,16 @@ def decoding_cache(model: nn.Module, capacity: int) -> Any:
 def one_thread() -> Iterator[None]:
     """Inside the context all but products of matrices takes one thread: of fewer than a million numbers several take
     longer to begin than one to end."""
-    token = _threads.set(torch.get_num_threads())
+    token = _for_products.set(torch.get_num_threads())
     try:
-        with _threads_of(1):
+        with _threads(1):
             yield
     finally:
-        _threads.reset(token)
+        _for_products.reset(token)
 
 
 @contextmanager
-def _threads_of(count: int) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -160,7 +160,7 @@ def packed_products(model: nn.Module) -> Iterator[None]:
 
         def product(given: Tensor) -> Tensor:
             given = given.to(dtype)
-            with _threads_of(_threads.get()):
+            with _threads(_for_products.get()):
                 return operations._linear_pointwise(given, weight, bias, "none", [], "")
 
         return product
@@ -203,7 +203,9 @@ def lean_passes(model: nn.Module) -> Iterator[None]:
             lean[part] = partial(again, part.forward)
         elif _is_gated(type(part)):
             lean[part] = partial(_gated, part, again)
-        elif type(part) is nn.Embedding and part.weight.numel() >= LARGE and not is_spread(part.weight):
+        elif type(part) is nn.Embedding and not (
+            part.weight.numel() < LARGE or part.max_norm or part.scale_grad_by_freq or is_spread(part.weight)
+        ):
             lean[part] = partial(_Embedded.apply, part.weight, part.padding_idx)
     for part, forward in lean.items():
         part.forward = forward
@@ -303,7 +305,7 @@ def _attend(
     grouped = (query * scale).view(rows * shared, heads // shared, width)
     is_mask, length = attention_mask is None or attention_mask.dtype == torch.bool, key.shape[2]
     keys, values = _with_room(key, value) if is_mask else (key.flatten(0, 1), value.flatten(0, 1))
-    with _threads_of(_threads.get()):
+    with _threads(_for_products.get()):
         scores = torch.bmm(grouped, keys.transpose(1, 2)).view(rows, shared, heads // shared, -1)
     scores[..., length:] = -torch.inf
     if attention_mask is not None:
@@ -312,6 +314,6 @@ def _attend(
         else:
             scores = scores + attention_mask
     weights = scores.softmax(-1).flatten(0, 1).to(value.dtype)
-    with _threads_of(_threads.get()):
+    with _threads(_for_products.get()):
         read = torch.bmm(weights, values)
     return read.view(rows, 1, heads, -1), None
