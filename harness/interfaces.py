@@ -421,9 +421,9 @@ class RolloutEngine(ABC):
         def check_machine(self) -> None:
             """ValueError if the engine cannot run on this machine, before any model loads."""
 
-        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int]) -> Self:
-            """These settings with those filled in that follow from the precision of a run and from the most tokens of a
-            prompt with its completion."""
+        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int], rows: int) -> Self:
+            """These settings with those filled in that follow from the precision of a run, from the most tokens of a
+            prompt with its completion and from the completions of a step on a device."""
             return self
 
     @abstractmethod

@@ -165,6 +165,7 @@ def install(monkeypatch: Any, cache: Any) -> type[LLM]:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
     monkeypatch.setattr(UNMAPPED, "count", 0)
     monkeypatch.setattr(LLM, "loads_weights", True)
     monkeypatch.setattr(LLM, "memory_is_full", False)

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import threading
+from contextlib import contextmanager
 from copy import deepcopy
 from unittest.mock import Mock
 
@@ -216,6 +217,41 @@ def test_a_writer_waits_for_the_checkpoint_before_and_a_run_for_no_more_than_the
     writer.begin(lambda: done.append("copied"), lambda _: None)  # lets the first one end by waiting for it
     writer.check(wait=True)
     assert done == ["copies", "copied"]
+
+
+def test_a_gpus_checkpoint_is_copied_on_a_stream_of_its_own_after_the_work_that_is_under_way(monkeypatch):
+    told = []
+
+    class Stream(str):
+        def wait_stream(self, other):
+            told.append(f"{self} waits for {other}")
+
+        def synchronize(self):
+            told.append(f"waited for {self}")
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def to(self, device, *, copy, non_blocking):
+            told.append(f"{device} on {current[0]}, {copy=}, {non_blocking=}")  # which makes torch pin the memory
+            return torch.zeros(3)
+
+    @contextmanager
+    def on(stream):
+        current.insert(0, stream)
+        yield
+        del current[0]
+
+    current = [Stream("the run's")]
+    fakes = {"is_initialized": lambda: True, "Stream": lambda: Stream("its own"), "stream": on,
+             "current_stream": lambda: current[0]}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    writer, weights = Writer(), {"weight": torch.ones(3).as_subclass(OnGpu), "count": torch.ones(1)}
+    writer.begin(lambda: copied(weights), lambda copies: told.append([int(one.sum()) for one in copies.values()]))
+    writer.check(wait=True)
+    copy = "cpu on its own, copy=True, non_blocking=True"
+    assert told == ["its own waits for the run's", copy, "waited for its own", [0, 1]]
 
 
 @pytest.mark.parametrize("changes", [{}, {"staleness": 1}])

@@ -4,6 +4,7 @@ every link leads somewhere. What a release is made of agrees with itself: lock f
 import ast
 import importlib.metadata
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
@@ -267,3 +268,9 @@ def test_scripts_are_valid_and_the_container_is_made_by_one_of_them():
     assert "RUN .ci/install /opt/cohort ${DEVICE}" in build
     chosen = '"$([ "${DEVICE}" = cuda ] && echo g++ || echo libtcmalloc-minimal4)"'  # for Triton, or workers on a CPU
     assert f"apt-get install --yes --no-install-recommends {chosen}" in last
+
+
+@pytest.mark.slow
+def test_the_arithmetic_of_an_h100_is_what_its_script_prints():
+    script = runpy.run_path(str(ROOT / "tests/benchmarks/h100.py"))
+    assert script["table"]() in (ROOT / "docs/gpu.md").read_text()

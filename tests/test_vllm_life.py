@@ -28,7 +28,7 @@ from test_vllm_engine import start
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)
-BFLOAT16 = {"name": "vllm", "dtype": "bfloat16"}
+BFLOAT16 = {"name": "vllm", "dtype": "bfloat16", "sleep": True}
 
 
 @pytest.fixture
@@ -40,8 +40,9 @@ def llm(monkeypatch, tmp_path):
 def run_spec(**changes):
     few = {"every": 2, "num_prompts": 3, "num_test_prompts": 3, "num_samples": 1}
     return parse_run({"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 4}, "evaluation": few,
-                      "engine": "vllm", "sampling": {"max_tokens": 4}, "rollouts_per_step": 8, "steps": 2,
-                      "device": "cpu", "rewards": {"repetition": {"ngram": 1}}, **changes}, "test")  # fmt: skip
+                      "engine": {"name": "vllm", "sleep": True}, "sampling": {"max_tokens": 4}, "rollouts_per_step": 8,
+                      "steps": 2, "device": "cpu", "rewards": {"repetition": {"ngram": 1}}, **changes},
+                     "test")  # fmt: skip
 
 
 def test_the_engine_starts_from_the_config_alone_and_samples_only_after_its_first_reload(llm):
@@ -94,7 +95,7 @@ def test_an_adapter_is_served_as_an_adapter_on_frozen_weights_that_outlive_the_e
      ("float32", True, "float16", torch.float16)],
 )  # fmt: skip
 def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, policy, autocast, dtype, expected):
-    settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast, lambda: 63)
+    settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast, lambda: 63, 8)
     model = tiny_model(0).to(getattr(torch, policy))
     engine = VLLMEngine(settings, model, tiny_codec())
     assert engine.llm.dtype == expected
@@ -104,6 +105,25 @@ def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, 
     for name, value in engine.llm.model.state_dict().items():
         wanted = given[name] if step else given[name].to(expected)
         assert torch.allclose(value.double(), wanted.double(), rtol=step, atol=0)
+
+
+@pytest.mark.parametrize(("split", "rows", "expected"), [(1, 0, 256), (1, 300, 300), (2, 300, 600), (1, 9000, 1024)])
+def test_vllm_gets_the_size_of_its_cache_for_the_rows_of_a_step_and_asks_for_what_it_takes_alone(
+    llm, split, rows, expected
+):
+    settings = VLLMEngine.Settings(tensor_parallel_size=split).for_run("float32", True, lambda: 127, rows)
+    given = VLLMEngine(settings, tiny_model(0), tiny_codec()).llm.settings
+    # 2 blocks of 128 tokens, because vLLM keeps one: 3 layers x 2 x 2 heads x 32 wide, in bfloat16
+    cache = expected * 256 * 3 * 2 * (2 // split) * 32 * 2
+    assert (given["max_num_seqs"], given["kv_cache_memory_bytes"]) == (expected, cache)
+    weights, passes = 2 * 166_592 // split, 2**30 + 16 * expected * 100
+    assert given["gpu_memory_utilization"] * 80 * 2**30 == pytest.approx(weights + passes + cache, abs=1)
+    assert given["enable_sleep_mode"]
+    own = settings.model_copy(update={"max_batch_rows": 3, "sleep": False})
+    engine = VLLMEngine(own.for_run("float32", True, lambda: 127, rows), tiny_model(0), tiny_codec())
+    assert (engine.llm.settings["max_num_seqs"], engine.llm.settings["enable_sleep_mode"]) == (3, False)
+    engine.sleep()
+    assert "sleep" not in engine.llm.calls
 
 
 def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm, monkeypatch):
@@ -259,8 +279,9 @@ def test_an_evaluation_leaves_the_gpu_to_vllm_which_reads_the_policy_from_the_ho
     with pretend_cuda(gib=4):
         (found,) = standalone.evaluate_once(spec, "validation", tmp_path, "one").values()
         assert found.metrics["num_prompts"] == 3
-        full = run_spec(device="cuda", engine={"name": "vllm", "gpu_memory_utilization": 0.6})
-        with pytest.raises(SpecError, match=r"the run must fit in memory.*kv_cache .*gpu_memory_utilization"):
+        share = {"gpu_memory_utilization": 0.9, "max_batch_rows": 8192, "max_model_len": 512}
+        full = run_spec(device="cuda", engine={"name": "vllm", **share})
+        with pytest.raises(SpecError, match=r"the run must fit in memory.*kv_cache .*set engine.max_batch_rows=32"):
             standalone.evaluate_once(full, "validation", tmp_path, "two")
     assert set(seen) == {(False, torch.bfloat16)} and kept[1:] and all(kept[1:])
 

@@ -54,11 +54,6 @@ def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None
     """SpecError if `copies` processes with such a run, or with an evaluation alone, cannot fit on the device; passes if
     there is no estimate."""
     device = resolve_device(spec.device)
-    if (copies > 1 or SHARED_GPU in os.environ) and spec.engine.name == "vllm" and device.type == "cuda":
-        raise SpecError(
-            "each vLLM must have a GPU for itself, got several workers on a GPU; use fewer `workers`, whole gpus or "
-            "engine=transformers"
-        )
     small = {"gradient_checkpointing": True, "stages": (), "rollouts_per_step": spec.algorithm.group_size}
     # In steps so small an evaluation decides how many rows are sampled at once.
     spec = decided(spec, alone=copies == 1) if learns else spec.model_copy(update=small)
@@ -72,15 +67,25 @@ def check_memory(spec: RunSpec, copies: int = 1, *, learns: bool = True) -> None
 
 
 def decided(spec: RunSpec, *, alone: bool = True) -> RunSpec:
-    """The run with `gradient_checkpointing` true or false, if it is `auto`: false on a CPU, and on a GPU if the run is
-    `alone` there and surely fits without. A limit of operations, which would end at another step, makes it true."""
+    """The run with `gradient_checkpointing` true or false, if it is `auto`, and on a GPU vLLM's `sleep`, if it is open:
+    false on a CPU, and on a GPU if the run is `alone` there and surely fits so. A limit of operations, which would end
+    at another step, makes the first one true."""
     device, recompute = resolve_device(spec.device), spec.gradient_checkpointing
+    engine: Any = spec.engine
+    on_gpu, alone = device.type == "cuda", alone and SHARED_GPU not in os.environ
+
+    def surely_fits(spec: RunSpec) -> bool:
+        found, _ = estimate_run(spec) if alone else (None, None)
+        return found is not None and peak_bytes(found) <= SURE * device_bytes(device)
+
     if recompute == "auto":
-        recompute = device.type == "cuda"
-        if recompute and alone and spec.max_flops is None and SHARED_GPU not in os.environ:
-            found, _ = estimate_run(spec)
-            recompute = found is None or peak_bytes(found) > SURE * device_bytes(device)
-    return spec.model_copy(update={"gradient_checkpointing": recompute})
+        recompute = on_gpu and (spec.max_flops is not None or not surely_fits(spec))
+    spec = spec.model_copy(update={"gradient_checkpointing": recompute})
+    if on_gpu and engine.name == "vllm" and engine.sleep is None:
+        awake, asleep = (engine.model_copy(update={"sleep": sleep}) for sleep in (False, True))
+        fits = surely_fits(spec.model_copy(update={"engine": awake}))
+        spec = spec.model_copy(update={"engine": awake if fits else asleep})
+    return spec
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
@@ -131,8 +136,8 @@ def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) ->
         "sampling.max_tokens": spec.max_tokens // 2,
         "optimizer.tokens_per_microbatch": microbatch_tokens(spec.optimizer, device) // 2,
         "gradient_checkpointing": True, "dtype": "bfloat16", "lora.rank": 16, "algorithm.kl_beta": 0.0,
-        **({"engine.max_batch_rows": 32} if spec.engine.name == "transformers" else {"engine": "transformers"}),
-        **({"engine.gpu_memory_utilization": 0.3, "engine.sleep": True} if spec.engine.name == "vllm" else {}),
+        "engine.max_batch_rows": 32,
+        **({"engine.sleep": True, "engine": "transformers"} if spec.engine.name == "vllm" else {}),
     }  # fmt: skip
     for path, value in tries.items():
         with suppress(ValueError):
@@ -269,9 +274,10 @@ def estimate(
 
     With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
     the layers that a pass has whole. Every completion counts with its full limit, every prompt with `prompt_tokens`;
-    `gradient_checkpointing=auto` counts as false. `activations` and `gradients` never coincide with `kv_cache` and
-    `sampling`, and `pinned` is memory of the host: see `peak_bytes`. Raises the errors of `count`, ValueError for a
-    mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the model.
+    `gradient_checkpointing=auto` counts as false, and an open `engine.sleep` as true. `activations` and `gradients`
+    never coincide with `kv_cache` and `sampling`, and `pinned` is memory of the host: see `peak_bytes`. Raises the
+    errors of `count`, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold
+    the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -309,7 +315,7 @@ def estimate(
         "checkpoint": part(3 * counts.trainable) if overlaps else 0,  # of weights and moments
         "gathered": gathered,
         "activations": _activation_bytes(spec, counts, shape, device, rows),
-        **_engine_bytes(spec, counts, shape, device),
+        **_engine_bytes(spec, config, counts, shape, device),
     }
 
 
@@ -358,7 +364,9 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
     return max(stages)
 
 
-def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device) -> dict[str, int]:
+def _engine_bytes(
+    spec: RunSpec, config: PretrainedConfig, counts: Counts, shape: Shape, device: torch.device
+) -> dict[str, int]:
     """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time, and `pinned` of the host."""
     settings: Any = spec.engine
     needed = {"kv_cache": 0, "sampling": 0, "engine": 0, "pinned": 0}
@@ -382,26 +390,21 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         packed = counts.weights * (2 if spec.autocast else getattr(torch, spec.dtype).itemsize) if packs else 0
         sampling = at_once * counts.vocabulary * per_logit + whole + packed
         return needed | {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}
-    if settings.name == "vllm" and device.type == "cuda":
-        size = torch.cuda.mem_get_info(device)[1]
-        share = int(settings.gpu_memory_utilization * size)  # of all memory, as vLLM takes it; weights included
-        dtype = settings.dtype or ("bfloat16" if spec.autocast else spec.dtype)
-        counted = shape.prompt_tokens + shape.max_tokens  # of each row
-        length = settings.max_model_len or counted + 1  # of the row that vLLM must be able to hold
-        row = sum(counts.trunk.cache) * length // (shape.rows * counted)
-        weights = getattr(torch, dtype).itemsize * counts.weights
-        least = (weights + row) / settings.tensor_parallel_size
-        if least > share:
-            fraction = math.ceil(100 * least / size) / 100
-            raised = f"set it to {fraction:.2f} or more"
-            raise SpecError(
-                f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
-                f"{least / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
-                f"{raised if fraction <= 1 else 'use a smaller model or engine.tensor_parallel_size'}"
-            )
-        is_copied = settings.sleep and spec.lora is not None  # to come back under the next adapter
-        pinned = is_copied * weights // settings.tensor_parallel_size
-        return needed | {"kv_cache" if settings.sleep else "engine": share, "pinned": pinned}
     if settings.name == "vllm":
-        return needed | {"engine": counts.policy // settings.tensor_parallel_size + settings.cpu_cache}
+        length, step_rows = shape.prompt_tokens + shape.max_tokens, spec.rollouts_per_step // spec.devices
+        settings = settings.for_run(spec.dtype, spec.autocast, lambda: length, step_rows)
+        gpu = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        weights, passes, cache, row = settings.memory(config, counts.weights, gpu)
+        if gpu is None:
+            return needed | {"engine": weights + cache}
+        if cache < row:
+            least, share = weights + passes + row, settings.gpu_memory_utilization
+            fix = f"set it to {math.ceil(100 * least / gpu) / 100}" if least < gpu else "use a smaller model"
+            raise SpecError(
+                "engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
+                f"{least / GIB:.1f} GiB, got {share:g} of {gpu / GIB:.1f}; {fix} or raise engine.tensor_parallel_size"
+            )
+        is_copied = settings.sleep is not False and spec.lora is not None  # to come back under the next adapter
+        phase = "engine" if settings.sleep is False else "kv_cache"
+        return needed | {phase: weights + passes + cache, "pinned": is_copied * weights}
     return needed

@@ -164,17 +164,24 @@ class Part:
 def copied(tree: Any, *, on_first: bool = False, anew: bool = True) -> Any:
     """Copies on the CPU of this process's parts of all tensors in a tree (without `anew`, not of tensors that are
     there); no process waits for another. Each tensor gets as its owner the rank that owns the fewest bytes so far, or
-    always the first (`on_first`); one that is not spread is None on other ranks."""
+    always the first (`on_first`); one that is not spread is None on other ranks. A GPU's come by its current stream
+    into pinned memory, which torch keeps for the next copies."""
     taken, own = [0] * (1 if on_first else ranks.world_size()), ranks.rank()
 
     def copy(item: Tensor) -> Any:
         owner = taken.index(min(taken))
         taken[owner] += total_bytes([item])
         if not is_spread(item):
-            return item.detach().to("cpu", copy=anew) if owner == own else None
-        return Part(local(item.detach()).to("cpu", copy=anew), item.shape, owner)
+            return to_host(item) if owner == own else None
+        return Part(to_host(local(item)), item.shape, owner)
 
-    return tree_map_only(Tensor, copy, tree)
+    def to_host(value: Tensor) -> Tensor:
+        return value.detach().to("cpu", copy=anew, non_blocking=value.is_cuda)
+
+    found = tree_map_only(Tensor, copy, tree)
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return found
 
 
 def assembled(tree: Any, group: Any) -> Any:

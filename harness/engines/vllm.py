@@ -47,6 +47,10 @@ from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights
 from ..policy.text import TextCodec, as_groups
 
 INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM reads it when it is imported, and later
+BLOCK = 128  # tokens, of which vLLM's blocks of keys and values are a part
+# Bytes of vLLM's own passes and graphs on a GPU: in all, and for each logit. An H200 took 1.9 GiB for 1,024 rows of a
+# vocabulary of 152 thousand; here it is 3.3.
+WORKSPACE, LOGIT = 2**30, 16
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +64,8 @@ class VLLMEngine(RolloutEngine):
     plans_batches: ClassVar[bool] = True
 
     class Settings(RolloutEngine.Settings):
-        cpu_cache: ClassVar[int] = 2**30  # bytes of keys and values, without a GPU
+        cpu_cache: ClassVar[int] = 2**30  # most bytes of keys and values, without a GPU
+        least_rows: ClassVar[int] = 256  # decoded at once by default: evaluations sample many
 
         name: Literal["vllm"] = "vllm"
         dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
@@ -72,8 +77,15 @@ class VLLMEngine(RolloutEngine):
             ge=2,
             description="must exceed prompt plus completion tokens; by default one more than the run's longest",
         )
+        max_batch_rows: int | None = Field(
+            default=None,
+            ge=1,
+            le=8192,  # tokens that vLLM reads at once, at least
+            description="completions decoded at once, for whose keys and values vLLM takes memory; by default a step's "
+            "on its device, between 256 and 1,024",
+        )
         gpu_memory_utilization: float = Field(
-            default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM may fill; GPU only"
+            default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM fills at most; GPU only"
         )
         tensor_parallel_size: int = Field(
             default=1,
@@ -81,7 +93,10 @@ class VLLMEngine(RolloutEngine):
             description="devices of a trial that share one copy of a model that no single GPU holds; must divide "
             "`devices` and the model's attention heads",
         )
-        sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
+        sleep: bool | None = Field(
+            default=None,
+            description="free vLLM's GPU memory while the learner works; by default where both do not fit; GPU only",
+        )
         batch_invariant: bool = Field(
             default=False,
             description="draw the same tokens whatever else is in the batch, by slower kernels, which the learner gets "
@@ -120,9 +135,24 @@ class VLLMEngine(RolloutEngine):
         def processes(self) -> int:
             return self.tensor_parallel_size
 
-        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int]) -> Self:
-            known = {"dtype": self.dtype or ("bfloat16" if autocast else dtype)}
+        def for_run(self, dtype: str, autocast: bool, row_tokens: Callable[[], int], rows: int) -> Self:
+            known: dict[str, Any] = {"dtype": self.dtype or ("bfloat16" if autocast else dtype)}
+            rows = min(max(rows * self.tensor_parallel_size, self.least_rows), 1024)
+            known["max_batch_rows"] = self.max_batch_rows or rows
             return self.model_copy(update={**known, "max_model_len": self.max_model_len or row_tokens() + 1})
+
+        def memory(self, config: Any, weights: int, gpu: int | None) -> tuple[int, int, int, int]:
+            """Bytes on a device, under complete settings, for a model of so many weights, on a GPU of `gpu` bytes or a
+            CPU (None): of weights, of vLLM's passes, of the cache, and of the keys and values of one row."""
+            text, split = config.get_text_config(), self.tensor_parallel_size
+            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            tokens = BLOCK * ((self.max_model_len or text.max_position_embeddings) // BLOCK + 1)  # vLLM keeps one
+            size, rows = getattr(torch, self.dtype or "float32").itemsize, self.max_batch_rows or self.least_rows
+            row = 2 * text.num_hidden_layers * max(1, heads // split) * width * tokens * size
+            own, passes = size * weights // split, 0 if gpu is None else WORKSPACE + LOGIT * rows * text.vocab_size
+            most = self.cpu_cache if gpu is None else int(self.gpu_memory_utilization * gpu) - own - passes
+            return own, passes, min(rows * row, most), row
 
     _last: ClassVar["weakref.ref[VLLMEngine] | None"] = None
 
@@ -149,8 +179,8 @@ class VLLMEngine(RolloutEngine):
             folder = root / "cohort" / hashlib.sha256(config.encode()).hexdigest()[:16]
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / "config.json", config)
-            self.llm = _start(settings, folder, dtype, self.adapted)
-        self.on_gpu = _on_gpu()
+            self.on_gpu = not import_module("vllm.platforms").current_platform.is_cpu()
+            self.llm = _start(settings.model_copy(update={"dtype": dtype}), folder, policy, self.on_gpu)
         self.dtype = dtype
         self._comparable: dict[str, bool] = {}  # found at the first load
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
@@ -270,7 +300,7 @@ class VLLMEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and key-value cache; on a CPU nothing happens."""
-        if self.on_gpu and self.settings.sleep and not self.asleep:
+        if self.on_gpu and self.settings.sleep is not False and not self.asleep:
             self.llm.sleep(level=2 if self.adapted is None else 1)  # 1 keeps a copy of weights, for an adapter
             self.asleep = True
             UNMAPPED.set(_unmapped_bytes())
@@ -319,17 +349,23 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapted: nn.Module | None) -> Any:
-    """vLLM with the shape that `folder` describes, random weights and room for an adapter, in this process."""
+def _start(settings: VLLMEngine.Settings, folder: Path, policy: nn.Module, on_gpu: bool) -> Any:
+    """vLLM with the shape that `folder` describes, random weights and room for an adapter, in this process.
+
+    It gets the size of its cache and so does not measure what is free, which changes where others share the GPU.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
-    on_gpu = _on_gpu()
-    more: dict[str, Any] = {"kv_cache_memory_bytes": settings.cpu_cache}
-    if on_gpu:
-        more = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
-    if adapted is not None:
-        layers, sizes = dict(adapted_layers(adapted)), get_args(import_module("vllm.config.lora").MaxLoRARanks)
+    gpu = torch.cuda.mem_get_info()[1] if on_gpu else None
+    weights = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
+    *others, cache, _ = settings.memory(policy.config, weights, gpu)
+    more: dict[str, Any] = {"kv_cache_memory_bytes": cache}
+    if gpu is not None:
+        share = (sum(others) + cache) / gpu  # must be free when it starts
+        more |= {"gpu_memory_utilization": share, "enable_sleep_mode": settings.sleep is not False}
+    if has_adapter(policy):
+        layers, sizes = dict(adapted_layers(policy)), get_args(import_module("vllm.config.lora").MaxLoRARanks)
         rank = max(layer.r[ADAPTER] for layer in layers.values())
         names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, no prompt a score
         more |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": names}
@@ -337,8 +373,9 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, adapted: nn.
     return _vllm().LLM(
         model=str(folder),
         load_format="dummy",
-        dtype=dtype,
+        dtype=settings.dtype,
         max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_batch_rows or settings.least_rows,
         enforce_eager=not on_gpu,  # no CUDA graphs
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -396,10 +433,6 @@ def _split(size: int) -> dict[str, Any]:
 def _vllm() -> Any:
     """The package, which is not there for everyone; by name, or pyright takes this file for it."""
     return import_module("vllm")
-
-
-def _on_gpu() -> bool:
-    return not import_module("vllm.platforms").current_platform.is_cpu()
 
 
 def _unmapped_bytes() -> int:

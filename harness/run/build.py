@@ -255,7 +255,7 @@ def engine_settings(spec: RunSpec, codec: TextCodec, prompts: Sequence[Prompt] |
         most = max(stage.spec.max_tokens for stage in spec.staged())
         return longest(codec, read_prompts(spec) if prompts is None else prompts) + max(spec.max_tokens, most)
 
-    return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens)
+    return spec.engine.for_run(spec.dtype, spec.autocast, row_tokens, spec.rollouts_per_step // spec.devices)
 
 
 def learner_of(stage: Stage, policy: nn.Module, directory: Path, origin: nn.Module | None = None) -> Learner:
@@ -303,7 +303,8 @@ def prepare(
     checkpoint = ranks.same(lambda: latest_checkpoint(directory / CHECKPOINTS, spec.digest(), log.holds))
     log.resume(checkpoint.step if checkpoint else -1, ranks.of_all(torch.get_num_threads()))
 
-    recompute = decided(spec).gradient_checkpointing is True
+    settled = decided(spec)
+    recompute = settled.gradient_checkpointing is True
     if spec.gradient_checkpointing == "auto" and checkpoint is not None:  # as before, unless that no longer fits
         recompute |= checkpoint.progress["recomputes"]
     recompute = any(ranks.of_all(recompute))
@@ -315,7 +316,7 @@ def prepare(
     policy, codec = recomputing(ranks.from_first(start), recompute), codec_of(spec)
     stage = next(stage for stage in spec.staged() if (checkpoint.step if checkpoint else 0) <= stage.end)
     learner = learner_of(stage, policy, directory)
-    engine = build_engine(spec, policy, codec)
+    engine = build_engine(settled, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(
         learner.spec, engine, learner, log, directory, codec, now, memory_before, base=base, cache=cache, whole=spec,
@@ -341,7 +342,7 @@ def run_facts(run: Run) -> dict[str, float]:
     """Metrics known before the first step, and the operations of the cold start, which are charged here.
 
     Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
-    `memory/recomputes` is the decision of a GPU under `gradient_checkpointing=auto`.
+    `memory/recomputes` is the decision of a GPU under `gradient_checkpointing=auto`, `memory/sleeps` vLLM's there.
     """
     spec, codec, start = run.spec, run.codec, run.spec.cold_start
 
@@ -352,9 +353,13 @@ def run_facts(run: Run) -> dict[str, float]:
 
     facts = run.charge_flops(cold_start) if start.steps else {}
     recompute = recomputes(run.learner.policy)
-    if spec.gradient_checkpointing == "auto" and resolve_device(spec.device).type == "cuda":
-        facts["memory/recomputes"] = float(recompute)
-    ran = run.whole.model_copy(update={"gradient_checkpointing": recompute})
+    ran, engine = run.whole.model_copy(update={"gradient_checkpointing": recompute}), cast(Any, run.engine)
+    if resolve_device(spec.device).type == "cuda":
+        if spec.gradient_checkpointing == "auto":
+            facts["memory/recomputes"] = float(recompute)
+        if spec.engine.name == "vllm":
+            facts["memory/sleeps"] = float(engine.settings.sleep)
+            ran = ran.model_copy(update={"engine": engine.settings})
     needed, _ = estimate_run(ran) if spec.steps else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(peak_bytes({**needed, "process": run.memory_before}))

@@ -98,7 +98,7 @@ def _passes(stage: Stage, done: int, sizes: Sizes) -> float:
     learnt = optimizer.num_inner_epochs * (2 if own_critic else 1)
     prompt, own = sizes.get("prompt_tokens", 0.0), sizes.get("own_tokens", 0.0)
     met = min(rows, prompts * optimizer.num_minibatches) if sizes.get("shares_prompts", 1) else rows
-    batches = math.ceil(rows / getattr(spec.engine, "max_batch_rows", rows))
+    batches = math.ceil(rows / (getattr(spec.engine, "max_batch_rows", None) or rows))
     each = rows * limit + prompts * own + DECODE * limit * batches
     each *= (1 + spec.dynamic_sampling) / 2  # half of the batches that it may draw
     updates = learnt * optimizer.num_minibatches

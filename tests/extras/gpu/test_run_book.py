@@ -38,7 +38,6 @@ from real_data import golden
 from transformers import Qwen2Config
 
 GIB = 2**30
-TINY = 166_592  # parameters of the built-in model
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
 
@@ -123,18 +122,20 @@ class Fake(Backend):
         else:
             self.late[0] += 400 * ("slow first start" in self.faults)
         started.touch()
-        return VLLMEngine(spec.engine.for_run(spec.dtype, spec.autocast, lambda: 30), policy, codec)
+        return VLLMEngine(spec.engine.for_run(spec.dtype, spec.autocast, lambda: 30, 8), policy, codec)
 
     def cache_of(self, engine):
-        parts, weights = estimate_run(self.spec())[0], 2 * TINY
-        cache = parts["engine"] + parts["kv_cache"] - weights
-        return "fake.Runner", cache // (3 if "a third of the cache" in self.faults else 1)
+        return "fake.Runner", 1
 
     def held_bytes(self):
         if (llm := vars(fake_vllm.LLM).get("last")) is None:
             return 0
-        held = 32 * GIB * ("memory stays" in self.faults or not llm.asleep)
-        return held + ("memory leaks" in self.faults) * len(llm.calls) * GIB // 10
+        parts = estimate_run(self.spec())[0]
+        held = (parts["engine"] + parts["kv_cache"]) * (3 if "it takes too much" in self.faults else 1)
+        return (
+            held * ("memory stays" in self.faults or not llm.asleep)
+            + ("memory leaks" in self.faults) * len(llm.calls) * GIB // 10
+        )
 
     def train(self, name, settings, *, kill_after=None):
         if f"{name} fails" in self.faults:
@@ -143,7 +144,8 @@ class Fake(Backend):
         peak = peak_bytes(estimate_run(spec)[0])
         facts = {"memory/estimate_bytes": 5 * GIB + peak, "mismatch/at_start": 0.1 + 9 * ("wrong parts" in self.faults)}
         each = {"policy/loss": 1.0, "policy/grad_norm": 1 + 0.1 * (f"{name} differs" in self.faults),
-                "policy/entropy": 1.0, "reward/mean": float("nan"), "seconds/step": 4.0,
+                "policy/entropy": 1.0, "reward/mean": float("nan"),
+                "seconds/step": 4.0 + 9 * (f"{name} is slow" in self.faults),
                 "seconds/total": 16 + 99 * (name == "every-1" and "slow checkpoints" in self.faults),
                 "memory/peak_bytes": 5 * GIB + peak * (3 if f"{name} is large" in self.faults else 1)
                 - peak // 3 * (f"{name} is small" in self.faults),
