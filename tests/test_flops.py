@@ -138,7 +138,7 @@ def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
 @pytest.mark.parametrize("warms_critic", [False, True])
 def test_every_pass_of_a_step_is_counted_once_for_its_purpose(warms_critic):
     spec = a_spec(algorithm={"name": "ppo", "group_size": 4, "critic": "shared", "kl_beta": 0.0},
-                  optimizer={"num_minibatches": 2, "num_inner_epochs": 2})  # fmt: skip
+                  optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 1024})  # fmt: skip
     learner = Learner(spec, tiny_model(0))
     read: Any = {name: SimpleNamespace(distribution=name) for name in ("entropy", "uniform_kl")}
     learner.spec = spec.model_copy(update={"rewards": read})  # each needs a pass

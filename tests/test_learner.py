@@ -12,7 +12,13 @@ from cohort.harness.checks.memory import estimate
 from cohort.harness.data import InvalidRun
 from cohort.harness.devices import ranks
 from cohort.harness.policy import forward, fused_llama
-from cohort.harness.policy.forward import completion_states, hidden_states, prompt_states, token_logprobs
+from cohort.harness.policy.forward import (
+    completion_states,
+    hidden_states,
+    microbatch_tokens,
+    prompt_states,
+    token_logprobs,
+)
 from cohort.harness.policy.library import clear_gradients, given_cache
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
@@ -304,6 +310,26 @@ def test_prompts_are_read_in_as_few_parts_as_their_tokens_allow_and_each_process
         assert (parts[0][1] is batch) == (count == 1)
     learner.shares_prompts = False
     assert learner._parts(batch)[0][1] is batch
+
+
+def test_a_large_vocabulary_makes_micro_batches_of_a_processor_small_in_the_run_and_in_its_estimate(monkeypatch):
+    def tokens(vocabulary, device="cpu", **settings):
+        return microbatch_tokens(make_spec(**settings).optimizer, torch.device(device), vocabulary)
+
+    # 256 MiB are 2**26 logits
+    assert [tokens(size) for size in (100, 2**16, 2**16 + 1, 2**17, 2**27)] == [1024, 1024, 1023, 512, 1]
+    assert (tokens(2**17, "cuda"), tokens(2**17, tokens_per_microbatch=3000)) == (8192, 3000)
+
+    def found(**settings):
+        spec = make_spec(**settings)
+        rows = Learner(spec, tiny_model(0))._rows_by_length(shared_prompts(), None)
+        kept = estimate(spec, model_config("tiny"), 20, torch.device("cpu"))["activations"]
+        return [len(part) for part, _ in rows], kept
+
+    (all_rows, most), (rows, _) = found(), found(tokens_per_microbatch=24)
+    monkeypatch.setattr(forward, "PASS_BYTES", 4 * 100 * 24)  # of the tiny model's 100 tokens
+    few, least = found()
+    assert few == rows != all_rows and least < most / 2
 
 
 @pytest.mark.parametrize("algorithm", factories.slow_but(("ppo",), ("grpo", "ppo")))

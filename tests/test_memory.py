@@ -92,6 +92,8 @@ ADAPTER = 30_720
         ("grpo", {"lora": {"rank": 8}}, {"reference": 0, "gradients": 4 * ADAPTER, "policy": 4 * (TINY + ADAPTER)}),
         # And keys and values of 256 rows, of at most 1 GiB: a block of 128 tokens, 3 layers x 2 x 2 heads x 32 wide.
         ("grpo", {"engine": "vllm"}, {"engine": 4 * TINY + 256 * 128 * 3 * 2 * 2 * 32 * 4, "kv_cache": 0}),
+        ("grpo", {"engine": "vllm", "devices": 2, "rollouts_per_step": 640},
+         {"engine": 4 * TINY + 320 * 128 * 3 * 2 * 2 * 32 * 4}),
         ("grpo", {"engine": {"name": "vllm", "max_model_len": 4000}}, {"engine": 4 * TINY + 2**30}),
     ],
 )  # fmt: skip

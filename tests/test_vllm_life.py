@@ -10,6 +10,7 @@ import factories
 import fake_vllm
 import pytest
 import torch
+from cohort.harness.checks.memory import estimate_run, peak_bytes
 from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.devices.device import mixed_precision, peak_memory, reset_peak_memory, resident_bytes
 from cohort.harness.engines.vllm import VLLMEngine
@@ -124,6 +125,10 @@ def test_vllm_gets_the_size_of_its_cache_for_the_rows_of_a_step_and_asks_for_wha
     assert (engine.llm.settings["max_num_seqs"], engine.llm.settings["enable_sleep_mode"]) == (3, False)
     engine.sleep()
     assert "sleep" not in engine.llm.calls
+    adapted = tiny_model(0)
+    add_adapter(adapted, LoRA(rank=2), seed=0)  # whose matrices are none of vLLM's weights
+    again = VLLMEngine(settings, adapted, tiny_codec()).llm.settings
+    assert again["gpu_memory_utilization"] == given["gpu_memory_utilization"]
 
 
 def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm, monkeypatch):
@@ -235,6 +240,12 @@ def test_every_arm_of_a_study_at_scale_trains_on_the_pretended_gpu_and_the_first
                 spec = spec.model_copy(update={"steps": 2})
                 assert train(spec, folder, log, cache=tmp_path, should_stop=StopAfter(1)).state == "stopped"
             result = train(spec, folder, log, cache=tmp_path)
+            facts = next(values for _, values in log.events if "memory/sleeps" in values)
+            sleeps = name == "gsm8k_qwen"  # the others fit awake
+            assert facts["memory/sleeps"] == llm.last.settings["enable_sleep_mode"] == sleeps
+            kept = {"gradient_checkpointing": False, "engine": spec.engine.model_copy(update={"sleep": sleeps})}
+            needed, _ = estimate_run(spec.model_copy(update=kept))
+            assert facts["memory/estimate_bytes"] == peak_bytes(needed | {"process": 0})
             assert (result.state, result.reason, log.resumed_at) == ("complete", None, [-1, 1] if resumes else [-1])
             assert llm.last.dtype == torch.bfloat16 and llm.last.adapted.keys() == ({1} if spec.lora else set())
 

@@ -131,10 +131,11 @@ def _savings(spec: RunSpec, device: torch.device, counted: Mapping[str, int]) ->
         now, _ = estimate_run(spec)
     if now is None:
         return
+    vocabulary = model_config(spec.model).get_text_config().vocab_size
     tries: dict[str, Any] = {
         "rollouts_per_step": spec.rollouts_per_step // 2,
         "sampling.max_tokens": spec.max_tokens // 2,
-        "optimizer.tokens_per_microbatch": microbatch_tokens(spec.optimizer, device) // 2,
+        "optimizer.tokens_per_microbatch": microbatch_tokens(spec.optimizer, device, vocabulary) // 2,
         "gradient_checkpointing": True, "dtype": "bfloat16", "lora.rank": 16, "algorithm.kl_beta": 0.0,
         "engine.max_batch_rows": 32,
         **({"engine.sleep": True, "engine": "transformers"} if spec.engine.name == "vllm" else {}),
@@ -282,7 +283,8 @@ def estimate(
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
     device = resolve_device(spec.device) if device is None else device
-    fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
+    tokens = microbatch_tokens(spec.optimizer, device, config.get_text_config().vocab_size)
+    fit = tokens // (prompt_tokens + spec.max_tokens)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
     alone = spec.devices == 1
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens, device.type)
@@ -357,7 +359,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch
         stages += [others + again, policy + counts.cast + worst]  # else the copies are kept anyway
     if spec.algorithm.needs_teacher:  # keys and values of prompts that are longer than a row, a layer, and log-probs
         row = shape.prompt_tokens + spec.max_tokens
-        read = max(microbatch_tokens(spec.optimizer, device), 2 * row)
+        read = max(microbatch_tokens(spec.optimizer, device, counts.vocabulary), 2 * row)
         stages.append((sum(counts.trunk.cache) + again) * read // (shape.rows * row) + counts.states + worst)
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'

@@ -29,14 +29,17 @@ from .lora import around_frozen
 LOGITS_BYTES = {"cuda": 2**29, "cpu": 2**27}  # most bytes of logits that one product with the language-model head makes
 BLOCK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of them in float32 that become log-probs at once, with 4 such tensors
 BLOCK_ROWS = 2**13  # rows of the head's weights whose gradient comes at once where it is of another type
+PASS_BYTES = 2**28  # of logits of a pass on a CPU, where it keeps them all
 KEPT_BYTES = 2**30  # most bytes of logits that a pass keeps for its backward pass; more is computed again there
 SAVED = 64  # fewest prompt tokens not read again that are worth a pass over what all prompts begin with
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache columns, where shorter prompts leave gaps
 
 
-def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
-    """Padded tokens in one forward pass: short passes stay in a processor's caches, long ones fill a GPU."""
-    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else 1024)
+def microbatch_tokens(settings: Optimizer, device: torch.device, vocabulary: int = 1) -> int:
+    """Padded tokens in one forward pass: short passes stay in a processor's caches and keep few logits, long ones fill
+    a GPU."""
+    few = min(1024, PASS_BYTES // (4 * vocabulary))
+    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else max(1, few))
 
 
 def prompt_tokens(settings: Optimizer, device: torch.device) -> int:

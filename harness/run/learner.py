@@ -199,7 +199,7 @@ class Learner:
         scoring += len(asked) * sum(score(rows) for rows in (drawn, greedy))
         for scorer in costs.scorers:
             scoring += sum(flops.scored(scorer, rows, share=False, headed=False) for rows in (drawn, greedy))
-        batch_tokens = microbatch_tokens(spec.optimizer, resolve_device(spec.device))
+        batch_tokens = microbatch_tokens(spec.optimizer, resolve_device(spec.device), costs.vocabulary)
         learning = learn(batch_tokens=batch_tokens, has_gradient=not self.warms_critic)
         learning += spec.optimizer.num_inner_epochs * score(still)
         learning += score(trained, headed=False) if self.fits_head else 0.0
@@ -466,7 +466,8 @@ class Learner:
         """Indices of this rank's rows, longest first, in micro-batches of one pass each, with the length of its longest
         row. With shared `prompts` a pass reads completions alone, whose lengths then count, each beside the longest
         prompt."""
-        budget, lengths_B = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device), batch.lengths_B
+        vocabulary, lengths_B = len(self.policy.get_output_embeddings().weight), batch.lengths_B  # pyright: ignore
+        budget = microbatch_tokens(self.spec.optimizer, lengths_B.device, vocabulary)
         if prompts is not None:
             counts_B = batch.completion_mask_BT.sum(dim=1)
             lengths_B = counts_B + (lengths_B - counts_B).max()

@@ -50,7 +50,9 @@ class Optimizer(Section):
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
     tokens_per_microbatch: int | None = Field(
-        default=None, ge=1, description="padded tokens in a forward pass; by default 1024, or 8192 on a GPU"
+        default=None,
+        ge=1,
+        description="padded tokens in a forward pass; by default 8192 on a GPU, else 1024 or 256 MiB of logits",
     )
 
 
