@@ -81,8 +81,7 @@ class VLLMEngine(RolloutEngine):
             default=None,
             ge=1,
             le=8192,  # tokens that vLLM reads at once, at least
-            description="completions decoded at once, for whose keys and values vLLM takes memory; by default a step's "
-            "on its device, between 256 and 1,024",
+            description="completions decoded at once, with memory for each; by default a step's, but 256 to 1,024",
         )
         gpu_memory_utilization: float = Field(
             default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM fills at most; GPU only"
@@ -350,10 +349,8 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
 
 
 def _start(settings: VLLMEngine.Settings, folder: Path, policy: nn.Module, on_gpu: bool) -> Any:
-    """vLLM with the shape that `folder` describes, random weights and room for an adapter, in this process.
-
-    It gets the size of its cache and so does not measure what is free, which changes where others share the GPU.
-    """
+    """vLLM with the shape that `folder` describes, random weights and room for an adapter, in this process. It is given
+    the size of its cache, because what it would measure as free changes where others share the GPU."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
