@@ -299,3 +299,9 @@ def test_splits_that_share_a_problem_are_refused_by_its_id(tmp_path):
     spec = load_study("quickstart").design_arms()[0].spec.model_copy(update={"task": Overlapping()})
     with pytest.raises(SpecError, match=r"share no problem.*id 'twice' in validation and in test; correct Overlapping"):
         check_runs([spec], tmp_path / "new")
+
+
+def test_an_engine_without_a_bound_on_its_rows_decodes_a_step_at_once():
+    bound = {"name": "transformers", "max_batch_rows": 8}
+    some, bounded = passes(make_spec(rollouts_per_step=16)), passes(make_spec(rollouts_per_step=16, engine=bound))
+    assert passes(make_spec(rollouts_per_step=16, engine="vllm")) == some < bounded

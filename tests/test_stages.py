@@ -22,6 +22,9 @@ def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_completion_of
     own = [problem for split in get_args(Split) for problem in spec.task.prompts(split)]
     longest = max(len(tiny_codec().encode(one.text)) for one in own)
     assert engine_settings(spec, tiny_codec()).max_model_len == longest + 30 + 1
+    for devices, rows in ((1, 640), (2, 320)):
+        large = make_spec(engine="vllm", rollouts_per_step=640, devices=devices)
+        assert engine_settings(large, tiny_codec(), prompts).max_batch_rows == rows
 
 
 def test_an_arm_has_stages_of_its_own_or_none_and_a_path_names_one_that_is_there():
