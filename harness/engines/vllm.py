@@ -48,8 +48,8 @@ from ..policy.text import TextCodec, as_groups
 
 INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM reads it when it is imported, and later
 BLOCK = 128  # tokens, of which vLLM's blocks of keys and values are a part
-# Bytes of vLLM's own passes and graphs on a GPU: in all, and for each logit. An H200 took 1.9 GiB for 1,024 rows of a
-# vocabulary of 152 thousand; here it is 3.3.
+# Bytes of vLLM's own passes and graphs on a GPU: in all, and for each logit. For 1,024 rows of a vocabulary of 152
+# thousand that is 3.3 GiB, where an H200 took 1.9.
 WORKSPACE, LOGIT = 2**30, 16
 log = logging.getLogger(__name__)
 

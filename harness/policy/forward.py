@@ -36,10 +36,10 @@ _COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache colu
 
 
 def microbatch_tokens(settings: Optimizer, device: torch.device, vocabulary: int = 1) -> int:
-    """Padded tokens in one forward pass: short passes stay in a processor's caches and keep few logits, long ones fill
-    a GPU."""
-    few = min(1024, PASS_BYTES // (4 * vocabulary))
-    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else max(1, few))
+    """Padded tokens in one forward pass that keeps logits of this `vocabulary` (1: none): short passes stay in a
+    processor's caches, long ones fill a GPU."""
+    few = max(1, min(1024, PASS_BYTES // (4 * vocabulary)))
+    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else few)
 
 
 def prompt_tokens(settings: Optimizer, device: torch.device) -> int:
