@@ -146,8 +146,9 @@ class VLLMEngine(RolloutEngine):
             text, split = config.get_text_config(), self.tensor_parallel_size
             width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            tokens = BLOCK * ((self.max_model_len or text.max_position_embeddings) // BLOCK + 1)  # vLLM keeps one
-            size, rows = getattr(torch, self.dtype or "float32").itemsize, self.max_batch_rows or self.least_rows
+            assert self.dtype and self.max_model_len and self.max_batch_rows
+            tokens = BLOCK * (self.max_model_len // BLOCK + 1)  # vLLM keeps a block
+            size, rows = getattr(torch, self.dtype).itemsize, self.max_batch_rows
             row = 2 * text.num_hidden_layers * max(1, heads // split) * width * tokens * size
             own, passes = size * weights // split, 0 if gpu is None else WORKSPACE + LOGIT * rows * text.vocab_size
             most = self.cpu_cache if gpu is None else int(self.gpu_memory_utilization * gpu) - own - passes
@@ -156,6 +157,9 @@ class VLLMEngine(RolloutEngine):
     _last: ClassVar["weakref.ref[VLLMEngine] | None"] = None
 
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
+        own: Any = policy.config.get_text_config()  # pyright: ignore
+        dtype = str(next(policy.parameters()).dtype).removeprefix("torch.")
+        settings = settings.for_run(dtype, False, lambda: own.max_position_embeddings - 1, 0)  # what is open still
         self.settings, self.codec, self.end_ids = settings, codec, codec.end_ids(policy)
         self.adapted = policy if has_adapter(policy) else None  # whose adapter it serves
         self.asleep = self.closed = False
@@ -169,7 +173,6 @@ class VLLMEngine(RolloutEngine):
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
             last.close()
-        dtype = settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
         shape: Any = copy.deepcopy(policy.config)
         shape.architectures = [type(policy).__name__.removeprefix("FSDP")]  # which sharding puts before it
         config = shape.to_json_string()
@@ -179,8 +182,9 @@ class VLLMEngine(RolloutEngine):
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / "config.json", config)
             self.on_gpu = not import_module("vllm.platforms").current_platform.is_cpu()
-            self.llm = _start(settings.model_copy(update={"dtype": dtype}), folder, policy, self.on_gpu)
-        self.dtype = dtype
+            self.llm = _start(settings, folder, policy, self.on_gpu)
+        assert settings.dtype is not None
+        self.dtype = dtype = settings.dtype
         self._comparable: dict[str, bool] = {}  # found at the first load
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
@@ -372,7 +376,7 @@ def _start(settings: VLLMEngine.Settings, folder: Path, policy: nn.Module, on_gp
         load_format="dummy",
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_batch_rows or settings.least_rows,
+        max_num_seqs=settings.max_batch_rows,
         enforce_eager=not on_gpu,  # no CUDA graphs
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
